@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable
 
 from megatfm.config import Config
+from megatfm.config.batches import global_batches
 
 AXES = ("dp_replicate", "tp", "pp", "cp")
 """Fixed axes; dp_shard takes the ranks that are left, or is fixed too."""
@@ -14,11 +15,9 @@ def misfit(config: Config, processes: int) -> str | None:
     parallel, train = config.parallel, config.train
     if config.resilience.elastic:  # the run itself takes another layout and micro-batch where it must
         model_ranks = parallel.tp * parallel.pp * parallel.cp
-        if processes % model_ranks or train.global_batch % (processes // model_ranks):
-            return (
-                f"train.global_batch = {train.global_batch} and {model_ranks} ranks a model do not divide "
-                f"{processes} processes"
-            )
+        for batch, key in global_batches(config).items():
+            if processes % model_ranks or batch % (processes // model_ranks):
+                return f"{key} = {batch} and {model_ranks} ranks a model do not divide {processes} processes"
         return None
     sizes = {axis: int(getattr(parallel, axis)) for axis in AXES}
     fixed = math.prod(sizes.values())
@@ -31,12 +30,13 @@ def misfit(config: Config, processes: int) -> str | None:
     if within % parallel.ep:
         return f"parallel.ep = {parallel.ep} does not divide the {within} ranks over which experts lie"
     data_ranks = sizes["dp_replicate"] * shard
-    if train.global_batch % (train.micro_batch * data_ranks):
-        return (
-            f"train.global_batch = {train.global_batch} does not divide into micro-batches of train.micro_batch = "
-            f"{train.micro_batch} on {data_ranks} data ranks"
-            + _smaller(train.global_batch, train.micro_batch, data_ranks)
-        )
+    batches = global_batches(config)
+    for batch, key in batches.items():
+        if batch % (train.micro_batch * data_ranks):
+            return (
+                f"{key} = {batch} does not divide into micro-batches of train.micro_batch = {train.micro_batch} on "
+                f"{data_ranks} data ranks{_smaller(math.gcd(*batches), train.micro_batch, data_ranks)}"
+            )
     return None
 
 

@@ -95,7 +95,8 @@ def look(run: Path) -> Progress:
     for job, evaluation in alive(evaluations_of(run)).items():
         detail = f"{state.detail}; " if state.detail else ""
         state = replace(state, detail=f"{detail}evaluation in job {job}: {evaluation.word}")
-    step = None if (found := number_of(last, "step")) is None or not math.isfinite(found) else int(found)
+    reached = number_of(last, "step")
+    step = int(reached) if reached is not None and math.isfinite(reached) else None
     seconds = [value for each in records if (value := number_of(each, "step_seconds")) is not None]
     speeds = [value for each in records if (value := number_of(each, "tokens_per_second")) is not None]
     left = (steps - step) * statistics.median(seconds) if seconds and steps and step is not None else None

@@ -6,6 +6,7 @@ from pathlib import Path
 from megatfm.config import Config
 from megatfm.config.prep import PrepConfig
 from megatfm.launchers import scheduler
+from megatfm.launchers.files import finished, newest_step
 from megatfm.launchers.fit import misfit, most_nodes
 from megatfm.launchers.job import Job
 from megatfm.launchers.site import FROM_SHELL, Site
@@ -18,10 +19,24 @@ def problems(job: Job, site: Site | None) -> Iterator[str]:
     """Why a job must not be started, a line each. site: of a SLURM job."""
     if job.kind == "train" and (problem := _misfit(job, site is not None)):
         yield problem
+    if site and job.kind == "train" and (problem := _finished(job)):
+        yield problem
     if site is None or not site.container:
         yield from missing_paths(job)
     if site:
         yield from _no_time(job, site)
+
+
+def _finished(job: Job) -> str | None:
+    """What a job would say after its wait, of a run that has done all of its steps."""
+    assert isinstance(job.resolved, Config)
+    run, steps = job.run_dir, job.resolved.train.steps
+    if newest_step(run) < steps or not finished(run, steps):
+        return None
+    return (
+        f"{run}: the run is finished: all of its {steps} steps are done: give the new one another name, as name="
+        f"{job.resolved.name}-2, or go on with more train.steps (and resume.allow=schedule)"
+    )
 
 
 def notes(job: Job, site: Site) -> Iterator[str]:

@@ -88,10 +88,27 @@ def by_prompt(samples: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Mapp
 
 
 def resume_command(run: Run) -> str:
-    """What to type to go on, on as many processes as the plan's mesh has."""
-    processes = math.prod(map(int, re.findall(r" (\d+)\b", run.plan.partition("\n")[0])))
-    folder = shlex.quote(str(run.folder))
-    return f"megatfm train {folder}" if processes == 1 else f"megatfm launch {folder} --nproc {processes}"
+    """What to type to go on, on as many processes and machines as the run had."""
+    folder, known = shlex.quote(str(run.folder)), run.environment
+    # A run of before this was noted: the axes of the plan's mesh that have ranks of their own.
+    axes = re.findall(r"\b(?:dp_replicate|dp_shard|tp|pp|cp) (\d+)\b", run.plan.partition("\n")[0])
+    processes = _count(known.get("processes")) or math.prod(map(int, axes))
+    machines = _count(known.get("machines")) or 1
+    each = -(-processes // machines)
+    if processes == 1:
+        return f"megatfm train {folder}"
+    if known.get("launcher") == "srun":
+        flag = "--nproc" if known.get("gpu", "none") == "none" else "--gpus-per-node"
+        return f"megatfm launch {folder} --slurm --nodes {machines} {flag} {each}"
+    if known.get("launcher") == "mpirun":
+        return f"mpirun -n {processes} megatfm train {folder}"
+    if machines > 1:  # on each of them
+        return f"torchrun --nnodes {machines} --nproc-per-node {each} … -m megatfm train {folder}"
+    return f"megatfm launch {folder} --nproc {processes}"
+
+
+def _count(text: object) -> int:
+    return int(text) if isinstance(text, str) and text.isdecimal() and len(text) < 10 else 0
 
 
 def subtitle(config: Mapping[str, Any]) -> str:

@@ -27,6 +27,7 @@ from megatfm.train.guards.preflight import preflight
 from megatfm.train.guards.progress import check_progress
 from megatfm.train.init_from import load_weights, origin_of
 from megatfm.train.record.console import RunLog
+from megatfm.train.record.machine import started
 from megatfm.train.record.metrics import MetricsLog, RunFacts, check_sinks
 from megatfm.train.record.run_directory import RunDirectory, run_folder
 from megatfm.train.record.utilization import FlopsPerToken, Utilization, peak
@@ -89,7 +90,7 @@ def train(config: Config, flops_per_token: FlopsPerToken | None = None) -> int:
             with explained(run.folder, rank.rank):
                 engine = build_engine(config, mesh, rank.device, precision)
             trainer = Trainer(config, run, engine, corpora, precision, screen, watch, nodes)
-            trainer.given = given
+            trainer.given, trainer.launcher = given, rank.launcher
             if flops_per_token and run.is_main:
                 possible = peak(rank.device, PRECISIONS[precision].computed)
                 trainer.utilization = Utilization(*flops_per_token(config), possible, rank.world_size)
@@ -118,6 +119,7 @@ class Trainer:
         self.given = config
         """The config before its layout was fitted to the processes that are there: a later start may have all again."""
         self.utilization: Utilization | None = None
+        self.launcher = "none"
         self.branched = False
         self.state = RunState(config, run, engine, corpora, precision, nodes)
         watch.stands_in = lambda: self.state.saver.thread
@@ -153,9 +155,10 @@ class Trainer:
                 for line in takeover.lines() if takeover.is_partial else ():
                     log.info("%s", line)
             self._event("started", "; ".join([begins, *layout_changes(self.given, config)]))
+        facts = started(self.launcher)
         if self.run.is_main:
-            used = {"peak": str(self.utilization.peak)} if self.utilization else {}
-            self.run.describe(self.given, self.engine.layout.table, used)
+            facts |= {"peak": str(self.utilization.peak)} if self.utilization else {}
+            self.run.describe(self.given, self.engine.layout.table, facts)
             checkpoint.clean(self.run.checkpoints)
         log.info(
             "%s: %s parameters, %s, %s, step %d of %d",

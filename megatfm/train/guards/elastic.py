@@ -4,6 +4,7 @@ import logging
 from math import gcd
 
 from megatfm.config import Config
+from megatfm.config.batches import global_batches
 from megatfm.errors import UsageError
 from megatfm.parallel.mesh import axis_sizes
 
@@ -23,23 +24,25 @@ def elastic_config(config: Config, world_size: int) -> Config:
 def fit_layout(config: Config, world_size: int) -> tuple[Config, str | None]:
     """The config itself where it fits, else the nearest that does, and what was changed.
 
-    Kept: the global batch, and the axes that cut the model (tp, pp, cp). The data axes take what is left, and
-    the micro-batch and `ep` become smaller where they must: none of it changes what is computed. Raises UsageError
-    where nothing fits, naming numbers of processes that would.
+    Kept: the global batches, those of the warm-up too, and the axes that cut the model (tp, pp, cp). The data axes
+    take what is left, and the micro-batch and `ep` become smaller where they must: none of it changes what is computed.
+    Raises UsageError where nothing fits, naming numbers of processes that would.
     """
     try:
         sizes = axis_sizes(config.parallel, world_size)
     except UsageError:
         sizes = None
-    data_ranks = world_size // _model_ranks(config)
-    if sizes is not None and config.train.global_batch % (config.train.micro_batch * data_ranks) == 0:
+    data_ranks, batches = world_size // _model_ranks(config), global_batches(config)
+    common = gcd(*batches)
+    if sizes is not None and common % (config.train.micro_batch * data_ranks) == 0:
         return config, None
-    if world_size % _model_ranks(config) or config.train.global_batch % data_ranks:
+    if world_size % _model_ranks(config) or common % data_ranks:
+        asked = ", ".join(f"{key} = {batch}" for batch, key in batches.items())
         raise UsageError(
-            f"no layout fits {world_size} process{'es' * (world_size > 1)}: train.global_batch = "
-            f"{config.train.global_batch} and {_model_ranks(config)} ranks a model go with {_choices(config)} processes"
+            f"no layout fits {world_size} process{'es' * (world_size > 1)}: {asked} and {_model_ranks(config)} ranks a "
+            f"model go with {_choices(config, common)} processes"
         )
-    share = config.train.global_batch // data_ranks
+    share = common // data_ranks
     micro_batch = max(m for m in range(1, config.train.micro_batch + 1) if share % m == 0)
     replicas = max(
         r
@@ -77,8 +80,7 @@ def _folded_ranks(config: Config) -> int:
     return abs(config.parallel.ep_within // config.parallel.dp_shard)
 
 
-def _choices(config: Config) -> str:
+def _choices(config: Config, batch: int) -> str:
     ranks = _model_ranks(config)
-    batch = config.train.global_batch
     fitting = [str(ranks * n) for n in range(1, batch + 1) if batch % n == 0]
     return ", ".join(fitting[-8:]) if len(fitting) <= 8 else f"{', '.join(fitting[:4])}, … {fitting[-1]}"

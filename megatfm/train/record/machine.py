@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatfm.ranks import gather
+from megatfm.ranks import gather, machine
 
 CPUINFO = Path("/proc/cpuinfo")
 MODEL = (
@@ -74,6 +74,12 @@ def gpu() -> dict[str, str]:
     if dist.is_nccl_available():
         facts["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     return facts
+
+
+def started(launcher: str) -> dict[str, str]:
+    """How many processes a run has on how many machines, and what started them. A collective."""
+    machines = gather(machine())
+    return {"processes": str(len(machines)), "machines": str(len(set(machines))), "launcher": launcher}
 
 
 def libraries() -> dict[str, str]:

@@ -7,11 +7,14 @@ from megatfm.data import check_batch
 from megatfm.errors import UsageError
 from megatfm.launchers.fit import misfit, most_nodes
 from megatfm.parallel.mesh import axis_sizes
+from megatfm.train.corpora import batch_schedule
 from megatfm.train.guards.elastic import fit_layout
 
 EXPERTS = ("model.ffn.name=moe", "model.ffn.n_experts=8", "model.ffn.top_k=2")
 LAYOUTS = [
     [],
+    ["data.warmup=[{steps=2, global_batch=4}, {steps=2, global_batch=16, sequence_length=64}]"],
+    ["data.warmup=[{steps=2, sequence_length=64}]", "parallel.dp_replicate=2"],
     ["parallel.tp=2"],
     ["parallel.dp_replicate=2"],
     ["parallel.dp_shard=4"],
@@ -30,7 +33,8 @@ def test_it_says_what_training_would_say(layout: list[str]) -> None:
     for processes in range(1, 33):
         try:
             sizes = axis_sizes(config.parallel, processes)
-            check_batch(24, 2, sizes["dp_replicate"] * sizes["dp_shard"])
+            for batch in batch_schedule(config).batches:
+                check_batch(batch, 2, sizes["dp_replicate"] * sizes["dp_shard"])
             fits.append(processes)
         except UsageError:
             pass
@@ -45,7 +49,10 @@ def test_and_what_an_elastic_run_would(layout: list[str]) -> None:
     fits = []
     for processes in range(1, 33):
         try:
-            fit_layout(config, processes)
+            fitted, _ = fit_layout(config, processes)
+            sizes = axis_sizes(fitted.parallel, processes)
+            for batch in batch_schedule(fitted).batches:
+                check_batch(batch, fitted.train.micro_batch, sizes["dp_replicate"] * sizes["dp_shard"])
             fits.append(processes)
         except UsageError:
             pass

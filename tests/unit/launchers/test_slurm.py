@@ -569,6 +569,21 @@ def test_no_sbatch_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # ----------------------------------------------------------------------------------- what would fail only later
 
+
+def test_a_finished_run_is_not_queued(
+    folder: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_slurm.answer("sbatch", "12\n")
+    run = folder / "runs" / "quickstart"
+    (run / "checkpoints" / "step-00000720").mkdir(parents=True)
+    (run / "events.jsonl").write_text('{"event": "finished", "step": 720}\n')
+    with pytest.raises(UsageError, match=r"the run is finished: .* another name, as name=quickstart-2, or"):
+        launch("--slurm")
+    assert launch("--slurm", "--dry-run") == 0
+    assert "note: this would be refused" in capsys.readouterr().err
+    assert launch("--slurm", "train.steps=800") == 0
+
+
 UP = "PartitionName={name} Default=YES State={state} MaxTime={longest} DefaultTime={usual} MaxNodes=UNLIMITED\n"
 
 

@@ -5,6 +5,8 @@ import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import fsspec
 import pytest
@@ -12,6 +14,7 @@ from PIL import Image
 
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.report import heat, write_report
+from megatfm.report.page import resume_command
 from megatfm.report.run import Run
 
 
@@ -413,3 +416,31 @@ def test_many_steps_share_columns_and_many_layers_are_told(run: Path) -> None:
     with Image.open(io.BytesIO(base64.b64decode(picture))) as image:
         assert image.size == (heat.COLUMNS, 1)
         assert image.getpixel((80, 0)) == heat.colour(1.0), "the mean of a busy and an idle step"
+
+
+@pytest.mark.parametrize(
+    ("environment", "command"),
+    [
+        ({}, "megatfm launch runs/x --nproc 8"),
+        ({"processes": "1", "machines": "1", "launcher": "none"}, "megatfm train runs/x"),
+        ({"processes": "4", "machines": "1", "launcher": "torchrun"}, "megatfm launch runs/x --nproc 4"),
+        (
+            {"processes": "32", "machines": "4", "launcher": "torchrun"},
+            "torchrun --nnodes 4 --nproc-per-node 8 … -m megatfm train runs/x",
+        ),
+        (
+            {"processes": "32", "machines": "4", "launcher": "srun", "gpu": "H100"},
+            "megatfm launch runs/x --slurm --nodes 4 --gpus-per-node 8",
+        ),
+        (
+            {"processes": "2", "machines": "2", "launcher": "srun", "gpu": "none"},
+            "megatfm launch runs/x --slurm --nodes 2 --nproc 1",
+        ),
+        ({"processes": "6", "machines": "3", "launcher": "mpirun"}, "mpirun -n 6 megatfm train runs/x"),
+        ({"processes": 6, "machines": "x" * 20}, "megatfm launch runs/x --nproc 8"),
+    ],
+)
+def test_the_command_to_go_on_asks_for_what_the_run_had(environment: dict[str, object], command: str) -> None:
+    plan = "mesh  dp_replicate 1 × dp_shard 4 × tp 2 × ep 4\n\nmodules 7"
+    run: Any = SimpleNamespace(folder=Path("runs/x"), plan=plan, environment=environment)
+    assert resume_command(run) == command
