@@ -133,7 +133,7 @@ class Model:
         sets: corpora besides the run's own. compressors: under each set also what gzip and xz need. It reads the run's
         newest checkpoint. Raises UsageError for what is no run directory.
         """
-        folders = {name: str(Path(folder).resolve()) for name, folder in (sets or {}).items()}
+        folders = {name: str(folder) for name, folder in (sets or {}).items()}
         found = evaluate_run(self.path, folders, compressors)
         if found is None:
             return {}

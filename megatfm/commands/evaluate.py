@@ -53,4 +53,4 @@ def _sets(given: list[str]) -> dict[str, str]:
             raise UsageError(
                 f"--set {name}{folder}: expected NAME=DIR, for example --set code=corpora/code/validation"
             )
-    return {name: str(Path(folder).resolve()) for name, _, folder in pairs}
+    return {name: folder for name, _, folder in pairs}
