@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatfm import ranks
 from megatfm.checkpoint import disk, metadata, reader, shard
-from megatfm.checkpoint.metadata import FileEntry
+from megatfm.checkpoint.metadata import FileEntry, NewerFormatError
 from megatfm.errors import MegatfmError, UsageError
 
 log = logging.getLogger("megatfm")
@@ -121,7 +121,10 @@ def committed(folder: Path) -> list[Path]:
 
 
 def damage(path: Path, *, hashes: bool = False) -> str | None:
-    """Return what is wrong with a committed checkpoint, or None where it is whole."""
+    """Return what is wrong with a committed checkpoint, or None where it is whole.
+
+    Raises NewerFormatError for one that a later version wrote.
+    """
     try:
         if path.is_symlink():
             raise MegatfmError("it is a symbolic link")
@@ -132,6 +135,8 @@ def damage(path: Path, *, hashes: bool = False) -> str | None:
             reader.verify(path)
         else:
             reader.check_sizes(path, content)
+    except NewerFormatError:
+        raise
     except MegatfmError as error:
         return str(error)
     return None

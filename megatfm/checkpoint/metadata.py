@@ -19,6 +19,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, Va
 from megatfm.checkpoint import disk
 from megatfm.checkpoint.box import check_cover
 from megatfm.errors import MegatfmError
+from megatfm.version import __version__
 
 FILENAME = "metadata.json"
 SCHEMA = 1
@@ -63,6 +64,10 @@ def _addressable(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 DType = Annotated[str, AfterValidator(_known)]
 Shape = Annotated[tuple[Count, ...], AfterValidator(_addressable)]
+
+
+class NewerFormatError(MegatfmError):
+    """A checkpoint of a later format: sound, so it must be neither passed over nor put aside."""
 
 
 class Part(BaseModel):
@@ -174,8 +179,8 @@ def _head(body: bytes) -> bytes:
 def explain(error: ValidationError) -> str:
     """Return the first thing that is wrong, on one line: where, and what."""
     first = error.errors()[0]
-    given = f", not {first['input']!r}" if isinstance(first["input"], str | int | float) else ""
-    return f"{'.'.join(map(str, first['loc'])) or 'content'}: {first['msg']}{given}"
+    given = f", not {first['input']!r:.80}" if isinstance(first["input"], str | int | float) else ""
+    return f"{'.'.join(map(str, first['loc'])) or 'content':.200}: {first['msg']:.200}{given}"
 
 
 def read(folder: Path) -> Metadata:
@@ -197,8 +202,15 @@ def parse(folder: Path, raw: bytes) -> Metadata:
     except (ValueError, RecursionError) as error:
         raise MegatfmError(f"{path} is not JSON: {error}") from error
     found = content.get("schema_version") if isinstance(content, dict) else None
+    if type(found) is int and found > SCHEMA:
+        state = content.get("state")
+        writer = state.get("megatfm") if isinstance(state, dict) else None
+        raise NewerFormatError(
+            f"{path} was written by a newer megatfm ({writer!s:.40}, schema version {found}); this is {__version__}, "
+            f"which reads {SCHEMA}: go on with that version"
+        )
     if found != SCHEMA:
-        raise MegatfmError(f"{path} has schema version {found!r}, but this megatfm reads {SCHEMA}")
+        raise MegatfmError(f"{path} has schema version {found!r:.40}, but this megatfm reads {SCHEMA}")
     try:
         return Metadata.model_validate(content)
     except ValidationError as error:

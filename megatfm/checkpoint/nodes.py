@@ -234,6 +234,8 @@ def _survey(nodes: Nodes) -> dict[tuple[int, bytes], list[str]]:
         try:
             raw = disk.read_file(path / metadata.FILENAME)
             content = metadata.parse(path, raw)
+        except metadata.NewerFormatError:
+            raise
         except MegatfmError as error:
             log.warning("%s is not used: %s", path, error)
             continue

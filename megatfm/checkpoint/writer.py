@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from megatfm import ranks
 from megatfm.checkpoint import disk, metadata, shard
-from megatfm.checkpoint.metadata import DTYPE_NAMES, FileEntry, Metadata, Piece, TensorEntry
+from megatfm.checkpoint.metadata import DTYPE_NAMES, FileEntry, Metadata, NewerFormatError, Piece, TensorEntry
 from megatfm.checkpoint.planner import item_bytes
 from megatfm.checkpoint.reader import check_sizes, verify
 from megatfm.checkpoint.share import Share
@@ -143,6 +143,8 @@ def commit(partial: Path, final: Path, content: Metadata) -> None:
     if os.path.lexists(final):
         try:
             existing = verify(final)
+        except NewerFormatError:
+            raise
         except MegatfmError as error:
             aside = final.with_name(f".{final.name}.damaged-{secrets.token_hex(4)}")
             log.warning("%s; moved to %s and replaced", error, aside)

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from megatfm.engines.interface import Batch, LossFunction
 from megatfm.engines.passes import Beginnings, Terms, Weigh
 from megatfm.engines.split_backward import Later, backward_of_inputs
+from megatfm.errors import MegatfmError
 from megatfm.parallel.forward import replace_forward
 from megatfm.parallel.pipeline_cut import Pipeline, Stage, StageOutput, activation_shape
 from megatfm.parallel.pipeline_schedule import SPLITS_BACKWARD, Action, orders, with_transfers
@@ -240,12 +241,21 @@ class StagePasses:
         fields = {name: stage.gives[name] for name in sorted(stage.expects)}
         step.gradients[stage.index, i] = self._receive(fields, step.batches[i], stage.index + 1, self._back)
 
+    def _dtype_of(self, field: CarrySpec) -> torch.dtype:
+        """In which type a field travels between stages."""
+        return torch.int64 if field.d_model is None else self._dtype
+
     def _send(
         self, fields: Mapping[str, CarrySpec], carry: Carry, to: int, group: ProcessGroup
     ) -> list[tuple[dist.Work, Tensor]]:
         peer, sent = self._pipeline.stages[to].rank, []
-        for name in fields:
+        for name, one in fields.items():
             tensor = carry[name].contiguous()
+            if tensor.dtype != (wanted := self._dtype_of(one)):
+                raise MegatfmError(
+                    f"{name} goes to the next pipeline stage in {tensor.dtype}, and that takes it in {wanted}: have "
+                    f"the part that makes it return {wanted}"
+                )
             work = dist.isend(tensor, group=group, group_dst=peer)
             assert work is not None
             sent.append((work, tensor))
@@ -256,10 +266,8 @@ class StagePasses:
     ) -> PendingReceive:
         peer, carry, works = self._pipeline.stages[origin].rank, Carry(), []
         for name, one in fields.items():
-            dtype = torch.int64 if one.d_model is None else self._dtype
-            carry[name] = torch.empty(
-                activation_shape(one, batch, self._pipeline.sequence_parts), dtype=dtype, device=self._device
-            )
+            shape = activation_shape(one, batch, self._pipeline.sequence_parts)
+            carry[name] = torch.empty(shape, dtype=self._dtype_of(one), device=self._device)
             work = dist.irecv(carry[name], group=group, group_src=peer)
             assert work is not None
             works.append(work)

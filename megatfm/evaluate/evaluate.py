@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from megatfm import checkpoint
-from megatfm.config import load_config
+from megatfm.config import ParallelConfig, load_config
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.evaluate.compressors import compressors
 from megatfm.parallel import bootstrap
 from megatfm.parallel.mesh import build_mesh
+from megatfm.ranks import run_on_rank_0
 from megatfm.registry import import_foreign_plugins
 from megatfm.train.build import build_engine
 from megatfm.train.corpora import open_corpora, open_corpus, open_tokenizer
@@ -35,20 +36,17 @@ def evaluate_run(
     config = load_config(run_dir / "config.toml")
     import_foreign_plugins(config.plugins, run_dir, trusted=trust_plugins)
     data = config.data.model_copy(update={"validation": {**config.data.validation, **_absolute(sets)}})
-    parallel = config.parallel.model_copy(
-        update={"pp": 1, "cuts": [], "dp_replicate": 1, "dp_shard": -1, "tp": 1, "ep": 1}
-    )
+    # Nothing of the layout but who carries it out: all processes share rows, whatever the run was laid over.
+    parallel = ParallelConfig(engine=config.parallel.engine, zero=config.parallel.zero)
     config, tokenizer = open_tokenizer(config.model_copy(update={"data": data, "parallel": parallel}))
     if with_compressors and not (tokenizer and tokenizer.lossless):
         raise UsageError(
             f"--compressors: {config.data.tokenizer} does not keep every text as it is, so nothing compares: "
             "leave it out"
         )
-    source = checkpoint.find_checkpoint(run_dir)
-    state = checkpoint.read_state(source)
-    if type(state.get("step")) is not int or not isinstance(state.get("precision"), str):
-        raise MegatfmError(f"{source}: not a checkpoint of a run: its state has no step or precision")
+    checkpoint.find_checkpoint(run_dir)  # raises before the others are met
     with bootstrap.joined(device=config.train.device) as rank:
+        source, state = run_on_rank_0(lambda: _newest(run_dir))  # the run there may save meanwhile
         mesh = build_mesh(config.parallel, rank.world_size, rank.device.type)
         corpora = open_corpora(config, tokenizer)
         engine = build_engine(config, mesh, rank.device, str(state["precision"]))
@@ -71,6 +69,15 @@ def evaluate_run(
     if baselines:
         run.write("baselines.json", json.dumps(baselines, indent=2) + "\n")
     return found, baselines
+
+
+def _newest(run_dir: Path) -> tuple[Path, dict[str, Any]]:
+    """A run's newest checkpoint and its state. Raises UsageError, MegatfmError."""
+    source = checkpoint.find_checkpoint(run_dir)
+    state = checkpoint.read_state(source)
+    if type(state.get("step")) is not int or not isinstance(state.get("precision"), str):
+        raise MegatfmError(f"{source}: not a checkpoint of a run: its state has no step or precision")
+    return source, dict(state)
 
 
 def _absolute(sets: Mapping[str, str | Path]) -> dict[str, str]:

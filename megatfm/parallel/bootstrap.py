@@ -78,6 +78,8 @@ def initialise(
         torch.cuda.set_device(chosen)
         options["device_id"] = chosen
     begun = time.monotonic()
+    if place.address and place.launcher != "mpirun":
+        check_resolves(place.address, place.rank)
     try:
         with StartupWatch(place):
             if place.launcher == "mpirun" and place.world_size > 1:
@@ -97,6 +99,23 @@ def initialise(
             f"that all ranks run, that the host is reachable and the port free ({_first_line(error)})"
         ) from error
     return Rank(place.rank, place.world_size, place.local_rank, place.launcher, chosen, place.address)
+
+
+def check_resolves(address: str, rank: int) -> None:
+    """Raise MegatfmError where there is no host of this name, which no waiting mends."""
+    try:
+        socket.getaddrinfo(address, None)
+    except socket.gaierror as error:
+        if error.errno not in (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)):
+            return  # a name server that doesn't answer may yet
+        raise MegatfmError(
+            f"rank {rank} on {socket.gethostname()} knows no host {address!r} ({error.strerror}): set MASTER_ADDR to a "
+            "name or number of rank 0's machine that all machines know"
+        ) from None
+    except UnicodeError:
+        raise MegatfmError(
+            f"MASTER_ADDR = {address!r:.80} is no host's name: set it to rank 0's machine"
+        ) from None
 
 
 def shutdown() -> None:

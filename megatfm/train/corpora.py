@@ -30,6 +30,8 @@ from megatfm.objectives import Objective, SpecialTokens, make, reads_text
 from megatfm.tokenizers import Tokenizer
 from megatfm.version import __version__
 
+FEW_STREAMS = 16
+"""With fewer streams, batches are of little variety."""
 NO_TOKENIZER = "none"
 """In the place of a tokenizer's hash, where there is none."""
 
@@ -46,6 +48,7 @@ class Corpora:
     train: Rows
     steps: BatchSchedule
     validation: dict[str, CorpusRows]
+    stream_note: str = ""
 
     @property
     def tokenizer_hash(self) -> str:
@@ -60,7 +63,8 @@ class Corpora:
     @property
     def notes(self) -> list[str]:
         """What of the corpora is not read as one would think, in lines for the log."""
-        return [note for rows in (self.train, *self.validation.values()) for note in rows.notes]
+        notes = [note for rows in (self.train, *self.validation.values()) for note in rows.notes]
+        return [*notes, *filter(None, [self.stream_note])]
 
 
 def open_tokenizer(config: Config) -> tuple[Config, Tokenizer | None]:
@@ -127,7 +131,25 @@ def open_corpora(config: Config, tokenizer: Tokenizer | None) -> Corpora:
                 f"data.validation.{name} = {data.validation[name]}: holds no row to evaluate: leave it out, or name "
                 "another corpus"
             )
-    return Corpora(tokenizer, objective, opened.train(), batch_schedule(config), validation)
+    note = note_few_streams(config)
+    return Corpora(tokenizer, objective, opened.train(), batch_schedule(config), validation, note)
+
+
+def note_few_streams(config: Config) -> str:
+    """What is to be said where a batch has no divisor near the number of places that a corpus is best read in."""
+    batch, streams = config.train.global_batch, streams_for(config.train.global_batch).streams
+    if config.data.streams or streams >= FEW_STREAMS:
+        return ""
+    near = next(
+        n
+        for far in range(batch)
+        for n in (batch - far, batch + far)
+        if n % config.train.micro_batch == 0 and streams_for(n).streams >= FEW_STREAMS
+    )
+    return (
+        f"train.global_batch = {batch} has few divisors, so the text is read in {streams} place{'s' * (streams > 1)} "
+        f"at a time and neighbouring documents come in one batch: choose {near}, or set data.streams = 64"
+    )
 
 
 def open_corpus(config: Config, path: str) -> Corpus:

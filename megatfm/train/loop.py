@@ -77,7 +77,7 @@ def train(config: Config, flops_per_token: FlopsPerToken | None = None) -> int:
             if rank.device.type == "cuda" and wants_stacks(run.folder, config.log.allocations):
                 record_allocations()
             nodes = resume.meet_nodes(config, run)
-            found = resume.find(run.checkpoints, nodes)
+            found = resume.find(run.checkpoints, nodes, run.decisions)
             check_progress(run, found.step if found else 0, config.resilience.max_failures)
             wanted = config.train.precision
             branch = None
@@ -160,6 +160,9 @@ class Trainer:
             facts |= {"peak": str(self.utilization.peak)} if self.utilization else {}
             self.run.describe(self.given, self.engine.layout.table, facts)
             checkpoint.clean(self.run.checkpoints)
+        for link in (self.run.checkpoints, self.run.log.parent):
+            if link.is_symlink():
+                log.info("%s is a symbolic link: what it is for lies in %s", link, link.resolve())
         log.info(
             "%s: %s parameters, %s, %s, step %d of %d",
             self.run.folder,

@@ -1,6 +1,7 @@
 """What a checkpoint remembers of its run besides tensors, and what of it may differ on resume."""
 
 import contextlib
+import logging
 import os
 import re
 import secrets
@@ -14,17 +15,22 @@ from pydantic import JsonValue, ValidationError
 
 from megatfm import checkpoint
 from megatfm.checkpoint.folder import committed, damage_together
-from megatfm.checkpoint.nodes import NodeCheckpoint, Nodes, newest_on_nodes
+from megatfm.checkpoint.nodes import NodeCheckpoint, Nodes, forget_nodes, newest_on_nodes
 from megatfm.config import Config
 from megatfm.config.key_migrations import migrate
 from megatfm.config.moved import tell_where_keys_went
 from megatfm.engines.interface import PRECISIONS
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.ranks import run_on_rank_0
+from megatfm.train.record.decisions import Decisions
 from megatfm.train.record.machine import Machines, differences
 from megatfm.train.record.run_directory import RunDirectory
 from megatfm.version import __version__
 
+log = logging.getLogger("megatfm")
+
+LARGEST = 2**63 - 1
+"""Of a step, a count of tokens or a position: what 64 bits hold."""
 LOCAL_ID = "local-id"
 GROUPS = {
     "data": ("data.",),
@@ -58,7 +64,7 @@ class ResumePoint:
             "data.position": data.get("position") if isinstance(data, Mapping) else None,
         }
         for key, value in counts.items():
-            if type(value) is not int or value < 0:
+            if type(value) is not int or not 0 <= value <= LARGEST:
                 raise MegatfmError(
                     f"{self.path}: not a checkpoint of a run: its {key} is {value!r:.80}, no number that can be"
                 )
@@ -86,16 +92,29 @@ def current_config(stored: Any) -> Any:
         return migrated
 
 
-def find(folder: Path, nodes: Nodes | None = None) -> ResumePoint | None:
+def find(folder: Path, nodes: Nodes | None = None, decisions: Decisions | None = None) -> ResumePoint | None:
     """The newest checkpoint whose every byte is right: rank 0 looks what there is, all read a part. A collective.
 
-    Where the nodes have folders of their own, these are looked into, too. Raises what `checkpoint.latest` raises, on
-    every rank.
+    Where the nodes have folders of their own, these are looked into, too; what they hold of a future that a rollback of
+    `decisions` has left is removed. Raises what `checkpoint.latest` raises, on every rank.
     """
 
     path = checkpoint.latest_together(folder)
     shared = run_on_rank_0(lambda: ResumePoint(path, checkpoint.read_state(path)) if path else None)
     held = newest_on_nodes(nodes) if nodes else None
+    if nodes and held and decisions:
+        decisions.read()
+        data = held.content(nodes.folder).state.get("data")
+        position = data.get("position") if isinstance(data, Mapping) else None
+        back = decisions.left_behind(held.step, position) if isinstance(position, int) else None
+        if back is not None:
+            log.warning(
+                "step %d on the nodes is not used: the run went back to step %d after it was saved",
+                held.step,
+                back,
+            )
+            forget_nodes(nodes, back)
+            held = newest_on_nodes(nodes)
     if nodes is None or held is None or (shared and shared.step >= held.step):
         return shared
     return ResumePoint(nodes.folder / f"step-{held.step:08d}", held.content(nodes.folder).state, held)
@@ -221,7 +240,7 @@ def check(
         if group in unknown:
             changed[group] = [f"{group}: none there"]
         else:
-            line = f"{key.removeprefix('config.')}: {before.get(key)} → {after.get(key)}"
+            line = f"{key.removeprefix('config.')}: {before.get(key)!s:.200} → {after.get(key)!s:.200}"
             changed.setdefault(group, []).append(line)
     allowed = [line for group, lines in changed.items() if group in allow for line in lines]
     refused = {group: lines for group, lines in changed.items() if group not in allow}

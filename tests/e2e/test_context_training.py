@@ -8,6 +8,7 @@ import pytest
 
 from megatfm.config import Config
 from megatfm.errors import DONE, REQUEUE
+from megatfm.evaluate.evaluate import evaluate_run
 from megatfm.parallel import context_attention
 from tests.e2e.test_training import assert_bitwise_equal, curve, run_training, run_until
 from tests.workers import Workers
@@ -19,6 +20,12 @@ def run_told_nothing(config: Config) -> int:
     """As in a process that has logged nothing yet: what is told once, it tells."""
     context_attention._TOLD.clear()
     return run_training(config)
+
+
+def evaluate_alone(run: Path) -> float:
+    found = evaluate_run(run, {}, False)
+    assert found is not None
+    return float(found[0]["sets"]["held-out"]["loss"])
 
 
 def test_two_context_ranks_train_like_one_process_stop_bit_for_bit_and_change_their_number(
@@ -39,6 +46,9 @@ def test_two_context_ranks_train_like_one_process_stop_bit_for_bit_and_change_th
     moved = make_config("parallel.cp=2", run="moved")
     assert workers.run(run_until, 2, moved, 4, timeout=PATIENCE) == [REQUEUE, REQUEUE]
     assert workers.run(run_training, 1, make_config(run="moved"), timeout=PATIENCE) == [DONE]
+    # Whatever a run was laid over, one process evaluates it.
+    losses = [workers.run(evaluate_alone, 1, tmp_path / run, timeout=PATIENCE)[0] for run in ("whole", "cut")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     lines = curve(tmp_path / "whole")
     for run in ("cut", "moved"):
         others = curve(tmp_path / run)

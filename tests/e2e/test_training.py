@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from megatfm import checkpoint
-from megatfm.config import Config
+from megatfm.config import Config, load_config
 from megatfm.errors import DONE, REQUEUE, MegatfmError, UsageError
 from megatfm.train.loop import train
 from megatfm.train.record.metrics import MEASURED
 from tests.e2e.ranks import engine_class
-from tests.workers import THREADS
+from tests.workers import THREADS, WorkerFailure
 
 
 def run_training(config: Config) -> int:
@@ -308,3 +308,29 @@ def test_a_full_disk_keeps_the_old_checkpoint(workers, make_config, tmp_path):
     assert "\n" not in message
     assert sorted(path.name for path in (tmp_path / "full/checkpoints").iterdir()) == old
     assert workers.run(run_training, 1, config) == [DONE]
+
+
+def test_a_layout_that_was_fitted_to_fewer_processes_is_not_the_run_s_for_good(
+    workers, make_config, tmp_path
+):
+    config = make_config("resilience.elastic=true", "parallel.dp_replicate=2", "train.steps=2", run="fitted")
+    assert workers.run(run_training, 1, config) == [DONE]
+    assert load_config(tmp_path / "fitted").parallel == config.parallel
+    events = [json.loads(line) for line in (tmp_path / "fitted/events.jsonl").read_text().splitlines()]
+    assert "parallel.dp_replicate 2 → 1" in events[0]["detail"]
+
+
+def test_a_sink_that_there_is_not_leaves_nothing(workers, make_config, tmp_path):
+    config = make_config("log.sinks=[foo]", run="sink")
+    with pytest.raises(WorkerFailure, match="log sink"):
+        workers.run(run_training, 1, config)
+    assert not (tmp_path / "sink").exists()
+
+
+def test_a_refused_resume_is_one_line_in_the_log(workers, make_config, tmp_path):
+    assert workers.run(run_training, 1, make_config("train.steps=1", "schedule.warmup_steps=1")) == [DONE]
+    with pytest.raises(WorkerFailure, match=r"resume\.allow=seed"):
+        workers.run(run_training, 1, make_config("train.steps=1", "schedule.warmup_steps=1", "train.seed=5"))
+    log = (tmp_path / "run/logs/rank-0.log").read_text()
+    assert "resume.allow=seed" in log
+    assert "Traceback" not in log

@@ -265,7 +265,8 @@ class NativeEngine:
         if missing := sorted(trained - self.gradients().keys()):
             raise MegatfmError(
                 f"no loss depends on {', '.join(missing[:3])} ({len(missing)} of the weights here): leave their part "
-                "out of [model], or take an objective that trains it"
+                "out of [model], or take an objective that trains it; a part that some micro-batches don't reach must "
+                "give them a gradient of 0, for example by adding 0 · weight.sum() to its output"
             )
 
 

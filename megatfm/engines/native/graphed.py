@@ -12,10 +12,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from megatfm.engines.interface import Batch, LossFunction
+from megatfm.engines.interface import Batch, LossFunction, Stateful
 from megatfm.engines.losses import Shares
 from megatfm.engines.passes import Beginnings, Terms, Weigh
-from megatfm.errors import MegatfmError
+from megatfm.errors import MegatfmError, UsageError
 
 Run = Callable[[], None]
 
@@ -80,6 +80,12 @@ class GraphedModel:
     """`Passes` of a model whose gradients no other rank shares: recorded once for each shape of micro-batches."""
 
     def __init__(self, model: nn.Module, recorder: Recorder) -> None:
+        for path, module in model.named_modules():
+            if isinstance(module, Stateful):
+                raise UsageError(
+                    f"train.cuda_graphs = true: {path or type(module).__name__} counts what it meets in each pass, and "
+                    "a graph that is replayed runs none of its code: set train.cuda_graphs = false"
+                )
         self._model, self._recorder = model, recorder
         self._recorded: dict[object, Recorded] = {}
         self._gradients: dict[nn.Parameter, Tensor] = {}

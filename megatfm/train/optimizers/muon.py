@@ -18,12 +18,14 @@ def muon(config: MuonConfig, parameters: Parameters) -> list[OptimizerGroup]:
     head and vectors."""
 
     def alone(groups: list[dict[str, Any]]) -> Optimizer:
-        if groups[0]["params"][0].device.type != "cpu":
+        if groups[0]["params"][0].device.type != "cpu" or config.newton_schulz == "full":
             return together(groups)
         return Muon(groups, lr=config.matrix_lr, momentum=config.momentum)
 
     def together(groups: list[dict[str, Any]]) -> StackedMuon:
-        return StackedMuon(groups, lr=config.matrix_lr, momentum=config.momentum)
+        return StackedMuon(
+            groups, lr=config.matrix_lr, momentum=config.momentum, in_bf16=config.newton_schulz == "bf16"
+        )
 
     matrices, rest = split(parameters)
     options = weight_decays(matrices, config.weight_decay)

@@ -25,8 +25,9 @@ class StackedMuon(torch.optim.Optimizer):
     """For matrices [m, n] and stacks of them [E, m, n], of which each is orthogonalised by itself, all of one shape in
     the same products. On a CPU only those of a stack: there more of them in one product take longer."""
 
-    def __init__(self, params: Any, lr: float, momentum: float) -> None:
+    def __init__(self, params: Any, lr: float, momentum: float, *, in_bf16: bool = True) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
+        self._in_bf16 = in_bf16
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -47,7 +48,7 @@ class StackedMuon(torch.optim.Optimizer):
         for moves in by_shape.values():
             limit = 1 if moves[0][0].device.type == "cpu" else BATCH
             for batch in batches(moves, limit):
-                move(batch)
+                move(batch, in_bf16=self._in_bf16)
 
 
 def batches(moves: Sequence[Move], limit: int) -> Iterator[list[Move]]:
@@ -62,10 +63,10 @@ def batches(moves: Sequence[Move], limit: int) -> Iterator[list[Move]]:
         yield batch
 
 
-def move(batch: Sequence[Move]) -> None:
+def move(batch: Sequence[Move], *, in_bf16: bool = True) -> None:
     """Orthogonalise, and move the weights, which have matrices of one shape."""
     stacks = [update.view(-1, *update.shape[-2:]) for _, update, _ in batch]
-    made_Emn = orthogonalised(torch.cat(stacks) if len(stacks) > 1 else stacks[0])
+    made_Emn = orthogonalised(torch.cat(stacks) if len(stacks) > 1 else stacks[0], in_bf16=in_bf16)
     parts = made_Emn.to(batch[0][0].dtype).split([len(stack) for stack in stacks])
     for by, several in groupby(zip(batch, parts, strict=True), key=lambda pair: pair[0][2]):
         weights, moved = zip(
@@ -74,11 +75,11 @@ def move(batch: Sequence[Move]) -> None:
         torch._foreach_add_(weights, moved, alpha=by)
 
 
-def orthogonalised(stack_Emn: Tensor) -> Tensor:
-    """USVᵀ → about UVᵀ for each matrix of a stack, in bfloat16."""
+def orthogonalised(stack_Emn: Tensor, *, in_bf16: bool = True) -> Tensor:
+    """USVᵀ → about UVᵀ for each matrix of a stack, in bfloat16 or in the stack's own type."""
     a, b, c = COEFFICIENTS
     is_tall = stack_Emn.shape[1] > stack_Emn.shape[2]
-    x = stack_Emn.bfloat16()
+    x = stack_Emn.bfloat16() if in_bf16 else stack_Emn
     x = x.mT if is_tall else x
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=EPS)  # so that no singular value is above 1
     for _ in range(STEPS):

@@ -56,6 +56,11 @@ class Decisions:
             self._write({"decision": "retry", "step": step})
         return dropped
 
+    def left_behind(self, step: int, position: int) -> int | None:
+        """The step that the run went back to, if a state of a step and a position is of the future that it left."""
+        came = [other for other in self.data_skips if other < step]
+        return max(came) if came and position <= self.data_skips[max(came)] else None
+
     def go_back(self, spike: int, step: int, position: int) -> None:
         """Because of a loss spike, the run goes back to the end of a step, and on from a later position of the data."""
         self._write({"decision": "rollback", "leap": spike, "step": step, "position": position})

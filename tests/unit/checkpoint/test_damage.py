@@ -232,7 +232,7 @@ def nest(body: dict[str, Any]) -> None:
         (lambda body: body["tensors"]["w"].update(dtype="I32"), "is not what"),
         (lambda body: body["files"][SHARD].update(bytes=2**59), "bytes instead of"),
         (lambda body: body["files"][SHARD].update(blake3="0" * 64), "doesn't have its hash"),
-        (lambda body: body.update(schema_version=2), "has schema version 2, but this megatfm reads 1"),
+        (lambda body: body.update(schema_version=2), "schema version 2"),
         (lambda body: body.pop("schema_version"), "has schema version None"),
         (lambda body: body.update(format="other"), "format"),
         (lambda body: body.update(pickle="gASV"), "pickle: Extra inputs"),

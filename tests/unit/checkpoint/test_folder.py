@@ -1,5 +1,6 @@
 """Which checkpoint is the newest, which may go, and what is swept up."""
 
+import json
 import logging
 import random
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatfm.checkpoint import Box, clean, disk, latest, latest_together, save, shard, verify
+from megatfm.checkpoint import Box, clean, disk, latest, latest_together, metadata, save, shard, verify
 from megatfm.checkpoint.folder import committed, retain
 from megatfm.errors import MegatfmError
 from tests.workers import Workers
@@ -188,3 +189,34 @@ def test_what_was_damaged_and_put_aside_goes_once_a_later_one_is_verified(
     retain(newest, 9, verified=newest)
     assert not list(tmp_path.glob(".*"))
     assert steps(tmp_path) == [4, 5, 6]
+
+
+def newer(path: Path) -> None:
+    """As a later version would write it: with its hash."""
+    content = metadata.read(path).model_dump()
+    content["schema_version"], content["state"]["megatfm"] = 2, "9.1.0"
+    body = json.dumps(content).encode()
+    (path / metadata.FILENAME).write_bytes(metadata._head(body) + body + b"}\n")
+
+
+def test_a_checkpoint_of_a_newer_version_is_neither_passed_over_nor_put_aside(tmp_path: Path) -> None:
+    for step in (3, 5):
+        save_step(tmp_path, step)
+    newer(tmp_path / "step-00000005")
+    wanted = r"written by a newer megatfm \(9\.1\.0, schema version 2\); this is .*, which reads 1: go on with that"
+    for use in (latest, latest_together, lambda folder: save_step(folder, 5)):
+        with pytest.raises(MegatfmError, match=wanted):
+            use(tmp_path)
+    assert steps(tmp_path) == [3, 5]
+
+
+def test_what_is_quoted_of_a_file_is_short(tmp_path: Path) -> None:
+    path = save_step(tmp_path, 3)
+    for key, value in (("x" * 10**6, 1), ("step", "y" * 10**6), ("schema_version", "z" * 10**6)):
+        content = metadata.read(path).model_dump() | {key: value}
+        body = json.dumps(content).encode()
+        (tmp_path / "other").mkdir(exist_ok=True)
+        (tmp_path / "other" / metadata.FILENAME).write_bytes(metadata._head(body) + body + b"}\n")
+        with pytest.raises(MegatfmError) as caught:
+            metadata.read(tmp_path / "other")
+        assert len(str(caught.value)) < 1000

@@ -354,3 +354,16 @@ def test_no_memory_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             saving.finish()
     assert not tmp_path.joinpath("step-00000001").exists()
     assert disk.LAG_SECONDS > 0
+
+
+def test_an_error_in_listing_old_checkpoints_does_not_undo_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise MegatfmError("can't list checkpoints: Input/output error")
+
+    monkeypatch.setattr(saver, "retain", fails)
+    with Saver(tmp_path, keep=1) as kept:
+        kept.save(3, tensors(3), {})
+    assert steps(tmp_path) == [3]
+    assert caplog.messages == ["old checkpoints stay: can't list checkpoints: Input/output error"]

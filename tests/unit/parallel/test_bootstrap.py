@@ -16,7 +16,15 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from megatfm.errors import MegatfmError
-from megatfm.parallel.bootstrap import TIMEOUTS, _arrive, _own_address, initialise, joined, shutdown
+from megatfm.parallel.bootstrap import (
+    TIMEOUTS,
+    _arrive,
+    _own_address,
+    check_resolves,
+    initialise,
+    joined,
+    shutdown,
+)
 from megatfm.parallel.process_environment import ProcessEnvironment
 
 
@@ -200,3 +208,31 @@ def test_initialise_here_and_leave() -> None:
     assert dist.get_world_size() == 1
     shutdown()
     assert not dist.is_initialized()
+
+
+def test_a_host_that_nobody_knows_is_named_at_once(program: str) -> None:
+    begun = time.monotonic()
+    where = {
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "no.such.host.invalid",
+        "MASTER_PORT": "9",
+    }
+    code, lines = run([sys.executable, program, "300"], **where)
+    assert code == 1
+    (said,) = [line for line in lines if line.startswith("MegatfmError")]
+    assert "rank 1 on " in said
+    assert "knows no host 'no.such.host.invalid'" in said
+    assert time.monotonic() - begun < 100
+
+
+def test_a_name_server_that_does_not_answer_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(*_: object) -> None:
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket, "getaddrinfo", away)
+    check_resolves("head", 0)
+    monkeypatch.undo()
+    with pytest.raises(MegatfmError, match="no host's name"):
+        check_resolves("x" * 300 + ".", 0)

@@ -5,6 +5,7 @@ import json.decoder
 import json.encoder
 import json.scanner
 import math
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ import torch.distributed as dist
 from megatfm import tokenizers
 from megatfm.config import Config
 from megatfm.data import Corpus, ShardWriter
+from megatfm.evaluate.evaluate import _absolute
 from megatfm.models import Decoder, build
 from megatfm.ops.initial import draw
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine, choose_precision
-from megatfm.train.corpora import open_corpora, open_tokenizer
+from megatfm.train.corpora import note_few_streams, open_corpora, open_tokenizer
 from megatfm.train.evaluation import evaluate, summary
 from tests.workers import Workers
 
@@ -236,3 +238,30 @@ def test_every_token_stands_for_its_bytes(folder: Path) -> None:
         ids = tokenizer.encode(text)
         assert int(lengths[ids].sum()) == len(text.encode())
     assert np.all(lengths[[tokenizer.bos, tokenizer.eos, tokenizer.pad]] == 0)
+
+
+def test_a_corpus_behind_a_url_is_no_folder_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert _absolute("https://host/corpus") == "https://host/corpus"
+    assert _absolute("s3://bucket/corpus") == "s3://bucket/corpus"
+    assert _absolute("corpus") == str(tmp_path / "corpus")
+
+
+@pytest.mark.parametrize(
+    ("batch", "few"),
+    [(8, False), (96, False), (256, False), (257, True), (269, True), (514, True), (7919, True)],
+)
+def test_a_batch_with_few_divisors_is_told_with_one_that_has_more(
+    folder: Path, batch: int, few: bool
+) -> None:
+    made = config(folder)
+    train = made.train.model_copy(update={"global_batch": batch, "micro_batch": 2})
+    note = note_few_streams(made.model_copy(update={"train": train}))
+    assert few == bool(note)
+    if found := re.search(r"choose (\d+), or set data\.streams = 64$", note):
+        near = int(found[1])
+        assert near % 2 == 0
+        assert abs(near - batch) < 8
+        assert max(d for d in range(1, 257) if near % d == 0) >= 16
+    data = made.data.model_copy(update={"streams": 64})
+    assert note_few_streams(made.model_copy(update={"train": train, "data": data})) == ""

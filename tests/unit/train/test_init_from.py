@@ -3,9 +3,15 @@
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from megatfm import checkpoint
+from megatfm.config import ParallelConfig
 from megatfm.errors import UsageError
-from megatfm.train.init_from import what_fits
+from megatfm.train.init_from import load_weights, what_fits
+from tests.parity.test_layouts import ADAMW, MODEL, make_engine
+from tests.workers import Workers
 
 BODY = {"decoder.embedding.tokens.weight": (40, 8), "decoder.layers.0.attn.wq.weight": (8, 8)}
 STORED = {**BODY, "head.weight": (40, 8), "head.bias": (40,)}
@@ -60,3 +66,22 @@ def test_another_family_is_told_apart_from_other_sizes() -> None:
 def test_what_does_not_fit_is_named_with_a_way_out(wanted: dict, only: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         what_fits(wanted, STORED, only, SOURCE)
+
+
+def takes_what_rank_0_found(folder: Path) -> float:
+    """The other run saves between two ranks' looks."""
+    engine = make_engine(MODEL, ParallelConfig(dp_shard=2), ADAMW)
+    for step in (1, 2):
+        for tensor in engine.local.values():
+            tensor.fill_(float(step))
+        checkpoint.save(folder, step, engine.state_dict(), {})
+    own = folder / f"step-0000000{2 - dist.get_rank()}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "find_checkpoint", lambda _: own)
+        taken = load_weights(engine, folder)
+    assert taken.source.name == "step-00000002"
+    return float(torch.cat([tensor.flatten() for tensor in engine.local.values()]).mean())
+
+
+def test_all_ranks_take_the_checkpoint_that_rank_0_found(workers: Workers, tmp_path: Path) -> None:
+    assert workers.run(takes_what_rank_0_found, 2, tmp_path) == [2.0, 2.0]

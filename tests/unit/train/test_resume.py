@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatfm import checkpoint
+from megatfm.checkpoint import Saver
+from megatfm.checkpoint.nodes import Nodes
 from megatfm.config import Config
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.train import resume
@@ -313,7 +316,7 @@ def test_another_kind_of_machine_is_told_and_goes_on() -> None:
     ("key", "value"),
     [
         *[("step", "five"), ("step", None), ("step", -1), ("tokens", 1.5), ("tokens", True)],
-        *[("data.position", []), ("precision", 3)],
+        *[("data.position", []), ("precision", 3), ("data.position", 10**30), ("step", 2**63)],
     ],
 )
 def test_a_state_that_no_run_has_written_is_named(key: str, value: object) -> None:
@@ -345,3 +348,32 @@ def test_an_allowance_that_would_fail_is_not_offered(allow: list[str]) -> None:
         f"{PATH}: was saved by a run that differs: model.ffn.d_ff: 16 → 32, so that its weights don't fit "
         "(a is [2] there alone), and no resume.allow makes them: give the run another name"
     )
+
+
+def saved_on_nodes_around_a_rollback(folder: Path) -> list[str]:
+    """A run saves steps 4 and 6 on the nodes, goes back to 3, and dies before it has removed them."""
+    run = RunDirectory(folder / "run", 0)
+    nodes = Nodes.meet(folder / "node", None)
+    kept = {**state(), "tokens": 1}
+    with Saver(folder / "shared", local=folder / "node") as saver:
+        for step in (4, 6):
+            facts = {**kept, "step": step, "data": {**kept["data"], "position": 4 * step}}
+            saver.save(step, {"w": torch.ones(2)}, facts, on_nodes=True)
+    run.folder.mkdir()
+    before = resume.find(folder / "shared", nodes, run.decisions)
+    run.decisions.go_back(6, 3, 24)
+    after = resume.find(folder / "shared", nodes, run.decisions)
+    with Saver(folder / "shared", local=folder / "node") as saver:
+        facts = {**kept, "step": 4, "data": {**kept["data"], "position": 28}}
+        saver.save(4, {"w": torch.ones(2)}, facts, on_nodes=True)
+    again = resume.find(folder / "shared", nodes, run.decisions)
+    return [
+        f"{found.step} at {found.state['data']['position']}" if found else "none"
+        for found in (before, after, again)
+    ]
+
+
+def test_what_the_nodes_hold_of_a_future_that_was_left_is_not_gone_on_with(
+    workers: Workers, tmp_path: Path
+) -> None:
+    assert workers.run(saved_on_nodes_around_a_rollback, 1, tmp_path) == [["6 at 24", "none", "4 at 28"]]

@@ -1,12 +1,14 @@
 """Passes that are recorded once and repeated: by a stand-in for CUDA's graphs, which repeats operators on the memory
 that they were recorded with, so that whatever came from elsewhere would be missing."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -154,3 +156,18 @@ def test_a_cpu_has_no_graphs(workers: Workers) -> None:
     assert recorder(load_config("quickstart", []), torch.device("cpu")) is None
     (said,) = workers.run(refused, 1, load_config("quickstart", ["train.cuda_graphs=true"]))
     assert "for one process on a GPU, and this run has 1 on cpu: set train.cuda_graphs = false" in said
+
+
+class Counting(nn.Module):
+    """A plugin's feed-forward network that counts what it meets."""
+
+    observed: Mapping[str, Tensor] = MappingProxyType({})
+
+    def observe(self, counts: Any) -> None: ...
+    def update(self, observed: Any) -> None: ...
+    def forget(self) -> None: ...
+
+
+def test_a_module_that_counts_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"train\.cuda_graphs = true: 1 counts what it meets in each pass"):
+        GraphedModel(nn.Sequential(nn.Linear(2, 2), Counting()), Taped())

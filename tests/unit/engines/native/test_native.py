@@ -13,6 +13,7 @@ from megatfm import checkpoint
 from megatfm.config import AdamWConfig, MuonConfig, ParallelConfig
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.errors import MegatfmError
+from megatfm.parallel.mesh import Mesh
 from tests.parity import test_pipelines as pipelines
 from tests.parity.test_families import PassOn
 from tests.parity.test_layouts import (
@@ -233,3 +234,33 @@ def has_whole_weights(parallel: ParallelConfig) -> bool:
         and computed[name].shape == box.tensor.shape
         for name, box in engine.weights().items()
     )
+
+
+def misused(parallel: ParallelConfig) -> None:
+    """A second pass before the step, and an evaluation of nothing; how often ranks add up in one of several batches."""
+    engine, batch = make_engine(TIED, parallel, ADAMW), global_batch(seed=3)
+    engine.forward_backward(microbatches(engine, batch), CAUSAL)
+    with pytest.raises(MegatfmError, match="called twice without a step"):
+        engine.forward_backward(microbatches(engine, batch), CAUSAL)
+    engine.zero_grad()
+    first = engine.forward_backward(microbatches(engine, batch), CAUSAL).loss
+    engine.step(1e-2, clip=1.0)
+    assert engine.forward_backward(microbatches(engine, batch), CAUSAL).loss < first
+    engine.zero_grad()
+    with pytest.raises(MegatfmError, match="no batch to compute a loss of"):
+        engine.evaluate([], CAUSAL)
+    counted: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        genuine = Mesh.sum
+        patch.setattr(Mesh, "sum", lambda *args: (counted.append(1), genuine(*args))[1])
+        several = microbatches(engine, batch)
+        whole = engine.evaluate(several * 3, CAUSAL)
+        three = len(counted)
+        engine.evaluate(several, CAUSAL)
+    assert len(counted) - three == three, "as often for one batch as for three"
+    assert whole.counts == {name: 3 * n for name, n in engine.evaluate(several, CAUSAL).counts.items()}
+
+
+def test_a_pass_is_followed_by_its_step_and_an_evaluation_has_batches(workers: Workers) -> None:
+    workers.run(misused, 1, ParallelConfig(zero=0))
+    workers.run(misused, 2, ParallelConfig(dp_shard=2, zero=0))
