@@ -1,5 +1,6 @@
 """Reading a config: a TOML file or a preset's name, then `key=value` overrides, then types and ranges."""
 
+import difflib
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -108,9 +109,10 @@ def find_config(path_or_preset: str | Path) -> tuple[Path, bool]:
             f"--from {path_or_preset} data.train=CORPUS/train`"
         )
     word = str(path_or_preset).rpartition("/")[2]  # of a model as a hub names it
+    near = difflib.get_close_matches(word.removesuffix(".toml"), preset_names(), n=3, cutoff=0.0)
     raise UsageError(
-        f"{path_or_preset}: no such config file or preset{did_you_mean(word, [*preset_names(), *ALIASES])}; "
-        f"presets: {', '.join(preset_names())}"
+        f"{path_or_preset}: no such config file or preset{did_you_mean(word, [*preset_names(), *ALIASES])}; presets "
+        f"named most like it: {', '.join(near)}; `megatfm config presets` lists all"
     )
 
 

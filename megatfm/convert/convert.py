@@ -140,9 +140,15 @@ def _to_megatfm(source: Path, folder: Path, target: Path) -> list[str]:
         "tokenizer": tokenizers.load(folder / kept).hash if kept else None,
     }
     checkpoint.save_stream(folder / "checkpoints", 0, _renamed(opened, shapes), state)
-    header = template.header(opened.name).encode()
+    header = template.header(opened.name, family=opened.config.family).encode()
     disk.write_file(folder / "config.toml", [memoryview(header + to_toml(config).encode())])
-    return [f"{opened.name}, {len(shapes)} tensors", *opened.notes, *notes]
+    untrainable = template.UNTRAINABLE.get(opened.config.family)
+    return [
+        f"{opened.name}, {len(shapes)} tensors",
+        *opened.notes,
+        *notes,
+        *[untrainable] * bool(untrainable),
+    ]
 
 
 def meta_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -79,6 +79,16 @@ def test_importing_megatfm_needs_no_torch() -> None:
 def test_nothing_to_open(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="neither a checkpoint nor a run directory"):
         load(tmp_path)
+    with pytest.raises(
+        UsageError, match=r"there is no such folder: .*`hf download meta-llama/Tiny --local-dir Tiny`"
+    ):
+        load("meta-llama/Tiny")
+    (tmp_path / "runs").mkdir()
+    for gone in (tmp_path / "runs/gone", "gone"):
+        with pytest.raises(
+            UsageError, match=r"gone: there is no such folder: give one with a run or checkpoint$"
+        ):
+            load(gone)
 
 
 def test_another_tokenizer_is_refused(run: Path, tokenizer_model: bytes) -> None:
