@@ -61,6 +61,8 @@ def _check_is_ours(source: Path) -> None:
     try:
         checkpoint.find_checkpoint(source)
     except UsageError as error:
+        if not source.exists():
+            raise
         raise UsageError(
             f"{source}: holds no model: in the Hugging Face format there would be a {CONFIG}; it is "
             f"{str(error).removeprefix(f'{source}: ')}; text becomes a corpus by `megatfm prep`"
@@ -142,12 +144,13 @@ def _to_megatfm(source: Path, folder: Path, target: Path) -> list[str]:
     checkpoint.save_stream(folder / "checkpoints", 0, _renamed(opened, shapes), state)
     header = template.header(opened.name, family=opened.config.family).encode()
     disk.write_file(folder / "config.toml", [memoryview(header + to_toml(config).encode())])
-    untrainable = template.UNTRAINABLE.get(opened.config.family)
+    family = opened.config.family
+    untrainable = [template.UNTRAINABLE[family]] if family in template.UNTRAINABLE else []
     return [
         f"{opened.name}, {len(shapes)} tensors",
         *opened.notes,
         *notes,
-        *[untrainable] * bool(untrainable),
+        *untrainable,
     ]
 
 
