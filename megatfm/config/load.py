@@ -75,7 +75,9 @@ def load(
         _is_of_another_kind(path_or_preset, kind, values)
         raise UsageError(f"{path_or_preset}: {_one_line(error, kind, values)}") from None
     if isinstance(config, Config | PrepConfig):
-        look_for_plugins(config.plugins, [path.resolve().parent, Path.cwd()])
+        beside = path.resolve().parent
+        # A run may be anybody's: code in it must not become importable by reading its config.
+        look_for_plugins(config.plugins, [*[beside] * (not (beside / "checkpoints").is_dir()), Path.cwd()])
     return config
 
 

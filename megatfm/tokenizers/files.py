@@ -117,6 +117,8 @@ def _nothing_in(folder: Path) -> str:
 
 
 def _read(path: Path) -> bytes:
+    if path.exists() and not path.is_file():  # a FIFO would wait for who writes into it
+        raise UsageError(f"{path}: no regular file, and so no tokenizer: make one with `megatfm prep`")
     try:
         return path.read_bytes()
     except OSError as error:

@@ -189,6 +189,7 @@ def test_a_stranger_s_run_runs_no_code(
     assert "--trust-plugins" in said
     assert not Path("victim").exists()
     assert not Path("new").exists()
+    assert str(stranger.resolve()) not in sys.path
 
 
 @pytest.mark.parametrize("way", ["trusted", "imported", "named"])

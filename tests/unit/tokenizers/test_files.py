@@ -1,6 +1,7 @@
 """What a path or a folder holds, and what must be copied of it."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,13 @@ def test_a_json_may_begin_with_blanks_and_a_mark(tmp_path: Path, before: bytes, 
     (tmp_path / "tokenizer.json").write_bytes(before)
     with pytest.raises(UsageError, match=r"tokenizer\.json"):
         load(tmp_path)
+
+
+def test_a_fifo_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "tokenizer.json")
+    for path in (tmp_path, tmp_path / "tokenizer.json"):
+        with pytest.raises(UsageError, match=r"no regular file|no tokenizer.model or tokenizer.json here"):
+            load(path)
 
 
 def test_a_folder_of_both_is_read_with_its_special_tokens(folders: dict[str, Path], model: bytes) -> None:
