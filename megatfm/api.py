@@ -51,18 +51,25 @@ def fit(config: Config | str | Path, *overrides: str) -> Path:
     return folder
 
 
-def load(path: str | Path, device: str | torch.device = "cpu", *, trust_plugins: bool = False) -> "Model":
-    """The model of a run, a checkpoint or a folder in the Hugging Face format, in float32 and evaluation mode.
+def load(
+    path: str | Path,
+    device: str | torch.device = "cpu",
+    *,
+    dtype: str | torch.dtype = "float32",
+    trust_plugins: bool = False,
+) -> "Model":
+    """The model of a run, a checkpoint or a folder in the Hugging Face format, in evaluation mode.
 
+    dtype: of its parameters; "auto": what they are stored in, so that a model in bfloat16 takes half the memory.
     trust_plugins: import the packages that the config of a run or a checkpoint names in `plugins`, whoever made it.
     Raises UsageError where nothing can be opened, MegatfmError where something is damaged or does not fit.
     """
     if is_hf_folder(path) or is_pair(path):
-        module = load_hf(path, device)
+        module = load_hf(path, device, dtype=dtype)
         if (pad := padding_of(path)) is not None:
             warn_of_padding(module, pad)
         return Model(module, Path(path))
-    module = load_model(path, device, trust_plugins=trust_plugins)
+    module = load_model(path, device, dtype=dtype, trust_plugins=trust_plugins)
     return Model(module, Path(path), trust_plugins=trust_plugins)
 
 

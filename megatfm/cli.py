@@ -36,13 +36,19 @@ COMMANDS = {
     "config": ("megatfm.commands.config", "print a config resolved, or the JSON schema"),
     "doctor": ("megatfm.commands.doctor", "what this machine can run"),
     "completion": ("megatfm.commands.completion", "a script with which bash, zsh or fish complete commands"),
-    "quickstart": ("megatfm.commands.quickstart", "all of the above, once, on a small corpus"),
+    "quickstart": (
+        "megatfm.commands.quickstart",
+        "prepare a small corpus, train on it, stop, resume, sample, evaluate and report: each command once",
+    ),
 }
 """Name → (module, help).
 
 A module's `add_arguments(parser)` declares what the command takes; its `main(args)` does the work and returns the exit
 code, or raises a MegatfmError, whose line is printed and whose code is the exit code.
 """
+
+OF_LAUNCH = ("--nproc", "--nodes", "--slurm", "--mpi", "--gpus-per-node")
+"""Flags of `launch` that are looked for at `train`."""
 
 HELD = (signal.SIGUSR1, signal.SIGTERM)
 """What asks training to stop waits until it can be heard: before its handlers are there, it would be death."""
@@ -93,6 +99,10 @@ class Parser(argparse.ArgumentParser):
             after = left[left.index(unknown[0]) + 1 :]
             value = value if equals else next(iter(after), "…")
             hint = f": settings have no dashes: {key}={value}" if overrides is not None and "." in key else ""
+            if unknown[0].partition("=")[0] in OF_LAUNCH and hasattr(parsed, "source"):
+                hint = (
+                    f": `train` is one process; several are started by `megatfm launch CONFIG {unknown[0]} …`"
+                )
             self.error(f"unknown argument{'s' * (len(unknown) > 1)}: {' '.join(unknown)}{hint}")
         if overrides is not None:
             parsed.overrides = [*overrides, *left]

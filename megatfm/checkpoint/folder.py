@@ -36,6 +36,10 @@ def latest(folder: Path, *, hashes: bool = False) -> Path | None:
     return None
 
 
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+"""Owner and name, as the Hugging Face Hub names a model."""
+
+
 def find_checkpoint(path: str | Path) -> Path:
     """The checkpoint that a path means: itself, or the newest whole one of a run directory. Raises UsageError."""
     path = Path(path)
@@ -46,6 +50,12 @@ def find_checkpoint(path: str | Path) -> Path:
         raise UsageError(
             f"{path}: in the Hugging Face format: make a folder of ours of it with `megatfm convert {path} NEW --to "
             "megatfm`"
+        )
+    if newest is None and not path.exists():
+        is_hub_name = HUB_NAME.fullmatch(str(path)) and not path.parent.exists()
+        hub = f", or fetch it, if it is a model on the Hugging Face Hub: `hf download {path} --local-dir {path.name}`"
+        raise UsageError(
+            f"{path}: there is no such folder: give one with a run or checkpoint{hub if is_hub_name else ''}"
         )
     if newest is None:
         raise UsageError(

@@ -1,10 +1,10 @@
-"""`megatfm config show CONFIG [key=value …] [--deepspeed]` and `megatfm config schema [--prep]`."""
+"""`megatfm config show CONFIG [key=value …] [--deepspeed]`, `config schema [--prep]` and `config presets`."""
 
 import argparse
 import json
 
 from megatfm.commands import add_config_arguments
-from megatfm.config import Config, load_config, to_toml
+from megatfm.config import Config, find_config, load_config, preset_names, to_toml
 from megatfm.config.deepspeed import derive
 from megatfm.errors import UsageError
 
@@ -16,14 +16,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show.add_argument(
         "--deepspeed", action="store_true", help="print the JSON that DeepSpeed is configured with instead"
     )
+    actions.add_parser("presets", help="list the configs that ship with megatfm, and what each is")
     schema = actions.add_parser("schema", help="print the JSON schema, for editors")
     schema.add_argument("--prep", action="store_true", help="of `megatfm prep`'s config")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the config or the schema."""
+    """Print the config, the schema or the presets."""
     from megatfm.config.prep import PrepConfig
 
+    if args.action == "presets":
+        for name in preset_names():
+            print(f"{name:<20} {_about(name)}")
+        return 0
     if args.action == "schema":
         print(json.dumps((PrepConfig if args.prep else Config).model_json_schema(), indent=2))
         return 0
@@ -38,3 +43,12 @@ def main(args: argparse.Namespace) -> int:
     else:
         print(to_toml(config), end="")
     return 0
+
+
+def _about(preset: str) -> str:
+    """The first sentence of the comment at the head of a preset."""
+    text = find_config(preset)[0].read_text(encoding="utf-8")
+    words = " ".join(
+        line.lstrip("# ") for line in text.partition("\n#\n")[0].splitlines() if line.startswith("#")
+    )
+    return words.partition(". ")[0].rstrip(".") + "."

@@ -64,6 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="another seed, another text (0)")
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="texts to make (1)")
     trust.add_argument(parser)
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="of the weights; auto: as they are stored (auto)",
+    )
     parser.add_argument("--device", default="auto", help="cpu, cuda, or auto: cuda where there is one (auto)")
 
 
@@ -82,12 +88,10 @@ def main(args: argparse.Namespace) -> int:
     from megatfm.generate.sampling import Sampling
 
     path, device = args.run_dir, _device(args.device)
-    is_hf = is_hf_folder(path) or is_pair(path)
-    loaded = (
-        Loaded(load_hf(path, device), **text_parts(path))
-        if is_hf
-        else load(path, device, trust_plugins=args.trust_plugins)
-    )
+    if is_hf_folder(path) or is_pair(path):
+        loaded = Loaded(load_hf(path, device, dtype=args.dtype), **text_parts(path))
+    else:
+        loaded = load(path, device, dtype=args.dtype, trust_plugins=args.trust_plugins)
     if args.beams:
         text = search(
             loaded,

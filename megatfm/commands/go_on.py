@@ -1,13 +1,15 @@
 """A config that goes on from a model: its architecture, its tokenizer and its weights."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
 
 from megatfm import checkpoint, tokenizers
+from megatfm.checkpoint import disk
 from megatfm.config import Config, load_config
 from megatfm.config.key_migrations import migrate
 from megatfm.convert.convert import convert
@@ -44,7 +46,15 @@ def config_from(
             "--from goes on with text of yours: give data.train=CORPUS/train, or data.corpus=CORPUS"
         )
     if is_hf_folder(source) or is_pair(source):
-        source, said = _in_our_format(source, given, [f"name={name}", *overrides])
+        with _none_left_behind() as kept:
+            ours, said = _in_our_format(source, given, [f"name={name}", *overrides])
+            kept += [ours] * bool(said)
+            return _config(ours, given, overrides, name), said
+    return _config(source, given, overrides, name), said
+
+
+def _config(source: Path, given: str | None, overrides: Sequence[str], name: str) -> Config:
+    """The config of a run that starts from a checkpoint or run of ours."""
     found = checkpoint.find_checkpoint(source)
     folder = found.absolute().parent.parent
     words = [f"train.init_from={found if found == source else folder}"]
@@ -57,7 +67,21 @@ def config_from(
     else:
         config = load_config(given, [*words, *overrides], instead={"model": _model(found)})
     _check_tokenizer(config, tokenizer, source)
-    return config, said
+    return config
+
+
+@contextmanager
+def _none_left_behind() -> Iterator[list[Path]]:
+    """Remove the folders that were just made, and a run directory with nothing else, where the config is refused."""
+    made: list[Path] = []
+    try:
+        yield made
+    except UsageError:
+        for folder in made:
+            disk.remove_tree(folder)
+            with suppress(OSError):
+                folder.parent.rmdir()
+        raise
 
 
 def _in_our_format(source: Path, given: str | None, overrides: Sequence[str]) -> tuple[Path, list[str]]:

@@ -1,5 +1,6 @@
 """Reading a config: a TOML file or a preset's name, then `key=value` overrides, then types and ranges."""
 
+import difflib
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -80,7 +81,9 @@ def load(
         _is_of_another_kind(path_or_preset, kind, values)
         raise UsageError(f"{path_or_preset}: {_one_line(error, kind, values)}") from None
     if isinstance(config, Config | PrepConfig):
-        look_for_plugins(config.plugins, [path.resolve().parent, Path.cwd()])
+        beside = path.resolve().parent
+        # A run may be anybody's: code in it must not become importable by reading its config.
+        look_for_plugins(config.plugins, [*[beside] * (not (beside / "checkpoints").is_dir()), Path.cwd()])
     return config
 
 
@@ -120,9 +123,10 @@ def find_config(path_or_preset: str | Path) -> tuple[Path, bool]:
             f"--from {path_or_preset} data.train=CORPUS/train`"
         )
     word = str(path_or_preset).rpartition("/")[2]  # of a model as a hub names it
+    near = difflib.get_close_matches(word.removesuffix(".toml"), preset_names(), n=3, cutoff=0.0)
     raise UsageError(
-        f"{path_or_preset}: no such config file or preset{did_you_mean(word, [*preset_names(), *ALIASES])}; "
-        f"presets: {', '.join(preset_names())}"
+        f"{path_or_preset}: no such config file or preset{did_you_mean(word, [*preset_names(), *ALIASES])}; presets "
+        f"named most like it: {', '.join(near)}; `megatfm config presets` lists all"
     )
 
 

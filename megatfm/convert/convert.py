@@ -62,6 +62,8 @@ def _check_is_ours(source: Path) -> None:
     try:
         checkpoint.find_checkpoint(source)
     except UsageError as error:
+        if not source.exists():
+            raise
         raise UsageError(
             f"{source}: holds no model: in the Hugging Face format there would be a {CONFIG}; it is "
             f"{str(error).removeprefix(f'{source}: ')}; text becomes a corpus by `megatfm prep`"
@@ -141,9 +143,16 @@ def _to_megatfm(source: Path, folder: Path, target: Path) -> list[str]:
         "tokenizer": tokenizers.load(folder / kept).hash if kept else None,
     }
     checkpoint.save_stream(folder / "checkpoints", 0, _renamed(opened, shapes), state)
-    header = template.header(opened.name).encode()
+    header = template.header(opened.name, family=opened.config.family).encode()
     disk.write_file(folder / "config.toml", [memoryview(header + to_toml(config).encode())])
-    return [f"{opened.name}, {len(shapes)} tensors", *opened.notes, *notes]
+    family = opened.config.family
+    untrainable = [template.UNTRAINABLE[family]] if family in template.UNTRAINABLE else []
+    return [
+        f"{opened.name}, {len(shapes)} tensors",
+        *opened.notes,
+        *notes,
+        *untrainable,
+    ]
 
 
 def meta_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

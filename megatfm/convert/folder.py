@@ -141,6 +141,7 @@ def _counted(names: Sequence[str]) -> str:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises MegatfmError."""
+    _check_regular(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -17,21 +17,26 @@ from megatfm.convert.pair import open_folder
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.initialisation import set_buffers, stored_tensors
 from megatfm.models import build
+from megatfm.models.dtype import take, working_dtype
 from megatfm.ops.aligned import aligned
 from megatfm.tokenizers import Tokenizer
 
 log = logging.getLogger("megatfm")
 
 
-def load_model(path: str | Path, device: str | torch.device = "cpu") -> nn.Module:
-    """The model, in float32 and in evaluation mode. Raises UsageError, MegatfmError."""
+def load_model(
+    path: str | Path, device: str | torch.device = "cpu", *, dtype: str | torch.dtype = "float32"
+) -> nn.Module:
+    """The model, in evaluation mode. dtype: as in `generate.load.load`. Raises UsageError, MegatfmError."""
     opened = open_folder(path)
+    first = opened.ours(opened.rules[0]).values() if dtype == "auto" else []
+    dtype = working_dtype(dtype, next((tensor.dtype for tensor in first), torch.float32))
     model = build(opened.config)
     set_buffers(model)
     stored = stored_tensors(model)
     for name, tensor in ours_of(opened, meta_shapes(opened.config)):
         # In place, so that tied modules keep sharing it.
-        stored[name].data = aligned(tensor.float())
+        stored[name].data = aligned(take(stored[name], tensor, dtype))
     for note in opened.notes:
         log.warning("%s: %s", path, note)
     return model.eval().to(device)

@@ -59,8 +59,18 @@ def _checked(values: dict[str, Any], target: Path) -> Config:
         raise invalid(f"{target}: no config can be made for what is converted", error) from None
 
 
-def header(name: str, how: str = "--from THIS_FOLDER data.train=CORPUS/train") -> str:
+UNTRAINABLE = {
+    "discriminator": "no objective trains a discriminator without its generator: convert a folder with both, as "
+    "FOLDER/generator and FOLDER/discriminator, or add a head (model.heads) with an objective of its own"
+}
+"""Families that no objective of ours trains, and what to do."""
+
+
+def header(name: str, how: str = "--from THIS_FOLDER data.train=CORPUS/train", family: str = "") -> str:
     """What stands at the top of config.toml; how: what `megatfm train` is to be told to go on."""
+    if family in UNTRAINABLE:
+        made = f"# Made by `megatfm convert` from a {name}. [model] is what was converted."
+        return f"{made}\n# {UNTRAINABLE[family]}.\n\n"
     return (
         f"# Made by `megatfm convert` from a {name}. [model] is what was converted, the rest a place to start: train\n"
         f"# on from its weights with `megatfm train {how}`.\n\n"

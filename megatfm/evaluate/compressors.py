@@ -8,7 +8,7 @@ import lzma
 from collections.abc import Callable, Iterator
 
 from megatfm.data import Corpus
-from megatfm.errors import MegatfmError
+from megatfm.errors import MegatfmError, UsageError
 from megatfm.tokenizers import Tokenizer
 
 COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
@@ -29,6 +29,8 @@ def compressors(corpus: Corpus, tokenizer: Tokenizer) -> dict[str, float]:
             f"{corpus.folder}: its tokens decode to {size} bytes, but its manifest counts {corpus.n_text_bytes}: "
             "compare nothing with this corpus; prepare it again"
         )
+    if not size:
+        raise UsageError(f"{corpus.folder}: has no text that could be compressed: leave out --compressors")
     result = {}
     for name, compress in COMPRESSORS.items():
         result[f"{name}, per document"] = 8 * sum(len(compress(text)) for text in texts) / size

@@ -1,5 +1,6 @@
 """Opening a run or a checkpoint on one process, whatever layout wrote it."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from megatfm.config.key_migrations import migrate
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.initialisation import set_buffers, stored_tensors
 from megatfm.models import build
+from megatfm.models.dtype import take, working_dtype
 from megatfm.ops.aligned import aligned
 from megatfm.registry import import_foreign_plugins
 from megatfm.tokenizers import Tokenizer
@@ -38,15 +40,21 @@ class Loaded:
     knows_objective: bool = True
 
 
-def load(path: str | Path, device: str | torch.device = "cpu", *, trust_plugins: bool = False) -> Loaded:
-    """Open the newest checkpoint of a run directory, or one checkpoint, with its tokenizer.
+def load(
+    path: str | Path,
+    device: str | torch.device = "cpu",
+    *,
+    dtype: str | torch.dtype = "float32",
+    trust_plugins: bool = False,
+) -> Loaded:
+    """Open the newest checkpoint of a run directory, or one checkpoint, with its tokenizer, in evaluation mode.
 
-    trust_plugins: import the packages that its config names.
-    The model is in float32 and in evaluation mode. Raises UsageError where nothing can be opened, MegatfmError
+    dtype: of the parameters; "auto": what most of them are stored in, up to float32. trust_plugins: import the packages
+    that its config names. Raises UsageError where nothing can be opened, MegatfmError
     where something is damaged or does not fit.
     """
     source = checkpoint.find_checkpoint(path)
-    return with_tokenizer(load_model(source, device, trust_plugins=trust_plugins), source)
+    return with_tokenizer(load_model(source, device, dtype=dtype, trust_plugins=trust_plugins), source)
 
 
 def with_tokenizer(model: nn.Module, source: Path) -> Loaded:
@@ -89,9 +97,13 @@ def with_tokenizer(model: nn.Module, source: Path) -> Loaded:
 
 
 def load_model(
-    path: str | Path, device: str | torch.device = "cpu", *, trust_plugins: bool = False
+    path: str | Path,
+    device: str | torch.device = "cpu",
+    *,
+    dtype: str | torch.dtype = "float32",
+    trust_plugins: bool = False,
 ) -> nn.Module:
-    """The model of a run directory or checkpoint, in float32 and in evaluation mode; no tokenizer is needed.
+    """The model of a run directory or checkpoint, in evaluation mode; no tokenizer is needed.
 
     Call it with `tokens` [batch, sequence]; it returns `.logits` and `.hidden`. Raises as `load` does.
     """
@@ -101,6 +113,10 @@ def load_model(
     model = build(config.model)
     set_buffers(model)
     stored = checkpoint.read_tensors(source, "model.")
+    sizes = Counter[torch.dtype]()
+    for tensor in stored.values():
+        sizes[tensor.dtype] += tensor.numel()
+    working = working_dtype(dtype, max(sizes, key=sizes.__getitem__, default=torch.float32))
     tensors = {f"model.{name}": tensor for name, tensor in stored_tensors(model).items()}
     if stored.keys() != tensors.keys():
         name = min(stored.keys() ^ tensors.keys())
@@ -114,9 +130,8 @@ def load_model(
                 f"{source}: {name} is {list(stored[name].shape)}, but {list(tensor.shape)} in the model that its "
                 "config describes: open it with the version and plugins that wrote it"
             )
-        tensor.data = aligned(
-            stored.pop(name).to(tensor.dtype)
-        )  # in place, so that tied modules keep sharing it
+        # In place, so that tied modules keep sharing it.
+        tensor.data = aligned(take(tensor, stored.pop(name), working))
     return model.eval().to(device)
 
 

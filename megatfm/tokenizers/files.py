@@ -1,5 +1,6 @@
 """Where a tokenizer lies, and which class reads it."""
 
+import codecs
 import json
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def load(path: str | Path) -> Tokenizer:
         if found is None:
             raise UsageError(f"{path}: {_nothing_in(place)}")
         place = found
-    data = _read(place)
+    data = _without_blanks(place, _read(place))
     if made := _made_of(place, data):
         return HuggingFaceTokenizer(made, None, str(place))
     if data[:1] != b"{":
@@ -62,13 +63,21 @@ def files(path: str | Path) -> dict[str, bytes]:
     """
     place = Path(path)
     place = (find(place) or place) if place.is_dir() else place
-    data = _read(place)
+    data = _without_blanks(place, _read(place))
     if made := _made_of(place, data):
         return {JSON: made}
     if data[:1] != b"{":
         return {MODEL: data}
     config = _config_beside(place)
     return {JSON: data} if config is None else {CONFIG: config, JSON: data}
+
+
+def _without_blanks(place: Path, data: bytes) -> bytes:
+    """A JSON file from its brace on: editors put a mark of the encoding before it."""
+    if place.suffix != ".json":
+        return data
+    stripped = data.removeprefix(codecs.BOM_UTF8).lstrip()
+    return stripped if stripped[:1] == b"{" else data
 
 
 def _made_of(place: Path, data: bytes) -> bytes | None:
@@ -108,6 +117,8 @@ def _nothing_in(folder: Path) -> str:
 
 
 def _read(path: Path) -> bytes:
+    if path.exists() and not path.is_file():  # a FIFO would wait for who writes into it
+        raise UsageError(f"{path}: no regular file, and so no tokenizer: make one with `megatfm prep`")
     try:
         return path.read_bytes()
     except OSError as error:

@@ -92,6 +92,19 @@ def test_a_converted_folder_as_a_config_starts_from_its_weights(workers, corpus,
         load_config(foreign)
 
 
+def test_a_refused_config_leaves_no_folder(foreign, corpus, config_file, tmp_path):
+    run = tmp_path / "runs" / "refused"
+    words = [f"run_dir={run}", f"data.train={corpus}/train"]
+    with pytest.raises(UsageError, match="steps"):
+        config_from(foreign, None, [*words, "train.steps=-1"])
+    assert not run.exists()
+    run.mkdir(parents=True)
+    (run / "mine").touch()
+    with pytest.raises(UsageError, match="tokenizer"):
+        config_from(foreign, str(config_file), [*words, f"data.tokenizer={corpus}/none.model"])
+    assert [path.name for path in run.iterdir()] == ["mine"]
+
+
 def test_a_run_goes_on_from_a_run(workers, make_config, corpus, tmp_path):
     """With its recipe; what was about the other run is not taken over."""
     workers.run(run_training, 1, make_config("train.steps=2", "data.workers=1", run="first"))

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatfm.cli import COMMANDS
+from megatfm.cli import COMMANDS, main
 from megatfm.commands.completion import SHELLS, script
+from megatfm.config import preset_names
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "numpy", "pydantic", "rich", "transformers", "megatfm.launchers", "megatfm.data_prep")
@@ -85,3 +86,19 @@ def test_every_shell_knows_every_command(shell: str, bash_script: str) -> None:
         return  # what is asserted above holds everywhere; the shell's own check where there is one
     done = subprocess.run([shell, "-n"], input=text, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_flags_of_launch_at_train_are_told_where_they_belong(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "quickstart", "--nproc", "2"])
+    assert ended.value.code == 2
+    assert "several are started by `megatfm launch CONFIG --nproc …`" in capsys.readouterr().err
+
+
+def test_the_presets_are_listed_with_what_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["config", "presets"])
+    lines = capsys.readouterr().out.splitlines()
+    assert ended.value.code == 0
+    assert [line.split()[0] for line in lines] == preset_names()
+    assert all(len(line.split()) > 3 and line.endswith(".") for line in lines), lines

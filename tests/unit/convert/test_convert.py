@@ -189,7 +189,7 @@ def test_the_target_must_be_new_and_the_format_another(tmp_path: Path) -> None:
     convert(tmp_path / "theirs", tmp_path / "empty", "megatfm")
     with pytest.raises(UsageError, match="in that format already: use --to hf"):
         convert(tmp_path / "empty", tmp_path / "x", "megatfm")
-    with pytest.raises(UsageError, match="neither a checkpoint nor a run"):
+    with pytest.raises(UsageError, match="there is no such folder: give one with a run or checkpoint"):
         convert(tmp_path / "nothing", tmp_path / "x", "hf")
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("text")

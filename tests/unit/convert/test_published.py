@@ -136,3 +136,12 @@ def test_bigbird_s_other_rule_in_evaluation_is_said(tmp_path: Path, caplog: pyte
         megatfm.load(tmp_path / "theirs")
     assert "its random blocks are drawn in evaluation as in training; transformers' .eval()" in caplog.text
     assert "transformers' .eval()" in "\n".join(convert(tmp_path / "theirs", tmp_path / "ours", "megatfm"))
+
+
+def test_a_discriminator_alone_is_said_not_to_be_trained_by_any_objective(tmp_path: Path) -> None:
+    make("ElectraForPreTraining").save_pretrained(tmp_path / "theirs")
+    said = convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
+    text = (tmp_path / "ours" / "config.toml").read_text()
+    for words in ("\n".join(said), text):
+        assert "no objective trains a discriminator without its generator" in words
+    assert "train on from its weights" not in text.replace("\n# ", " ")

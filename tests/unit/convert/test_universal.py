@@ -268,6 +268,11 @@ def test_a_fifo_among_safetensors_is_not_waited_for(tmp_path: Path) -> None:
         json.dumps({**TINY.to_dict(), "architectures": ["LlamaForCausalLM"]})
     )
     os.mkfifo(tmp_path / "a.safetensors")
+    (tmp_path / "like").mkdir()
+    os.mkfifo(tmp_path / "like" / "config.json")
+    (tmp_path / "u" / "zero").mkdir(parents=True)
+    with pytest.raises(MegatfmError, match=r"config.json: no regular file"):
+        from_universal(tmp_path / "u", tmp_path / "ours", tmp_path / "like")
     index = {"weight_map": dict.fromkeys(LlamaForCausalLM(TINY).state_dict(), "a.safetensors")}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(MegatfmError, match=r"a.safetensors: no regular file"):

@@ -11,6 +11,7 @@ import torch
 import megatfm
 from megatfm import checkpoint
 from megatfm.cli import main
+from megatfm.convert.convert import convert
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.generate.generate import generate
 from megatfm.generate.load import load
@@ -47,6 +48,29 @@ def test_weights_of_any_precision_become_float32(
     assert {p.dtype for p in loaded.model.parameters()} == {torch.float32}
 
 
+def test_parameters_are_in_the_dtype_that_is_asked_for(tmp_path: Path, tokenizer_model: bytes) -> None:
+    """A run's and a converted folder's; text can be made of them, too."""
+    exact = random_model(MODEL, torch.float32)
+    run = write_run(tmp_path / "run", tokenizer_model, random_model(MODEL, torch.float32).bfloat16())
+    convert(run, tmp_path / "theirs", "hf")
+    tokens = torch.tensor([[1, 5, 9, 300, 2]])
+    for path in (run, tmp_path / "theirs"):
+        for asked, dtype in (
+            ("auto", torch.bfloat16), ("float32", torch.float32), (torch.float16, torch.float16),
+        ):  # fmt: skip
+            model = megatfm.load(path, dtype=asked)
+            assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+            logits, wanted = model(tokens).logits.float(), exact(tokens).logits
+            assert (logits - wanted).norm() < 0.03 * wanted.norm()
+            assert isinstance(model.generate("Gr", max_tokens=5), str)
+        assert {parameter.dtype for parameter in megatfm.load(path).parameters()} == {torch.float32}
+        with pytest.raises(UsageError, match="dtype = 'int8': choose one of auto, float32"):
+            megatfm.load(path, dtype="int8")
+        with pytest.raises(SystemExit) as ended:
+            main(["generate", str(path), "--max-tokens=3"])
+        assert ended.value.code == 0
+
+
 def test_importing_megatfm_needs_no_torch() -> None:
     code = "import sys, megatfm, megatfm.commands.generate as c; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -55,6 +79,16 @@ def test_importing_megatfm_needs_no_torch() -> None:
 def test_nothing_to_open(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="neither a checkpoint nor a run directory"):
         load(tmp_path)
+    with pytest.raises(
+        UsageError, match=r"there is no such folder: .*`hf download meta-llama/Tiny --local-dir Tiny`"
+    ):
+        load("meta-llama/Tiny")
+    (tmp_path / "runs").mkdir()
+    for gone in (tmp_path / "runs/gone", "gone"):
+        with pytest.raises(
+            UsageError, match=r"gone: there is no such folder: give one with a run or checkpoint$"
+        ):
+            load(gone)
 
 
 def test_another_tokenizer_is_refused(run: Path, tokenizer_model: bytes) -> None:
@@ -155,6 +189,7 @@ def test_a_stranger_s_run_runs_no_code(
     assert "--trust-plugins" in said
     assert not Path("victim").exists()
     assert not Path("new").exists()
+    assert str(stranger.resolve()) not in sys.path
 
 
 @pytest.mark.parametrize("way", ["trusted", "imported", "named"])

@@ -1,6 +1,7 @@
 """What a path or a folder holds, and what must be copied of it."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,26 @@ def test_a_file_of_any_name_is_told_by_its_content(tmp_path: Path, model: bytes,
     (tmp_path / "b").write_bytes(train_byte_bpe(texts, vocab_size=400))
     assert isinstance(load(tmp_path / "a"), SentencePieceTokenizer)
     assert isinstance(load(tmp_path / "b"), HuggingFaceTokenizer)
+
+
+@pytest.mark.parametrize("before", [b"\xef\xbb\xbf", b"\n", b"\xef\xbb\xbf \r\n\t"])
+def test_a_json_may_begin_with_blanks_and_a_mark(tmp_path: Path, before: bytes, texts: list[str]) -> None:
+    plain = train_byte_bpe(texts, vocab_size=400)
+    (tmp_path / "tokenizer.json").write_bytes(plain)
+    hash, copied = load(tmp_path).hash, files(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes(before + plain)
+    assert load(tmp_path).hash == hash
+    assert files(tmp_path) == copied
+    (tmp_path / "tokenizer.json").write_bytes(before)
+    with pytest.raises(UsageError, match=r"tokenizer\.json"):
+        load(tmp_path)
+
+
+def test_a_fifo_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "tokenizer.json")
+    for path in (tmp_path, tmp_path / "tokenizer.json"):
+        with pytest.raises(UsageError, match=r"no regular file|no tokenizer.model or tokenizer.json here"):
+            load(path)
 
 
 def test_a_folder_of_both_is_read_with_its_special_tokens(folders: dict[str, Path], model: bytes) -> None:
