@@ -1,6 +1,7 @@
 """Files of a corpus: read only if they are plain files, written only as a whole."""
 
 import os
+import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,9 +11,18 @@ from typing import IO
 from blake3 import blake3
 
 from megatfm.atomic import sync_folder
-from megatfm.errors import MegatfmError
+from megatfm.errors import MegatfmError, UsageError
 
 RESTORE = "restore it from a copy, or delete the folder and write the corpus again with `megatfm prep`"
+
+
+def check_local(place: str | Path) -> None:
+    """Raise a UsageError for a URL, also one that was made a path: it would become a folder here named like `s3:`."""
+    if match := re.match(r"([a-z][a-z0-9+.-]+):/", str(place)):
+        raise UsageError(
+            f"{place}: files are written to this machine, not to {match[1]}://: give a path here, and upload what is "
+            "written"
+        )
 
 
 def plain_size(path: Path) -> int:
