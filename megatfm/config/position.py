@@ -180,6 +180,17 @@ class DisentangledBucketsConfig(PositionSection):
     max_distance: PositiveInt = Field(default=128, le=LONGEST)
     """Distance from which all positions are taken as equally far."""
 
+    @model_validator(mode="after")
+    def _has_ranges(self) -> Self:
+        if self.buckets < 2:
+            raise ValueError(f"buckets = {self.buckets} is too few to tell distances apart: choose 2 or more")
+        if self.max_distance - 1 <= self.buckets // 2:
+            raise ValueError(
+                f"max_distance = {self.max_distance} leaves no ranges for buckets = {self.buckets}: choose "
+                f"{self.buckets // 2 + 2} or more, or fewer buckets"
+            )
+        return self
+
 
 class TransformerXLPositionConfig(PositionSection):
     """Sines and cosines of relative positions (Dai et al. 2019), which `two_stream` reads."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from megatfm.atomic import sync_folder
 from megatfm.data.corpus import Corpus
-from megatfm.data.files import WholeFile, write_whole, writing
+from megatfm.data.files import WholeFile, check_local, write_whole, writing
 from megatfm.data.members import Sample
 from megatfm.data.writer import ShardWriter
 from megatfm.errors import MegatfmError, UsageError
@@ -48,6 +48,7 @@ def export(folder: str | Path, out: str | Path, codec: Codec | None) -> str:
 
     Nothing is written over, or left half-written under its name. Raises UsageError and MegatfmError.
     """
+    check_local(out)
     is_folder = str(out).endswith("/")
     out = Path(out)
     needs_codec = out.name.endswith((*TEXT, IDS)) and not is_folder

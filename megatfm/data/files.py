@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import IO
 from blake3 import blake3
 
 from megatfm.atomic import sync_folder
-from megatfm.errors import MegatfmError
+from megatfm.errors import MegatfmError, UsageError
 
 RESTORE = "restore it from a copy, or delete the folder and write the corpus again with `megatfm prep`"
 _TOO_MANY = "raise the limit of open files, for example by `ulimit -n 65536`: the corpus is in order"
@@ -24,6 +25,15 @@ ADVICE = {
     errno.ENOMEM: "the machine is out of memory: the corpus is in order",
 }
 """Error numbers for which the file itself is not at fault; what else can't be read is missing or damaged."""
+
+
+def check_local(place: str | Path) -> None:
+    """Raise a UsageError for a URL, also one that was made a path: it would become a folder here named like `s3:`."""
+    if match := re.match(r"([a-z][a-z0-9+.-]+):/", str(place)):
+        raise UsageError(
+            f"{place}: files are written to this machine, not to {match[1]}://: give a path here, and upload what is "
+            "written"
+        )
 
 
 def plain_size(path: Path) -> int:

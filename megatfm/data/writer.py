@@ -13,7 +13,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from megatfm.atomic import sync_folder
-from megatfm.data.files import WholeFile, write_whole, writing
+from megatfm.data.files import WholeFile, check_local, write_whole, writing
 from megatfm.data.index import FRAME, MAX_FRAME_BYTES, ShardIndex, frame_hash, sample_dtype
 from megatfm.data.manifest import (
     DEFAULT_FRAME_BYTES,
@@ -66,6 +66,7 @@ class ShardWriter:
         pack: bool = True,
         final: Callable[[Path], None] = lambda path: None,
     ) -> None:
+        check_local(folder)
         self.folder = Path(folder)
         self._how = _How(frame_bytes, compress, pack)
         self._tokenizer_hash = tokenizer_hash

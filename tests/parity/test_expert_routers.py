@@ -26,8 +26,12 @@ ROUTERS: dict[str, dict[str, Any]] = {
 
 
 def model(**ffn: Any) -> ModelConfig:
-    """A block for each router."""
-    kinds = {f"block.{kind}.ffn": {**MOE, **ffn, "router": router} for kind, router in ROUTERS.items()}
+    """A block for each router; where experts are limited, some drop by position."""
+    policies = {kind: {"drop_policy": "position"} for kind in ("second", "plain") if ffn}
+    kinds = {
+        f"block.{kind}.ffn": {**MOE, **ffn, **policies.get(kind, {}), "router": router}
+        for kind, router in ROUTERS.items()
+    }
     return ModelConfig.of(**{**SMALL, "dropout": 0.2, "n_layers": 6, "blocks": list(ROUTERS)}, **kinds)
 
 
@@ -43,6 +47,7 @@ CASES: dict[str, tuple[str, int, dict[str, ParallelConfig]]] = {
     "shared": ("every router", 4, SHARED),
     "parts of rows": ("every router", 4, CONTEXTS),
     "limited": ("every router, limited", 4, SHARED),
+    "limited, parts of rows": ("every router, limited", 4, CONTEXTS),
 }
 
 

@@ -5,7 +5,6 @@ from torch import Tensor, nn
 
 from megatfm.config import DisentangledBucketsConfig, ModelConfig, expect
 from megatfm.cost import Cost, Tokens
-from megatfm.errors import UsageError
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.norm import make_norm
 from megatfm.layers.position.registry import POSITIONS, Position
@@ -38,11 +37,6 @@ class BucketTable(nn.Module):
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
         options = expect(config.position, DisentangledBucketsConfig, "model.position")
-        if options.max_distance - 1 <= options.buckets // 2 or options.buckets < 2:
-            raise UsageError(
-                f"model.position.max_distance = {options.max_distance} leaves no ranges for "
-                f"model.position.buckets = {options.buckets}: choose a longer distance, e.g. {2 * options.buckets}"
-            )
         rows = 2 * options.buckets
         self.table = Table(rows, config.d_model, initial("relative", rows, config.d_model))
         self.norm = make_norm(config)

@@ -14,6 +14,11 @@ from megatfm.layers.position.t5 import buckets
 
 SMALL = {"d_model": 8, "n_layers": 2, "attention.n_heads": 2, "ffn.d_ff": 8}
 LATENT = {"attention.name": "latent", "attention.kv_rank": 4, "attention.rope_dim": 2}
+BUCKETS = {
+    "family": "encoder",
+    "attention.name": "disentangled_shared",
+    "position.name": "disentangled_buckets",
+}
 T5 = {"position.name": "t5"}
 LLAMA3 = {"position.scaling.name": "llama3", "position.scaling.factor": 8}
 XLNET = {"family": "xlnet", "attention.name": "two_stream", "position.name": "transformer_xl"}
@@ -99,6 +104,8 @@ def test_what_a_part_needs(options: dict[str, Any], key: str) -> None:
             "choose a smaller one, e.g. low_freq_factor = 1",
         ),
         ({**LLAMA3, "position.scaling.low_freq_factor": 8}, "= 8 is not below high_freq_factor = 4"),
+        ({**BUCKETS, "position.buckets": 1}, "choose 2 or more"),
+        ({**BUCKETS, "position.max_distance": 17}, "for buckets = 32: choose 18 or more, or fewer buckets"),
         (
             {"position.scaling": {"name": "yarn", "factor": 2, "original_length": 64, "beta_fast": 0.5}},
             "beta_fast = 0.5 is below beta_slow = 1",

@@ -108,6 +108,20 @@ def test_what_can_t_be_exported_is_said_and_leaves_nothing(folder: Path, tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
+@pytest.mark.parametrize("out", ["s3://bucket/a.jsonl", "gs://bucket/tars", Path("s3://bucket/ids.bin")])
+def test_a_url_is_no_folder_of_that_name(
+    folder: Path, tmp_path: Path, out: str | Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for write in (
+        lambda: export(folder, out, CODEC),
+        lambda: ShardWriter(out, tokenizer_hash="t", token_dtype="uint16"),
+    ):
+        with pytest.raises(UsageError, match=r"files are written to this machine, not to (s3|gs)://"):
+            write()
+    assert not list(tmp_path.iterdir())
+
+
 def test_ids_come_with_their_index_or_not_at_all(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

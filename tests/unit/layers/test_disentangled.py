@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 
@@ -180,5 +181,8 @@ def test_the_shared_one_needs_buckets(change: dict[str, str]) -> None:
 
 
 def test_buckets_that_leave_no_room_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"max_distance = 3 .*position.buckets = 8"):
-        build(SHARED.changed({"position.buckets": 8, "position.max_distance": 3}))
+    """Before anything is built; the least that passes gives distances an order of buckets."""
+    with pytest.raises(ValidationError, match=r"max_distance = 3 .*buckets = 8: choose 6 or more"):
+        SHARED.changed({"position.buckets": 8, "position.max_distance": 3})
+    SHARED.changed({"position.buckets": 8, "position.max_distance": 6})
+    assert (log_buckets(torch.arange(-40, 40), 8, 6).diff() >= 0).all()

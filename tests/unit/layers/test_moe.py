@@ -24,7 +24,7 @@ from megatfm.cost import Tokens, cost_of
 from megatfm.layers.extra import Extra
 from megatfm.layers.initialisation import initialise, initialiser
 from megatfm.layers.moe import MoE, dispatch, experts
-from megatfm.layers.moe.dispatch import by_expert, even_share, within_capacity
+from megatfm.layers.moe.dispatch import by_expert
 from megatfm.layers.moe.router import highest
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops import grouped
@@ -398,62 +398,6 @@ def test_choices_are_sorted_by_expert_and_others_come_last() -> None:
     order, ends = by_expert(torch.tensor([2, -1, 0, 2, 7, 0]), 3)
     assert order.tolist() == [2, 5, 0, 3, 1, 4]
     assert ends.tolist() == [2, 2, 4]
-
-
-def test_first_choices_take_room_before_second_ones() -> None:
-    choices = torch.tensor([[[0, 1], [1, 0], [0, 1], [2, 2]]])
-    assert within_capacity(choices, 2, even_share(choices, 2, 0.5)).tolist() == [
-        [[True, True], [True, False], [True, False], [True, True]]
-    ]
-
-
-def taken_one_by_one(choices: Tensor, capacity: int, by_position: bool) -> list[list[list[bool]]]:
-    """What experts take, counted choice by choice; of none, everything."""
-    rows, tokens, k = choices.shape
-    taken = [[[True] * k for _ in range(tokens)] for _ in range(rows)]
-    for row in range(rows):
-        seen = dict.fromkeys(range(E), 0)
-        turns = [(t, i) for t in range(tokens) for i in range(k)]
-        for t, i in turns if by_position else sorted(turns, key=lambda turn: turn[::-1]):
-            expert = int(choices[row, t, i])
-            if expert < E:
-                taken[row][t][i] = seen[expert] < capacity
-                seen[expert] += 1
-    return taken
-
-
-@pytest.mark.parametrize("by_position", [False, True])
-def test_room_is_taken_in_the_order_of_the_policy(by_position: bool) -> None:
-    random = torch.Generator().manual_seed(0)
-    for top_k, capacity in ((1, 2), (2, 3), (3, 1), (3, 40)):
-        drawn = torch.rand(4, 23, E, generator=random).argsort(-1)[..., :top_k]
-        choices = drawn.where(torch.rand(4, 23, 1, generator=random) < 0.9, E)
-        found = within_capacity(choices, E, capacity, by_position=by_position)
-        assert found.tolist() == taken_one_by_one(choices, capacity, by_position), (top_k, capacity)
-
-
-@pytest.mark.parametrize("router", ["top_k", "gshard"])
-@pytest.mark.parametrize("policy", ["choice", "position"])
-def test_by_position_no_token_depends_on_later_ones(policy: str, router: str) -> None:
-    module = make(router={"name": router}, top_k=2, capacity=0.6, drop_policy=policy)
-    x, other = inputs().detach(), inputs().detach()
-    other[:, T // 2 :] = other[:, T // 2 :].flip(-1)
-    with torch.no_grad():
-        y, changed = module(x, sequence()).y, module(other, sequence()).y
-    difference = float((y - changed)[:, : T // 2].abs().max())
-    assert difference < 1e-12 if policy == "position" else difference > 1e-2
-
-
-def test_a_capacity_that_shows_the_future_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    experts._warn_of_future.cache_clear()
-    for keys in ({}, {"capacity": 1.0, "drop_policy": "position"}, {"capacity": 1.0, "top_k": 1}):
-        make(**keys)
-    assert not caplog.messages
-    for _ in range(2):
-        make(capacity=1.0)
-    (line,) = caplog.messages
-    assert "capacity with top_k = 3 in a causal model" in line
-    assert 'set model.ffn.drop_policy = "position"' in line
 
 
 def test_jitter_is_in_training_alone_and_within_its_bounds() -> None:
