@@ -1,7 +1,7 @@
 """BigBird (Zaheer et al. 2020): blocks around the query's own, global ones, and random ones."""
 
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import lru_cache
 from typing import Self
 
 import numpy as np
@@ -14,6 +14,9 @@ from megatfm.layers.attention.patterns.pattern import Pattern, Runs, Span
 from megatfm.layers.attention.patterns.registry import PATTERNS
 from megatfm.ops.compiled import constant_when_compiled
 from megatfm.ops.moved import moved
+
+TABLES = 2**10
+"""So many tables of random blocks are kept, one for each layer and length."""
 
 LOOKED_AT = 9
 """A block of a kernel that lies in more blocks of the pattern than these is taken to see all."""
@@ -145,7 +148,7 @@ def random_blocks(rows: int, n_heads: int, n_random: int, seed: int) -> Tensor:
     return _draw(rows, n_heads, n_random, seed)
 
 
-@cache
+@lru_cache(TABLES)
 def _draw(rows: int, n_heads: int, n_random: int, seed: int) -> Tensor:
     generator, choice = np.random.RandomState(seed), 5 + 2 * n_random
     table = np.full((n_heads, rows, n_random), -1)
