@@ -23,6 +23,9 @@ _FORMS: tuple[tuple[str, str], ...] = (
     ("xox", r"xox[abeoprs]-(?:\d+-)*[A-Za-z0-9-]{10,}"),
     ("_live_", r"[sr]k_live_[A-Za-z0-9]{16,}"),
     ("T3BlbkFJ", r"sk-[A-Za-z0-9_-]{16,100}T3BlbkFJ[A-Za-z0-9_-]{16,100}"),
+    ("sk-", r"sk-(?:proj|svcacct|admin)-[A-Za-z0-9_-]{40,200}"),
+    ("sk-or-v1-", r"sk-or-v1-[0-9a-f]{64}"),
+    ("SG.", r"SG\.[A-Za-z0-9_-]{22}\.[A-Za-z0-9_-]{43}"),
     ("sk-ant-", r"sk-ant-[a-z0-9]{3,10}-[A-Za-z0-9_-]{80,120}"),
     ("hf_", r"hf_[A-Za-z]{34}"),
     ("npm_", r"npm_[A-Za-z0-9]{36}"),
@@ -66,6 +69,9 @@ def _ibans() -> str:
         rf"(?:{'|'.join(codes)})\d\d(?: ?[A-Z0-9]){{{n - 4}}}" for n, codes in sorted(by_length.items())
     )
 
+
+# Numbers that the Social Security Administration gives: no part of zeros, no 666, none from 900 on.
+SSN = re.compile(r"[0-8](?<![\w.-].)(?!00|66)\d\d-(?!00)\d\d-(?!0000)\d{4}(?![\w-]|\.\d)", re.ASCII)
 
 IBAN = re.compile(rf"(?<![A-Za-z0-9])(?=[A-Z][A-Z]\d\d)(?:{_ibans()})(?![A-Za-z0-9])")
 

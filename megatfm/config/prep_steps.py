@@ -163,10 +163,13 @@ class RedactConfig(Section):
     ip: str = "<IP>"
     """What stands for a public IP address, v4 or v6."""
     phone: str = "<PHONE>"
-    """What stands for a telephone number: an international one (+44 …) or a North American one."""
+    """What stands for a telephone number: an international one (+44 …), one in the forms of North America, France or
+    Britain, or any after a word such as `tel`."""
+    ssn: str = "<SSN>"
+    """What stands for a social security number of the United States."""
     secret: str = "<SECRET>"
-    """What stands for a key or token: of AWS, Google, GitHub, GitLab, Slack, Stripe, OpenAI, Anthropic, Hugging Face,
-    npm, PyPI; a JSON Web Token; a block with a private key."""
+    """What stands for a key or token: of AWS, Google, GitHub, GitLab, Slack, Stripe, OpenAI, OpenRouter, Anthropic,
+    SendGrid, Hugging Face, npm, PyPI; a JSON Web Token; a block with a private key."""
     card: str = "<CARD>"
     """What stands for the number of a payment card: known first digits, and a check digit (ISO 7812) that fits."""
     iban: str = "<IBAN>"
