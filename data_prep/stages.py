@@ -83,8 +83,10 @@ class Stages:
 
         folder = self.at(basis)
 
-        def is_done(number: int) -> bool:  # without reading a result, which may list every document
-            return (folder / f"{name}.{number:05d}.json").exists()
+        def is_done(number: int) -> bool:
+            # Without reading a result, which may list every document. Of a finished stage parts may be removed.
+            is_there = (folder / f"{name}.{number:05d}.json").exists()
+            return is_there or self._workspace.stage(name, basis, in_out) is not None
 
         with self.reporter.parts(count, is_done) as end:
 

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 import data_prep
+from data_prep.fast import FastEncoder
 from data_prep.team import Claims
 from data_prep.work import Workspace
 from megatfm.config.prep import PrepConfig
@@ -192,3 +194,40 @@ def test_a_task_with_another_config_is_refused_by_name(
         refused.set()
         first.join(60)
     assert tree(Path(make("out").out)) == tree(data_prep.run(make("fresh")).out)
+
+
+def test_a_task_that_slept_does_not_do_again_what_others_have_finished(
+    make: Callable[..., PrepConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One sleeps while the other does the last part, joins all and removes what nobody needs any more."""
+    monkeypatch.setattr("data_prep.team.POLL_SECONDS", 1.0)
+    encoded = list[str]()
+    encode = FastEncoder.encode_batch
+
+    def count(self: FastEncoder, texts: list[str], threads: int) -> Any:
+        encoded.extend(texts)
+        time.sleep(0.02)
+        return encode(self, texts, threads)
+
+    monkeypatch.setattr(FastEncoder, "encode_batch", count)
+    prepare(make("out", split={"validation": 0}), 2)
+    assert len(encoded) == 24
+
+
+def test_what_no_later_stage_needs_is_removed_on_the_way(
+    make: Callable[..., PrepConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make("out", duplicates=[{"name": "lines"}, {"name": "near"}])
+    stop(config, "finish", 1, monkeypatch)
+    work = Path(config.out, ".work")
+    for needless in (
+        "read.*.zst",
+        "thin-0.*.zst",
+        "*.tokens",
+        "rows-*",
+        "digests.*",
+        "identity.*",
+        "marks.*",
+    ):
+        assert not list(work.rglob(needless)), needless
+    assert list(work.rglob("thin-1.*.zst"))
