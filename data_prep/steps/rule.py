@@ -1,5 +1,6 @@
 """What a step is, and the counting that all steps share."""
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 from data_prep.counts import Counts
@@ -47,6 +48,8 @@ class Counted:
         if isinstance(result, str):
             self.counts.drop(result, size, example(document))
             return None
+        if result.record != document.record:  # a plugin made a document of its own
+            result = replace(result, record=document.record)
         changed = result.text is not document.text and result.text != document.text
         self.counts.changed += changed
         self.counts.keep(result.text_bytes if changed else size)

@@ -93,7 +93,7 @@ USAGE = {
     "missing folder": (["read.folder=nowhere"], "nowhere: no such folder"),
     "empty folder": (["read.folder=empty"], "empty: no text files here"),
     "only blank files": (["read.folder=blank"], "no document is left: 2 dropped, as each is empty"),
-    "one word": (["read.folder=word"], "too little text to hold 10% of it out"),
+    "one word": (["read.folder=word"], "too little text to hold 10 % of it out"),
     "large vocabulary": (
         ["tokenizer.vocab_size=900000"],
         "too large for this little text, which gives at most",

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_prep.counts import Counts
 from data_prep.documents import Document
-from data_prep.steps import FixUnicode, pass_through
+from data_prep.steps import Counted, FixUnicode, pass_through
 from data_prep.steps.unicode import _ODD, REPAIR, repaired
 
 MENDED = {
@@ -115,3 +116,16 @@ def test_steps_count_what_the_steps_before_them_passed_on() -> None:
     assert [step.counts.documents_in for step in steps] == [3, 2]
     assert [step.counts.documents_out for step in steps] == [2, 2]
     assert [step.counts.changed for step in steps] == [1, 0]
+
+
+def test_a_piece_stays_one_of_its_record_whatever_a_step_makes_of_it() -> None:
+    class Shorter:
+        title = "shorter"
+
+        def __init__(self, config: object) -> None: ...
+
+        def apply(self, document: Document, counts: Counts) -> Document | str:
+            return Document(document.source, document.text[:3])
+
+    left = Counted(Shorter(None))(Document("a.jsonl#1.0", "a text", record="a.jsonl#1"))
+    assert left == Document("a.jsonl#1.0", "a t", record="a.jsonl#1")
