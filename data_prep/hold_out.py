@@ -9,13 +9,15 @@ from data_prep.documents import Document, DocumentWriter, part_path, read_docume
 from data_prep.files import matches_path
 from data_prep.guard import NearDuplicates
 from data_prep.progress import advancing
-from data_prep.split import LEVELS, OF_DOCUMENTS, Split, plan_parts_of_files, plan_split
+from data_prep.split import LEVELS, OF_DOCUMENTS, Split, plan_by_hash, plan_parts_of_files, plan_split
 from data_prep.stages import Facts, Stages
 from data_prep.summary import percent
 from megatfm.errors import UsageError
 
 NOTHING: Facts = {"level": "nothing", "names": [], "parts": []}
 """The plan where nothing is held out."""
+MANY = 10**6
+"""Records from which on they are held out by their hashes, and no longer named one by one."""
 NOTES = {
     "file": "split by file: too few larger units",
     "record": "split by record: too few larger units",
@@ -56,11 +58,7 @@ class HoldOut:
             return sizes
 
         def by_sources(parts: Iterable[Facts]) -> Facts:
-            sizes: dict[str, Counter[str]] = {level: Counter() for level in OF_DOCUMENTS}
-            for part in parts:
-                for level, of_level in sizes.items():
-                    of_level.update(part[level])
-            split = plan_parts_of_files(sizes, share, seed)
+            split = _of_documents(parts, share, seed)
             if split is None:
                 raise UsageError(
                     f"too little text to hold {percent(share)} of it out: add text, or change split.validation"
@@ -79,8 +77,8 @@ class HoldOut:
         basis."""
         self._folder = self._stages.at(basis)
         self._near = NearDuplicates(self._config.near_duplicates, self._folder)
-        split = Split(plan["level"], frozenset(plan["names"]))
-        held_out = self._set_aside(plan, split, basis) if plan["names"] else {"bytes": 0}
+        split = Split(plan["level"], frozenset(plan["names"]), plan.get("below", 0), self._config.split.seed)
+        held_out = self._set_aside(plan, split, basis) if split else {"bytes": 0}
         with self._stages.reporter.stage("split", size) as advance:
 
             def work(number: int) -> Facts:
@@ -88,7 +86,7 @@ class HoldOut:
                 documents = advancing(read_documents(part_path(self._input, self._name, number)), advance)
                 rest = (document for document in documents if not split.holds_out(document))
                 with DocumentWriter(part_path(self._folder, "train", number)) as writer:
-                    kept = self._near.without(rest, counts) if plan["names"] else _counted(rest, counts)
+                    kept = self._near.without(rest, counts) if split else _counted(rest, counts)
                     for document in kept:
                         writer.add(document)
                     writer.commit()
@@ -98,13 +96,13 @@ class HoldOut:
                 counts = Counts.joined([part["steps"][0] for part in parts])
                 if not counts.documents_out:
                     raise UsageError(f"no training document is left: {why([counts])}")
-                notes = [NOTES[split.level]] if plan["names"] and split.level in NOTES else []
+                notes = [NOTES[split.level]] if split and split.level in NOTES else []
                 if self._config.split.files:
                     notes = []
                 return {
                     "train": {"bytes": counts.bytes_out, "parts": self._parts},
                     "validation": {"bytes": held_out["bytes"], "parts": len(plan["parts"])},
-                    "held_out": {"level": plan["level"], "names": plan["names"]},
+                    "held_out": {name: plan[name] for name in ("level", "names", "below") if name in plan},
                     "notes": notes,
                     "steps": [counts.as_json()],
                 }
@@ -130,6 +128,18 @@ class HoldOut:
                 return {"bytes": sum(each["bytes"] for each in parts)}
 
             return self._stages.parts("held-out", basis, len(plan["parts"]), work, join)
+
+
+def _of_documents(parts: Iterable[Facts], share: float, seed: int) -> Split | None:
+    """The split at a level of documents, given of each part by level the bytes of each name."""
+    sizes: dict[str, Counter[str]] = {level: Counter() for level in OF_DOCUMENTS}
+    for part in parts:
+        for level, of_level in sizes.items():
+            of_level.update(part[level])
+        if any(len(of_level) > MANY for of_level in sizes.values()):
+            splits = (plan_by_hash(parts, level, share, seed) for level in OF_DOCUMENTS)
+            return next((split for split in splits if split), None)
+    return plan_parts_of_files(sizes, share, seed)
 
 
 def _counted(documents: Iterable[Document], counts: Counts) -> Iterator[Document]:
@@ -159,7 +169,8 @@ def _plan(split: Split | None, parts: Iterable[Facts]) -> Facts:
         for number, part in enumerate(parts)
         if any(split.holds_out(Document(name, "")) for name in part["files"])
     ]
-    return {"level": split.level, "names": sorted(split.held_out), "parts": numbers}
+    below = {"below": split.below} if split.below else {}
+    return {"level": split.level, "names": sorted(split.held_out), **below, "parts": numbers}
 
 
 def _written(documents: Iterable[Document], writer: DocumentWriter, counts: Counts) -> Iterator[Document]:

@@ -1,9 +1,10 @@
 """Which documents are held out for validation: whole top-level packages, if there are enough."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 from blake3 import blake3
 
 from data_prep.documents import Document
@@ -22,14 +23,30 @@ OF_FILES, OF_DOCUMENTS = (*LEVELS,)[:2], (*LEVELS,)[2:]
 
 @dataclass(frozen=True)
 class Split:
-    """The level at which a corpus is split, and the names held out there."""
+    """The level at which a corpus is split, and the names held out there; or of very many names those whose hash, the
+    first two bytes of it, is less than `below`."""
 
     level: str
     held_out: frozenset[str]
+    below: int = 0
+    seed: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.held_out) or self.below > 0
 
     def holds_out(self, document: Document) -> bool:
         """Whether a document is for validation, as all are that share its name at the level."""
+        if self.below:
+            return _bin(LEVELS[self.level](document), self.seed) < self.below
         return bool(self.held_out) and LEVELS[self.level](document) in self.held_out
+
+
+def _digest(name: str, seed: int) -> bytes:
+    return blake3(f"{seed}:{name}".encode()).digest()
+
+
+def _bin(name: str, seed: int) -> int:
+    return int.from_bytes(_digest(name, seed)[:2], "big")
 
 
 def choose(sizes: Mapping[str, int], share: float, seed: int) -> frozenset[str]:
@@ -41,7 +58,7 @@ def choose(sizes: Mapping[str, int], share: float, seed: int) -> frozenset[str]:
     most = share * sum(sizes.values())
     left = most
     held_out = set()
-    for name in sorted(sizes, key=lambda name: blake3(f"{seed}:{name}".encode()).digest()):
+    for name in sorted(sizes, key=lambda name: _digest(name, seed)):
         if sizes[name] <= left:
             held_out.add(name)
             left -= sizes[name]
@@ -66,3 +83,18 @@ def plan_parts_of_files(sizes: Mapping[str, Mapping[str, int]], share: float, se
         if held_out := choose(sizes[level], share, seed):
             return Split(level, held_out)
     return None
+
+
+def plan_by_hash(
+    parts: Iterable[Mapping[str, Mapping[str, int]]], level: str, share: float, seed: int
+) -> Split | None:
+    """The split of more documents than a process could hold the names of, given of each part by level the bytes of each
+    name: those of the lowest hashes, at most `share` of all bytes and at least half of that; None if there is none."""
+    bins = np.zeros(2**16, np.int64)
+    for part in parts:
+        for name, size in part[level].items():
+            bins[_bin(name, seed)] += size
+    sums, most = np.cumsum(bins), share * int(bins.sum())
+    below = int(np.searchsorted(sums, most, "right"))
+    fits = below > 0 and most > 0 and 2 * int(sums[below - 1]) >= most
+    return Split(level, frozenset(), below, seed) if fits else None

@@ -241,8 +241,12 @@ def shard_texts(out: Path, split: str) -> dict[str, str]:
     return texts
 
 
-def test_no_record_lies_on_both_sides_of_the_split(config: Make, tmp_path: Path) -> None:
-    """Long records with dots in their keys, cut into pieces, in a single file: halves of a record stay together."""
+@pytest.mark.parametrize("many", [10**6, 10])
+def test_no_record_lies_on_both_sides_of_the_split(
+    config: Make, tmp_path: Path, many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long records, cut into pieces, in a single file: halves of a record stay together, be they named or too many."""
+    monkeypatch.setattr("data_prep.hold_out.MANY", many)
     line = "Piece {} of article {}, which is one of many words that fill a line of it.\n\n"
     records = [{"text": "".join(line.format(piece, article) for piece in range(40))} for article in range(30)]
     write(tmp_path / "flat" / "all.jsonl", "".join(json.dumps(each) + "\n" for each in records).encode())
@@ -253,6 +257,7 @@ def test_no_record_lies_on_both_sides_of_the_split(config: Make, tmp_path: Path)
     )
     train, validation = (shard_texts(summary.out, name) for name in ("train", "validation"))
     assert summary.result["held_out"]["level"] == "record"
+    assert (len(summary.result["held_out"]["names"]) > 0) == (many > 10)
     sides = [{name.rpartition(".")[0] for name in split} for split in (train, validation)]
     assert len(sides[0]) + len(sides[1]) == 30
     assert not sides[0] & sides[1]
