@@ -1,6 +1,6 @@
 """`megatfm verify CONFIG [parallel.tp=2 …]`: is this layout the same computation as one process?
 
-`megatfm verify --presets [NAME …]` asks that of presets under usual layouts.
+`megatfm verify --presets [NAME,…]` asks that of presets under usual layouts.
 """
 
 import argparse
@@ -38,8 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help=f"show every parameter, not the {SHOWN} worst")
     parser.add_argument(
         "--presets",
-        action="store_true",
-        help="verify presets under usual layouts, one after the other: those named in place of CONFIG, or all",
+        nargs="?",
+        const="",
+        metavar="NAME,…",
+        help="instead of CONFIG: these presets under usual layouts, one after the other (default: all)",
     )
     parser.add_argument(
         "--layouts", metavar="NAME,…", help="with --presets: these alone, for example dp2,tp2 (default: all)"
@@ -50,7 +52,7 @@ def main(args: argparse.Namespace) -> int:
     """Print the comparison; 0 if everything agrees, 1 if anything differs."""
     from megatfm.config import load_config
 
-    if args.presets:
+    if args.presets is not None:
         return _presets(args)
     if args.layouts:
         raise UsageError("--layouts is for --presets: name a layout's axes, for example parallel.tp=2")
@@ -91,7 +93,8 @@ def _presets(args: argparse.Namespace) -> int:
     from megatfm.verify import forkserver
     from megatfm.verify.layouts import LAYOUTS
 
-    words = [*filter(None, [args.config]), *args.overrides]
+    names = [args.presets] if "=" in args.presets else args.presets.split(",")
+    words = [word for word in (*names, args.config, *args.overrides) if word]
     overrides = [word for word in words if "=" in word]
     if args.engine:
         overrides.append(f"parallel.engine={args.engine}")

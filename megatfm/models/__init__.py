@@ -1,4 +1,4 @@
-"""Architectures: a loop over blocks, no more. `build(config)` makes the one that a config names."""
+"""Architectures, as lists of named steps. `build(config)` makes the one that a config names."""
 
 from torch import nn
 

@@ -30,7 +30,7 @@ class Field(Protocol):
 
 
 class ModelStep(Protocol):
-    """See `megatfm.models.steps.Step`."""
+    """See `megatfm.models.steps.ModelStep`."""
 
     @property
     def name(self) -> str: ...
@@ -49,7 +49,7 @@ class ModelStep(Protocol):
 
 
 class ModelSteps(Protocol):
-    """See `megatfm.models.steps.Steps`."""
+    """See `megatfm.models.steps.ModelSteps`."""
 
     def __len__(self) -> int: ...
 

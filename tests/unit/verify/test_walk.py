@@ -68,7 +68,7 @@ def run_command(*words: str) -> int:
 def test_the_table_and_the_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("--presets", "gpt2-124m", "gpt2-xl", "parallel.zero=1", "--layouts", "dp2,tp2")
+    words = ("--presets", "gpt2-124m,gpt2-xl", "parallel.zero=1", "--layouts", "dp2,tp2")
     assert run_command(*words) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].split() == ["dp2", "tp2"]
