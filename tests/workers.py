@@ -69,7 +69,7 @@ class Call:
     world_size: int
     store: str
     timeout: float
-    unwritten_is_nan: bool = False
+    memory_of_nan: bool = False
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def clean_state(call: Call) -> Iterator[None]:
     try:
         with (
             warnings.catch_warnings(),
-            memory_of_nan() if call.unwritten_is_nan else contextlib.nullcontext(),
+            memory_of_nan() if call.memory_of_nan else contextlib.nullcontext(),
         ):
             warnings.simplefilter("error")
             yield
@@ -268,7 +268,7 @@ class Workers:
 
     def __init__(self, limit: int = 8) -> None:
         self.limit = limit
-        self.unwritten_is_nan = False
+        self.memory_of_nan = False
         """Whether what is called finds NaN in memory that nobody wrote (`tests.unwritten`)."""
         self._folder = tempfile.TemporaryDirectory(prefix="megatfm-workers-")
         self._team: list[Worker] = []
@@ -301,7 +301,7 @@ class Workers:
         store = str(Path(self._folder.name) / f"store-{next(self._numbers)}")
         place = (fn.__module__, fn.__code__.co_filename, fn.__name__, pickle.dumps((args, kwargs)))
         for rank, worker in enumerate(team):
-            worker.submit(Call(*place, rank, world_size, store, timeout, self.unwritten_is_nan))
+            worker.submit(Call(*place, rank, world_size, store, timeout, self.memory_of_nan))
         try:
             return self._collect(team, f"{Path(place[1]).name}::{fn.__name__}", timeout)
         except BaseException:  # KeyboardInterrupt too: a worker in the middle of a call can't be used again

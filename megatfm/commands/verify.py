@@ -1,14 +1,22 @@
-"""`megatfm verify CONFIG [parallel.tp=2 …]`: is this layout the same computation as one process?"""
+"""`megatfm verify CONFIG [parallel.tp=2 …]`: is this layout the same computation as one process?
+
+`megatfm verify --presets [NAME,…]` asks that of presets under usual layouts.
+"""
 
 import argparse
+import itertools
+import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatfm.commands import trust
+from megatfm.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from megatfm.verify.verify import Comparison, Difference
+    from megatfm.verify.walk import Case
 
 SHOWN = 8
 DOCUMENTS = ("mixed", "short", "long", "one", "sparse")  # as in verify.batch, which imports torch
@@ -17,7 +25,7 @@ DOCUMENTS = ("mixed", "short", "long", "one", "sparse")  # as in verify.batch, w
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """CONFIG, its overrides, and how much to show."""
     parser.add_argument(
-        "config", metavar="CONFIG", help="a TOML file, a run directory, or the name of a preset"
+        "config", nargs="?", metavar="CONFIG", help="a TOML file, a run directory, or the name of a preset"
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example parallel.tp=2")
     trust.add_argument(parser)
@@ -30,12 +38,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"documents of each row: {', '.join(DOCUMENTS)}",
     )
     parser.add_argument("--all", action="store_true", help=f"show every parameter, not the {SHOWN} worst")
+    parser.add_argument(
+        "--presets",
+        nargs="?",
+        const="",
+        metavar="NAME,…",
+        help="instead of CONFIG: these presets under usual layouts, one after the other (default: all)",
+    )
+    parser.add_argument(
+        "--layouts", metavar="NAME,…", help="with --presets: these alone, for example dp2,tp2 (default: all)"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
     """Print the comparison; 0 if everything agrees, 1 if anything differs."""
     from megatfm.config import load_config
 
+    if args.presets is not None:
+        return _presets(args)
+    if args.layouts:
+        raise UsageError("--layouts is for --presets: name a layout's axes, for example parallel.tp=2")
+    if not args.config:
+        raise UsageError(
+            "verify needs a CONFIG, for example `megatfm verify quickstart parallel.tp=2`, or --presets"
+        )
     engine = [f"parallel.engine={args.engine}"] if args.engine else []
     config = load_config(
         args.config, [*args.overrides, *engine]
@@ -61,6 +87,61 @@ def main(args: argparse.Namespace) -> int:
             console.print(f"No traffic expected over {', '.join(sorted(sent))}: {reason}.", markup=False)
     console.print(_conclusion(comparison), markup=False)
     return 1 if comparison.wrong or comparison.misses else 0
+
+
+def _presets(args: argparse.Namespace) -> int:
+    """Print a row for each preset as it is done, then the reasons of refusals and what differs; 0 if nothing does."""
+    from megatfm.config import presets_of_models
+    from megatfm.registry import did_you_mean
+    from megatfm.verify import forkserver
+    from megatfm.verify.layouts import LAYOUTS
+
+    names = [args.presets] if "=" in args.presets else args.presets.split(",")
+    words = [word for word in (*names, args.config, *args.overrides) if word]
+    overrides = [word for word in words if "=" in word]
+    if args.engine:
+        overrides.append(f"parallel.engine={args.engine}")
+    chosen = [word for word in words if "=" not in word]
+    layouts = args.layouts.split(",") if args.layouts else list(LAYOUTS)
+    for kind, names, known in (("preset", chosen, presets_of_models()), ("layout", layouts, [*LAYOUTS])):
+        for name in names:
+            if name not in known:
+                raise UsageError(
+                    f"{name!r}: no such {kind}{did_you_mean(name, known)}; there are {', '.join(known)}"
+                )
+    chosen = chosen or presets_of_models()
+
+    forkserver.start()
+    from megatfm.verify.walk import walk
+
+    start, cases = time.monotonic(), []
+    width = max(map(len, chosen))
+    print(f"{'':{width}}  {'  '.join(f'{layout:9}' for layout in layouts)}".rstrip(), flush=True)
+    for case in walk(itertools.product(chosen, layouts), overrides, args.documents):
+        cases.append(case)
+        if case.layout == layouts[-1]:
+            outcomes = "  ".join(f"{one.outcome:9}" for one in cases[-len(layouts) :])
+            print(f"{case.preset:{width}}  {outcomes}".rstrip(), flush=True)
+    return _told(cases, time.monotonic() - start)
+
+
+def _told(cases: "Sequence[Case]", seconds: float) -> int:
+    """Print each reason of refusals once, then all that differs."""
+    reasons: dict[str, list[str]] = {}
+    for case in cases:
+        if case.outcome == "refused":
+            reason = case.text.removeprefix(f"{case.preset}: ")
+            reasons.setdefault(reason, []).append(f"{case.preset} {case.layout}")
+    for reason, places in reasons.items():
+        more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+        print(f"refused: {places[0]}{more}: {reason}")
+    wrong = [case for case in cases if case.is_wrong]
+    for case in wrong:
+        print(f"{case.outcome}: {case.preset} {case.layout}: {case.text}")
+    agree = sum(case.outcome == "agrees" for case in cases)
+    refused = len(cases) - agree - len(wrong)
+    print(f"{agree} of {len(cases)} cases agree, {refused} are refused, {len(wrong)} differ; {seconds:.0f} s")
+    return 1 if wrong else 0
 
 
 def _heading(comparison: "Comparison") -> str:

@@ -12,7 +12,7 @@ from megatfm.config.attention import (
 )
 from megatfm.config.base import expect, invalid
 from megatfm.config.heads import BoundaryHeadConfig, PluginHeadConfig, SentenceHeadConfig
-from megatfm.config.load import find_config, load, load_config, preset_names, to_toml
+from megatfm.config.load import find_config, load, load_config, preset_names, presets_of_models, to_toml
 from megatfm.config.model import ModelConfig
 from megatfm.config.model_parts import GeneratorConfig, MuPConfig
 from megatfm.config.objective import (
@@ -155,5 +155,6 @@ __all__ = [
     "load",
     "load_config",
     "preset_names",
+    "presets_of_models",
     "to_toml",
 ]

@@ -136,6 +136,13 @@ def preset_names() -> list[str]:
     return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
 
 
+def presets_of_models() -> list[str]:
+    """The names of presets that train a model; others read data, which they prepare."""
+    files = resources.files("megatfm") / "presets"
+    texts = {name: (files / f"{name}.toml").read_text(encoding="utf-8") for name in preset_names()}
+    return [name for name, text in texts.items() if "read" not in tomllib.loads(text)]
+
+
 def to_toml(config: Section) -> str:
     """A config as TOML, every default spelled out; what is not set (None) is left out."""
     return tomli_w.dumps(_plain(config.model_dump(exclude_none=True)))

@@ -7,6 +7,7 @@ lets the query see, and wider where a kernel's blocks or strides leave keys out.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -178,9 +179,13 @@ def needed(
 
 def dense_mask(module: nn.Module, length: int) -> NDArray[Any]:
     """Boolean [T, S] of a document alone: whether a query sees a key in any head, pair by pair."""
-    pattern: Any = module.pattern
-    n_heads = module.n_heads if pattern.differs_by_head else 1
-    places, heads = torch.arange(length), torch.arange(n_heads)[None, :, None, None]  # type: ignore[arg-type]
+    return _dense_mask(module.pattern, int(module.n_heads), length)  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=1024)
+def _dense_mask(pattern: Any, n_heads: int, length: int) -> NDArray[Any]:
+    n_heads = n_heads if pattern.differs_by_head else 1
+    places, heads = torch.arange(length), torch.arange(n_heads)[None, :, None, None]
     q, k = places[None, None, :, None], places[None, None, None, :]
     seen = pattern.sees_of(q, k, heads, torch.full((1, 1, 1, 1), length))
     mask: NDArray[Any] = seen.expand(1, n_heads, length, length).flatten(0, 1).any(0).numpy()

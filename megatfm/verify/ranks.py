@@ -45,6 +45,11 @@ class RankTeam:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def pids(self) -> list[int]:
+        """Process ids by rank, of the processes that are there."""
+        return [member.process.pid or 0 for member in self._members]
+
     def step(self, config: Config, batch: Arrays) -> list[Answer]:
         """One step of `config` under its layout, a process a rank; the answers by rank.
 

@@ -2,32 +2,16 @@
 
 import gc
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from megatfm.config import load_config
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.verify.batch import Documents
+from megatfm.verify.layouts import LAYOUTS, ONE
 from megatfm.verify.ranks import RankTeam
 from megatfm.verify.verify import Comparison, verify
-
-ONE = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1, "cp": 1, "ep": 1}
-
-LAYOUTS: Mapping[str, Mapping[str, object]] = {
-    "dp2": {"dp_shard": 2},
-    "dp2-zero0": {"dp_shard": 2, "zero": 0},
-    "dp2-zero1": {"dp_shard": 2, "zero": 1},
-    "tp2": {"tp": 2},
-    "cp2": {"cp": 2},
-    "cp3-ring": {"cp": 3, "context": "ring"},
-    "cp2-heads": {"cp": 2, "context": "heads"},
-    "pp2": {"pp": 2},
-    "ep2": {"dp_shard": 2, "ep": 2},
-    "tp2-cp2": {"tp": 2, "cp": 2},
-    "pp2-dp2": {"pp": 2, "dp_shard": 2, "schedule": "interleaved"},
-}
-"""Name → values of [parallel]; axes that are left out have one rank."""
 
 Outcome = Literal["agrees", "refused", "DIFFERENT", "FAILED"]
 
@@ -49,19 +33,15 @@ class Case:
 
 
 def walk(
-    presets: Sequence[str],
-    layouts: Sequence[str],
-    overrides: Sequence[str] = (),
-    documents: Documents = "mixed",
+    cases: Iterable[tuple[str, str]], overrides: Sequence[str] = (), documents: Documents = "mixed"
 ) -> Iterator[Case]:
-    """Verify every preset under every layout; a layout that can't be is refused, as a config's would be."""
+    """Verify presets under layouts, by their names; a layout that can't be is refused, as a config's would be."""
     with RankTeam() as team:
-        for preset in presets:
-            for layout in layouts:
-                start = time.monotonic()
-                outcome, text = _case(preset, layout, overrides, documents, team)
-                yield Case(preset, layout, outcome, text, time.monotonic() - start)
-                gc.collect()  # models are in cycles with their hooks
+        for preset, layout in cases:
+            start = time.monotonic()
+            outcome, text = _case(preset, layout, overrides, documents, team)
+            yield Case(preset, layout, outcome, text, time.monotonic() - start)
+            gc.collect()  # models are in cycles with their hooks
 
 
 def _case(

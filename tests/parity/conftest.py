@@ -11,9 +11,9 @@ from tests.workers import Workers
 @pytest.fixture(autouse=True)
 def unwritten_is_not_a_number(workers: Workers) -> Iterator[None]:
     """For every test of this folder, here and in the workers."""
-    workers.unwritten_is_nan = True
+    workers.memory_of_nan = True
     try:
         with memory_of_nan():
             yield
     finally:
-        workers.unwritten_is_nan = False
+        workers.memory_of_nan = False

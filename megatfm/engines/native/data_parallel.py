@@ -8,8 +8,8 @@
 | 3 | + the weights that the model computes with | fully_sharded.py |
 
 One data rank has nobody to share with, and takes stage 0 whatever was asked for. dp_replicate always replicates what
-dp_shard leaves. A cut is along dim 0, in equal parts of ⌈rows / ranks⌉ but for the last ones, so stages 1 to 3 hold
-the same boxes, and a checkpoint of any stage opens in any other.
+dp_shard leaves. A cut is along dim 0, in equal parts of ⌈rows / ranks⌉ but for the last ones; stages 2 and 3 cut
+experts along dim 1 where their number can't be divided. A checkpoint of any stage opens in any other.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,0 +1,20 @@
+"""Usual layouts, under which presets are verified. Imports nothing, so that the command says their names at once."""
+
+from collections.abc import Mapping
+
+ONE = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1, "cp": 1, "ep": 1}
+
+LAYOUTS: Mapping[str, Mapping[str, object]] = {
+    "dp2": {"dp_shard": 2},
+    "dp2-zero0": {"dp_shard": 2, "zero": 0},
+    "dp2-zero1": {"dp_shard": 2, "zero": 1},
+    "tp2": {"tp": 2},
+    "cp2": {"cp": 2},
+    "cp3-ring": {"cp": 3, "context": "ring"},
+    "cp2-heads": {"cp": 2, "context": "heads"},
+    "pp2": {"pp": 2},
+    "ep2": {"dp_shard": 2, "ep": 2},
+    "tp2-cp2": {"tp": 2, "cp": 2},
+    "pp2-dp2": {"pp": 2, "dp_shard": 2, "schedule": "interleaved"},
+}
+"""Name → values of [parallel]; axes that are left out have one rank."""

@@ -1,0 +1,118 @@
+"""Presets under usual layouts: each is the same computation, or refused for a reason that the config gives."""
+
+import argparse
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+
+from megatfm.commands.verify import add_arguments, main
+from megatfm.config import load_config, presets_of_models
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.verify.batch import random_batch
+from megatfm.verify.layouts import LAYOUTS
+from megatfm.verify.ranks import RankTeam
+from megatfm.verify.shrink import shrink
+from megatfm.verify.walk import walk
+
+SOME = {
+    "llama3-8b": ("dp2-zero0", "cp3-ring", "tp2-cp2"),
+    "mistral-7b-v0.1": ("cp2", "cp2-heads"),
+    "gpt-oss-20b": ("cp3-ring",),
+    "deepseek-v2-lite": ("tp2", "ep2"),
+    "t-dmca": ("cp2",),
+    "longformer-base": ("cp2",),
+    "bigbird-base": ("cp3-ring",),
+    "spanbert-base": ("cp2",),
+    "deberta-v3-base": ("dp2-zero1", "cp2"),
+    "electra-small": ("dp2", "cp2"),
+    "xlnet-base": ("pp2", "cp2"),
+    "t5-small": ("pp2-dp2", "tp2"),
+    "switch-base-8": ("ep2",),
+    "quickstart-moe": ("ep2", "cp3-ring"),
+}
+"""A case of each kind of model, among them all that once differed."""
+
+REASONS = (
+    r"parallel\.ep = 2, but the model has no experts to divide",
+    r"parallel\.tp = 2 does not divide model\.(attention|generator)\.n_heads = \d+",
+    r"parallel\.context = 'heads': \d+ query and \d+ key heads of a tensor-parallel rank can't be dealt",
+    r"parallel\.tp = 2: ffn\.name = 'soft_moe' is not cut",
+    r"4 pipeline stages \(parallel\.pp = 2, 2 on each rank\), but the model can be cut into \d at most",
+)
+
+
+def check(cases: list[tuple[str, str]]) -> None:
+    for case in walk(cases):
+        assert not case.is_wrong, case
+        assert case.outcome == "agrees" or any(re.search(reason, case.text) for reason in REASONS), case
+
+
+def test_some_presets_agree() -> None:
+    check([(preset, layout) for preset, layouts in SOME.items() for layout in layouts])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_presets_agree(layout: str) -> None:
+    check([(preset, layout) for preset in presets_of_models()])
+
+
+def run_command(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return main(parser.parse_args(list(words)))
+
+
+def test_the_table_and_the_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--presets", "gpt2-124m,gpt2-xl", "parallel.zero=1", "--layouts", "dp2,tp2")
+    assert run_command(*words) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].split() == ["dp2", "tp2"]
+    assert [line.split() for line in printed[1:3]] == [
+        ["gpt2-124m", "agrees", "agrees"],
+        ["gpt2-xl", "agrees", "refused"],
+    ]
+    assert printed[3].startswith(
+        "refused: gpt2-xl tp2: parallel.tp = 2 does not divide model.attention.n_heads = 25"
+    )
+    assert printed[4].startswith("3 of 4 cases agree, 1 are refused, 0 differ; ")
+    monkeypatch.setattr("megatfm.verify.verify.expected_flows", lambda *_: [{}, {}])
+    assert run_command("--presets", "gpt2-124m", "--layouts", "dp2") == 1
+    assert "DIFFERENT: gpt2-124m dp2: rank 0, " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--presets", "quickstrt"], r"'quickstrt': no such preset \(did you mean 'quickstart'\?\)"),
+        (["--presets", "--layouts", "dp3"], r"'dp3': no such layout .* there are dp2, "),
+        (["quickstart", "--layouts", "dp2"], "--layouts is for --presets"),
+        ([], "verify needs a CONFIG"),
+    ],
+)
+def test_words_that_do_not_fit(words: list[str], reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        run_command(*words)
+
+
+def test_a_team_is_there_again_after_a_failure_and_keeps_nothing_of_past_steps() -> None:
+    layouts = (["parallel.tp=2"], ["parallel.dp_shard=2"], ["parallel.pp=2", "parallel.dp_shard=1"])
+    configs = [shrink(load_config("quickstart", layout))[0] for layout in layouts]
+    with RankTeam() as team:
+        batch = random_batch(configs[0])
+        targets = batch.pop("targets")
+        with pytest.raises(MegatfmError, match=r"rank [01] failed: KeyError: 'targets'"):
+            team.step(configs[0], batch)
+        first = team.step(configs[0], {**batch, "targets": targets})
+        counts = []
+        for config in itertools.islice(itertools.cycle(configs), 6):
+            answers = team.step(config, random_batch(config))
+            counts.append(max(len(list(Path(f"/proc/{pid}/task").iterdir())) for pid in team.pids))
+        assert max(counts[3:]) <= max(counts[:3]), "threads of past process groups are left"
+        again = team.step(configs[0], {**batch, "targets": targets})
+    assert [answer.loss for answer in again] == [answer.loss for answer in first]
+    assert len(answers) == 2
