@@ -122,7 +122,7 @@ def clean_state(call: Call) -> Iterator[None]:
     """The environment of a rank, and everything as it was before when the function is done."""
     import torch
 
-    from tests.unwritten import memory_of_nan
+    from tests.unwritten import unwritten_is_nan
 
     environment, folder = dict(os.environ), Path.cwd()
     size, rank = str(call.world_size), str(call.rank)
@@ -131,7 +131,7 @@ def clean_state(call: Call) -> Iterator[None]:
     try:
         with (
             warnings.catch_warnings(),
-            memory_of_nan() if call.unwritten_is_nan else contextlib.nullcontext(),
+            unwritten_is_nan() if call.unwritten_is_nan else contextlib.nullcontext(),
         ):
             warnings.simplefilter("error")
             yield

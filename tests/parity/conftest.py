@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.unwritten import memory_of_nan
+from tests.unwritten import unwritten_is_nan
 from tests.workers import Workers
 
 
@@ -13,7 +13,7 @@ def unwritten_is_not_a_number(workers: Workers) -> Iterator[None]:
     """For every test of this folder, here and in the workers."""
     workers.unwritten_is_nan = True
     try:
-        with memory_of_nan():
+        with unwritten_is_nan():
             yield
     finally:
         workers.unwritten_is_nan = False

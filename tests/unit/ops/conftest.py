@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.unwritten import memory_of_nan
+from tests.unwritten import unwritten_is_nan
 
 
 @pytest.fixture(autouse=True)
 def unwritten_is_not_a_number() -> Iterator[None]:
-    """For every test of this folder."""
-    with memory_of_nan():
+    """torch.empty gives NaN."""
+    with unwritten_is_nan():
         yield
