@@ -1,4 +1,4 @@
-"""Memory in which all that nobody wrote is not a number, so that who reads it is found out."""
+"""Memory in which all that nobody wrote is not a number, so that code which reads it is found."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from torch.utils import deterministic
 
 @contextmanager
 def memory_of_nan() -> Iterator[None]:
-    """torch.empty gives NaN: a kernel that reads what was not written, be it to multiply it by zero, is red."""
+    """Have torch.empty give NaN: a kernel that reads what was not written, be it to multiply it by zero, is red."""
     before = torch.are_deterministic_algorithms_enabled(), deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     deterministic.fill_uninitialized_memory = True

@@ -93,8 +93,7 @@ class Wanted:
 
     gives[r]: numbers, among this rank's tokens, of those that rank r needs. gets[r]: places of tokens of rank r that
     are needed here. looked_at: all places that are looked at here, ascending; order: where each of these lies in [own,
-    what came from rank 0, 1, …]. most: tokens that a rank gets, of all ranks; length:
-    tokens of the row.
+    what came from rank 0, 1, …]. most: tokens that a rank gets, of all ranks; length: tokens of the row.
     """
 
     contexts: Contexts

@@ -9,6 +9,6 @@ from tests.unwritten import memory_of_nan
 
 @pytest.fixture(autouse=True)
 def unwritten_is_not_a_number() -> Iterator[None]:
-    """For every test of this folder."""
+    """torch.empty gives NaN."""
     with memory_of_nan():
         yield
