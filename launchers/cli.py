@@ -14,6 +14,7 @@ from megatfm.launchers.mpi import Mpi
 from megatfm.launchers.refusals import notes, problems
 from megatfm.launchers.site import Site, load_site
 from megatfm.launchers.slurm import Slurm
+from megatfm.registry import check_foreign_plugins
 
 SITE_FLAGS = ("partition", "account", "qos", "constraint", "max_restarts", "start")
 SBATCH_FLAGS = ("nodelist", "reservation", "begin", "dependency")
@@ -49,6 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--prep", action="store_true", help="CONFIG is of `megatfm prep`: prepare a corpus")
     kinds.add_argument("--evaluate", action="store_true", help="CONFIG is a run directory: evaluate it")
+    parser.add_argument(
+        "--trust-plugins",
+        action="store_true",
+        help="with --evaluate: import the packages that the run names in plugins",
+    )
     slurm = parser.add_argument_group("SLURM")
     slurm.add_argument("--slurm", action="store_true", help="submit a SLURM job")
     slurm.add_argument(
@@ -117,7 +123,7 @@ def _choose(args: argparse.Namespace) -> tuple[Launcher, Job]:
     gpus = args.gpus_per_node or 0
     job = Job(
         config=str(args.config),
-        overrides=tuple(args.overrides),
+        overrides=(*args.overrides, *["--trust-plugins"] * args.trust_plugins),
         resolved=resolved,
         name=args.job_name or name,
         kind=kind,
@@ -157,6 +163,7 @@ def check_flags(args: argparse.Namespace) -> None:
         "--nodes": args.nodes is not None and args.prep,
         "--max-restarts": args.max_restarts is not None and (args.prep or args.evaluate),
         "key=value": args.evaluate and args.overrides,
+        "--trust-plugins": args.trust_plugins and not args.evaluate,
     }
     if wrong := [flag for flag, is_wrong in refused.items() if is_wrong]:
         kind = "--prep" if args.prep else "--evaluate" if args.evaluate else "training"
@@ -174,6 +181,7 @@ def _what(args: argparse.Namespace) -> tuple[Kind, Config | PrepConfig, str]:
         if not (Path(args.config) / "config.toml").is_file():
             raise UsageError(f"{args.config}: not a run directory: give the one to evaluate")
         run = load_config(args.config)
+        check_foreign_plugins(run.plugins, args.config, trusted=args.trust_plugins)
         return "evaluate", run.model_copy(update={"run_dir": str(Path(args.config).absolute())}), run.name
     config = load_config(args.config, args.overrides)
     return "train", config, config.name

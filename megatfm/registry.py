@@ -109,12 +109,17 @@ def import_foreign_plugins(packages: Iterable[str], source: str | Path, *, trust
     Those that are imported already do no more. Raises UsageError that names the others unless `trusted`.
     """
     names = list(packages)
+    check_foreign_plugins(names, source, trusted=trusted)
+    import_plugins(names)
+
+
+def check_foreign_plugins(names: Iterable[str], source: str | Path, *, trusted: bool) -> None:
+    """Raise a UsageError that names plugins which `import_foreign_plugins` would refuse."""
     if not trusted and (foreign := [name for name in names if name not in sys.modules]):
         raise UsageError(
             f"{source}: its config names plugins, whose code would run: {', '.join(foreign)}: if you trust them, give "
             "--trust-plugins (in Python trust_plugins=True), or name them yourself (plugins=…, in Python import)"
         )
-    import_plugins(names)
 
 
 def look_for_plugins(packages: Iterable[str], folders: Sequence[Path]) -> None:

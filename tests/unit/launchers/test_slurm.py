@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatfm.config import load, load_config
+from megatfm.config import load, load_config, to_toml
 from megatfm.config.prep import PrepConfig
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.launchers import Job, Slurm, Submitted, add_arguments, main, snapshot, submit
@@ -513,6 +513,21 @@ def test_an_evaluation_joins_the_record_of_its_run(
         launch(*evaluate, config="runs/mine")
     assert cancel(run) == "cancelled jobs 12, 13"
     assert fake_slurm.calls[-1] == "scancel 12 13"
+
+
+def test_an_evaluation_runs_plugins_only_where_they_are_trusted(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "runs" / "mine").mkdir(parents=True)
+    config = load_config("quickstart", ["plugins=this"])
+    (folder / "runs" / "mine" / "config.toml").write_text(to_toml(config))
+    for where in (["--nproc", "1"], ["--slurm"]):
+        with pytest.raises(UsageError, match=r"names plugins, whose code would run: this: .*--trust-plugins"):
+            launch("--evaluate", *where, config="runs/mine")
+        assert launch("--evaluate", "--trust-plugins", "--dry-run", *where, config="runs/mine") == 0
+        assert re.search(r"evaluate \S*runs/mine --trust-plugins", capsys.readouterr().out)
+    with pytest.raises(UsageError, match="--trust-plugins: not for training"):
+        launch("--trust-plugins", "--nproc", "1")
 
 
 def test_an_evaluation_in_front_of_its_user_is_not_taken_for_the_run(
