@@ -23,8 +23,8 @@ def check_free(job: Job) -> list[str]:
     note of a run knows one submission: a second one would change what the first does, and hide it.
     """
     run = job.run_dir
-    if job.kind != "evaluate" and (other := process(run)):
-        raise LockedError(f"{run}: process {other.pid} runs this already: wait for it or give another name")
+    if job.kind != "evaluate":
+        check_no_process(run)
     evaluations = alive(evaluations_of(run))
     living = evaluations if job.kind == "evaluate" else alive(jobs_of(run))
     for number, state in living.items():
@@ -41,6 +41,12 @@ def check_free(job: Job) -> list[str]:
             f"{run}: job {number} {what}, and {doing}: wait for it, or end it with `megatfm cancel {end}`{other_name}"
         )
     return list(evaluations)
+
+
+def check_no_process(run: Path) -> None:
+    """Refuse a run that a process of this machine has launched. Raises LockedError."""
+    if other := process(run):
+        raise LockedError(f"{run}: process {other.pid} runs this already: wait for it or give another name")
 
 
 def process(run: Path) -> psutil.Process | None:

@@ -36,7 +36,7 @@ def work_done(run: Path) -> str:
     parts: dict[str, int] = {}
     newest = 0.0, ""
     try:
-        for path in (corpus_of(run) / ".work").iterdir():
+        for path in (corpus_of(run) / ".work").rglob("*.json"):  # below a folder for each set of settings
             if match := _PART.fullmatch(path.name):
                 parts[match[1]] = parts.get(match[1], 0) + 1
                 newest = max(newest, (path.stat().st_mtime, match[1]))

@@ -8,6 +8,7 @@ from megatfm.commands import add_config_arguments, add_source_argument, training
 from megatfm.config import to_toml
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.launchers import cli
+from megatfm.launchers.beside import check_no_process
 
 FROM = "from.toml"
 """In the run directory: the config with which all ranks of a run that goes on from a model are started."""
@@ -30,6 +31,7 @@ def main(args: argparse.Namespace) -> int:
         cli.check_flags(args)  # before a model is brought into our format for nothing
         config = training_config(args)
         path = Path(config.run_dir or Path("runs") / config.name) / FROM
+        check_no_process(path.parent)  # whose restarts read the file
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, to_toml(config))

@@ -31,7 +31,7 @@ def test_an_array_with_one_task_killed_makes_what_one_process_makes(project, cor
         array, *_ = project.submit(prep_config(project), "--prep", "--array", 3)
         tasks = [Job(project.cluster, f"{array.number}_{k}", project.run_dir) for k in (1, 2, 3)]
         end = time.monotonic() + 240
-        while (victim := process_of("2/3")) is None or not list((out / ".work").glob("clean.*.json")):
+        while (victim := process_of("2/3")) is None or not list((out / ".work").rglob("clean.*.json")):
             assert time.monotonic() < end, tasks[1].report("it never got to work")
             time.sleep(0.01)
         os.kill(victim, signal.SIGKILL)
