@@ -43,14 +43,13 @@ class Decoding:
         config = cast(ModelConfig, model.config)
         if not prompts.tokens or min(len(prompt) for prompt in prompts.tokens) == 0:
             raise UsageError("nothing to continue: the prompt needs a token, e.g. the tokenizer's bos")
-        if (config.family == "encoder_decoder") != (prompts.encoder is not None) or config.family not in (
-            "decoder",
-            "encoder_decoder",
-        ):
-            raise UsageError(
-                f"model.family = {config.family!r} "
-                + ("needs tokens for its encoder" if "decoder" in config.family else "makes no text")
-            )
+        if config.family not in ("decoder", "encoder_decoder"):
+            raise UsageError(f"model.family = {config.family!r} makes no text")
+        if (config.family == "encoder_decoder") != (prompts.encoder is not None):
+            needs = "has no encoder: give no tokens for one"
+            if prompts.encoder is None:
+                needs = "needs tokens for its encoder"
+            raise UsageError(f"model.family = {config.family!r} {needs}")
         self.model, self.config = model, config
         self.tokens_BT, self.documents_BT = _padded(prompts.tokens, left=True)
         self.prefix = self.tokens_BT.shape[1] if prompts.prefix else 0
