@@ -266,3 +266,5 @@ class MuPConfig(Section):
 
     base_width: PositiveInt = Field(examples=[256], le=WIDEST)
     """The d_model at which learning rate and init.std were chosen."""
+    latent_ranks: Literal["fixed", "scaled"] = "fixed"
+    """Of latent attention: whether q_rank and kv_rank are the same at every width, or grow with it."""

@@ -9,10 +9,16 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatfm.config import Config
+from megatfm.errors import UsageError
 from megatfm.layers.attention.core import Core
 from megatfm.layers.attention.patterns import Full
 from megatfm.layers.embedding import Embedding
@@ -26,6 +32,10 @@ log = logging.getLogger("megatfm")
 
 COMPUTED = {"fp64": torch.float64, "fp32": torch.float32}
 """The type of activations by `train.precision`; of the mixed ones 2 bytes."""
+
+
+BY_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+"""Raised where a part asks for a value, or for a kernel that has no rule of shapes."""
 
 
 class Kept:
@@ -59,16 +69,15 @@ def kept_by_blocks(config: Config) -> tuple[int, int] | None:
     decides by values how much it keeps.
 
     Blocks are taken as they run eagerly, and experts as on a GPU; one of a kind stands for the others. Attention by
-    blocks of keys keeps what a fused kernel does, and is counted as one. Rows of one document are assumed.
+    blocks of keys keeps what a fused kernel does, and is counted as one. Rows of one document are assumed. Raises
+    UsageError for a family without split points, and whatever a part of the model raises.
     """
     of_library = logging.getLogger("torch._subclasses.fake_tensor")
     before, of_library.disabled = of_library.disabled, True
     try:
         with FakeTensorMode(), _experts_by_shapes():
             return _measured(config)
-    except (
-        Exception
-    ) as error:  # of any part, a plugin's too, which asks for a value or for a kernel that has no shape rule
+    except BY_VALUES as error:
         log.debug("what blocks keep is not counted: %s: %s", type(error).__name__, error)
         return None
     finally:
@@ -103,6 +112,8 @@ def _measured(config: Config) -> tuple[int, int]:
         model = build_model(config).train()
     finally:
         torch.set_default_dtype(default)
+    if not hasattr(model, "split_points"):
+        raise UsageError(f"model.family = {config.model.family!r} has no split points")
     for core in model.modules():
         if isinstance(core, Core) and core.pattern.plain is None:
             core.pattern, core.dropout.rate = Full(causal=True), 0.0

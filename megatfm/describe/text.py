@@ -168,7 +168,11 @@ def _network(ffn: FFNConfig) -> str:
 def _activations(found: "Description") -> str:
     from megatfm.describe.activations import kept_by_blocks  # imports more of torch
 
-    kept, rows = kept_by_blocks(found.config), found.config.train.micro_batch
+    rows = found.config.train.micro_batch
+    try:
+        kept = kept_by_blocks(found.config)
+    except Exception as error:  # of any part, a plugin's too: the rest of the description stands
+        return f"not counted: {type(error).__name__}: {' '.join(str(error).split())}"
     if kept is None:
         return "not counted: a part of this model asks for values, and is measured on shapes alone"
     whole, full = (f"{number / 2**30:,.2f} GiB" for number in kept)
@@ -186,7 +190,12 @@ def _flops(found: "Description") -> list[Line]:
         "encoder_decoder": "averaged over the tokens of both",
     }.get(model.family, "the embedding as output head" if model.embedding.tied else "without the embedding")
     lines = [("FLOPs per token", f"in training; {length}, N = {found.multiplied:,} ({what})")]
-    if model.family == "decoder" and not model.blocks and _sees_all(model):
+    if (
+        model.family == "decoder"
+        and not model.blocks
+        and _sees_all(model)
+        and model.attention.name == "heads"
+    ):
         return [
             *lines,
             ("  6N + 12·L·h·s", f"{found.flops_full:.4g}, attention counted in full"),

@@ -147,10 +147,12 @@ class TwoStreamStack(nn.Module):
         self.query: Query | None = Query(config)
         self.query_dropout = Dropout(config.dropout, "embedding")
         distinct = config.distinct_layers or config.n_layers
-        self.layers = nn.ModuleDict(
-            {str(i): TwoStreamBlock(config, i, queries_only=i == distinct - 1) for i in range(distinct)}
-        )
         self.order = [str(i * distinct // config.n_layers) for i in range(config.n_layers)]
+        # The content stream goes through all depths but the last, so not through each use of the last block.
+        content = dict.fromkeys(self.order, 1.0) | {self.order[-1]: 1 - 1 / self.order.count(self.order[-1])}
+        self.layers = nn.ModuleDict(
+            {str(i): TwoStreamBlock(config, i, content=content[str(i)]) for i in range(distinct)}
+        )
         self.skip_rates = [config.drop_path * i / max(config.n_layers - 1, 1) for i in range(config.n_layers)]
         make_table = POSITIONS.get(config.position.name).bias
         assert make_table is not None
@@ -232,13 +234,13 @@ class TwoStreamStack(nn.Module):
 class TwoStreamBlock(nn.Module):
     """A transformer block that both streams go through with the same weights; both look at the content alone.
 
-    queries_only: where something is predicted, the content stream has ended before.
+    content: the share of the block's uses in which the content stream goes through it, where something is predicted.
     """
 
-    def __init__(self, config: ModelConfig, depth: int, *, queries_only: bool) -> None:
+    def __init__(self, config: ModelConfig, depth: int, *, content: float) -> None:
         super().__init__()
         self.depth, self.kind, config = depth, config.kind(depth), config.at(depth)
-        self.queries_only = queries_only
+        self.content = content
         initial, residual = initialiser(config, "encoder"), RESIDUALS.get(config.norm.placement)
         self.attn_residual = residual(config, "attention residual", "encoder")
         self.attn = TwoStreamAttention(config, initial)
@@ -246,9 +248,9 @@ class TwoStreamBlock(nn.Module):
         self.ffn = FFNS.get(config.ffn.name)(config, initial)
 
     def cost(self, tokens: Tokens) -> Cost:
-        """Of the queries of both streams; those of the content have ended before the last block."""
+        """Return the mean cost of a use: queries of both streams, those of the content ending before the last depth."""
         share = PREDICTED_SHARE if tokens.predicted is None else tokens.predicted
-        queries = tokens.of(tokens.n * (share + (not self.queries_only)))
+        queries = tokens.of(tokens.n * (share + self.content))
         return costs_of((self.attn_residual, self.ffn_residual, self.ffn), queries) + self.attn.cost(
             queries, tokens.n
         )

@@ -7,7 +7,7 @@ that are large themselves, as experts are, a block is drawn a few at a time, and
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 import numpy as np
@@ -26,35 +26,42 @@ WORTH_THREADS = 2**18
 
 
 @dataclass(frozen=True)
-class Normal:
+class _Scaled:
+    width_ratio: float = field(default=1.0, compare=False, kw_only=True)
+    """Of a matrix whose inputs grow with the model's width, under muP: base width / width, by which its rate is
+    multiplied."""
+
+
+@dataclass(frozen=True)
+class Normal(_Scaled):
     """N(0, std²)."""
 
     std: float
 
 
 @dataclass(frozen=True)
-class TruncatedNormal:
+class TruncatedNormal(_Scaled):
     """N(0, std²), drawn anew beyond ± 2 std: BERT's initialisation."""
 
     std: float
 
 
 @dataclass(frozen=True)
-class Uniform:
+class Uniform(_Scaled):
     """Uniform in [−bound, bound)."""
 
     bound: float
 
 
 @dataclass(frozen=True)
-class Constant:
+class Constant(_Scaled):
     """The same value everywhere."""
 
     value: float
 
 
 @dataclass(frozen=True)
-class Values:
+class Values(_Scaled):
     """Given values, along the first dim."""
 
     values: tuple[float, ...]

@@ -104,8 +104,14 @@ FAMILIES = {
         "position.max_distance": 7,
     },
     "xlnet": {"family": "xlnet", "attention.name": "two_stream", "position.name": "transformer_xl"},
+    "shared xlnet": {"family": "xlnet", "attention.name": "two_stream", "position.name": "transformer_xl",
+                     "n_layers": 4, "distinct_layers": 2},
     "t5": {"family": "encoder_decoder", "n_encoder_layers": 3, "position.name": "t5"},
-}
+}  # fmt: skip
+
+LATENT = [
+    'model.attention={name="latent", n_heads=4, kv_rank=16, rope_dim=6}',
+]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -123,7 +129,7 @@ def test_flops_are_those_that_torch_counts(family: str, monkeypatch: pytest.Monk
     tokens, more = torch.zeros(1, 32, dtype=torch.int64), {}
     if family == "t5":
         tokens, more = tokens[:, :20], {"encoder_tokens": tokens}
-    if family == "xlnet":
+    if "xlnet" in family:
         built.requires_grad_(False)  # the counter stumbles over views of parameters
         more = {"order": torch.arange(32)[None]}
     with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -237,6 +243,31 @@ def test_prints_what_it_found(capsys: pytest.CaptureFixture[str]) -> None:
         "8,388,608,000 in 2,000 steps",
     ):
         assert text in printed
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["model.attention.n_kv_heads=1", "model.attention.head_dim=12"], LATENT]
+)
+def test_a_formula_stands_beside_what_it_gives(options: list[str]) -> None:
+    found = describe(load_config("quickstart", ["model.vocab_size=64", *options]))
+    model, length = found.config.model, found.config.data.sequence_length
+    attention = 12 * model.n_layers * model.attention.n_heads * model.head_width * length
+    printed = dict(lines(found))
+    assert ("  6N + 12·L·h·s" in printed) == (options != LATENT)
+    if options != LATENT:
+        assert f"{6 * found.multiplied + attention:.4g}," in printed["  6N + 12·L·h·s"]
+        assert f"{6 * found.multiplied + attention / 2:.4g}," in printed["  6N + 6·L·h·s"]
+    else:
+        assert found.flops_full != 6 * found.multiplied + attention
+
+
+def test_a_part_that_fails_is_named_where_activations_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("a mistake\nof two lines")
+
+    found = describe(load_config("quickstart", ["model.vocab_size=64"]))
+    monkeypatch.setattr("megatfm.layers.block.Block.forward", fail)
+    assert "not counted: ValueError: a mistake of two lines" in dict(lines(found)).values()
 
 
 def test_an_unknown_vocabulary_is_named(tmp_path: Path) -> None:

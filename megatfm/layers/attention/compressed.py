@@ -16,6 +16,7 @@ from megatfm.layers.attention.patterns import Compressed, Pattern, require_full
 from megatfm.layers.attention.registry import ATTENTIONS
 from megatfm.layers.attention.stretches import SeenStretches, Stretches, stretches
 from megatfm.layers.initialisation import Initialiser
+from megatfm.layers.initialisation.mup import with_fixed_inputs
 from megatfm.layers.linear import Linear
 from megatfm.layers.part import Part
 from megatfm.layers.sequence import SequenceMetadata
@@ -50,8 +51,9 @@ class CompressedAttention(nn.Module):
         self.wo = Linear(width, d, initial("out", width, d), bias=options.bias)
         shape = self.factor, self.head_dim, self.head_dim, options.n_heads
         fan = self.factor * self.head_dim, self.head_dim
-        self.of_keys = Convolution(shape, initial("key", *fan))
-        self.of_values = Convolution(shape, initial("value", *fan))
+        fixed = with_fixed_inputs(initial)  # a head's channels are as many at every width
+        self.of_keys = Convolution(shape, fixed("key", *fan))
+        self.of_values = Convolution(shape, fixed("value", *fan))
         self.core = StretchCore(config, initial, Compressed(options.factor))
         self.summed = nn.Identity()  # where sums over some tokens of stretches become those over all
 

@@ -11,6 +11,7 @@ from megatfm.layers.attention.core import Core
 from megatfm.layers.attention.patterns import Pattern
 from megatfm.layers.attention.registry import ATTENTIONS
 from megatfm.layers.initialisation import Initialiser
+from megatfm.layers.initialisation.mup import with_fixed_inputs
 from megatfm.layers.linear import Linear
 from megatfm.layers.norm import RMSNorm
 from megatfm.layers.position import Rope
@@ -53,18 +54,23 @@ class LatentAttention(nn.Module):
             config.head_width,
             latent.rope_dim,
         )
+        of_latents = initial
+        if config.mup is not None and config.mup.latent_ranks == "fixed":
+            of_latents = with_fixed_inputs(initial)
         self.v_dim = latent.v_dim or self.head_dim
         q_width = n * (self.head_dim + self.rope_dim)
         q_in = latent.q_rank or d
         if latent.q_rank:
             self.wq_down = Linear(d, q_in, initial("query", d, q_in))
             self.q_norm = RMSNorm(q_in, config.norm.eps)
-        self.wq = Linear(q_in, q_width, initial("query", q_in, q_width))
+        of_queries = of_latents if latent.q_rank else initial
+        self.wq = Linear(q_in, q_width, of_queries("query", q_in, q_width))
         self.wkv_down = Linear(d, latent.kv_rank, initial("key", d, latent.kv_rank))
         self.kv_norm = RMSNorm(latent.kv_rank, config.norm.eps)
         self.wk_rope = Linear(d, self.rope_dim, initial("key", d, self.rope_dim))
-        self.wk = Linear(latent.kv_rank, n * self.head_dim, initial("key", latent.kv_rank, n * self.head_dim))
-        self.wv = Linear(latent.kv_rank, n * self.v_dim, initial("value", latent.kv_rank, n * self.v_dim))
+        rank, k_width, v_width = latent.kv_rank, n * self.head_dim, n * self.v_dim
+        self.wk = Linear(rank, k_width, of_latents("key", rank, k_width))
+        self.wv = Linear(rank, v_width, of_latents("value", rank, v_width))
         self.wo = Linear(n * self.v_dim, d, initial("out", n * self.v_dim, d))
         self.position = Rope(config, initial, self.rope_dim)
         self.core = LatentCore(

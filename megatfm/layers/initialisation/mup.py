@@ -1,25 +1,41 @@
 """Maximal update parametrisation (Yang et al. 2022, table 8): what changes of the initial weights."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
 from megatfm.errors import UsageError
 from megatfm.ops.initial import Initial, Normal, TruncatedNormal
 
 TABLES = ("embedding", "position", "segment", "relative", "head")
 
 
-def narrower(initial: Initial, role: str, name: str, factor: float) -> Initial:
-    """Hidden matrices start smaller by `factor`; tables and the output head, whose width is the vocabulary, don't.
+class Narrower:
+    """An initialiser under muP: hidden matrices start smaller by √ratio, and learn more slowly by `ratio`; tables and
+    the output head, whose width is the vocabulary, don't.
 
-    Raises UsageError for an initialisation that depends on the width already.
+    plain: the initialiser that a config names. ratio: base width / width.
     """
-    if role in TABLES:
-        return initial
-    match initial:
-        case Normal(std):
-            return Normal(std * factor)
-        case TruncatedNormal(std):
-            return TruncatedNormal(std * factor)
-        case _:
+
+    def __init__(self, plain: Callable[[Any, int, int], Initial], name: str, ratio: float) -> None:
+        self.plain, self.name, self.ratio = plain, name, ratio
+
+    def __call__(self, role: Any, d_in: int, d_out: int) -> Initial:
+        """Raises UsageError for an initialisation that depends on the width already."""
+        initial = self.plain(role, d_in, d_out)
+        if role in TABLES:
+            return initial
+        if not isinstance(initial, Normal | TruncatedNormal):
             raise UsageError(
-                f"model.mup does not go with model.init.name = {name!r}, which follows the width by itself: choose "
-                "gpt2, normal or bert"
+                f"model.mup does not go with model.init.name = {self.name!r}, which follows the width by itself: "
+                "choose gpt2, normal or bert"
             )
+        return replace(initial, std=initial.std * self.ratio**0.5, width_ratio=self.ratio)
+
+
+def with_fixed_inputs(
+    initial: Callable[[Any, int, int], Initial],
+) -> Callable[[Any, int, int], Initial]:
+    """Return the initialiser of matrices whose inputs are as many at every width of the model, which muP leaves as they
+    are."""
+    return initial.plain if isinstance(initial, Narrower) else initial

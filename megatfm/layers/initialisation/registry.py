@@ -2,7 +2,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from megatfm.config import ModelConfig
-from megatfm.layers.initialisation.mup import narrower
+from megatfm.layers.initialisation.mup import Narrower
 from megatfm.ops.initial import Initial
 from megatfm.registry import Registry
 
@@ -30,8 +30,7 @@ def initialiser(config: ModelConfig, stack: Stack = "decoder") -> Initialiser:
     initial = INITIALISATIONS.get(config.init.name)(config, stack)
     if config.mup is None:
         return initial
-    factor = (config.mup.base_width / config.d_model) ** 0.5
-    return lambda role, d_in, d_out: narrower(initial(role, d_in, d_out), role, config.init.name, factor)
+    return Narrower(initial, config.init.name, config.mup.base_width / config.d_model)
 
 
 def depth(config: ModelConfig, stack: Stack) -> int:

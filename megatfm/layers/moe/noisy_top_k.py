@@ -42,7 +42,8 @@ class NoisyTopKRouter(Router):
         router = expect(options.router, NoisyTopKRouterConfig, "model.ffn.router")
         self.noise, self.n_experts = Noise(0.0, "router noise"), options.n_experts
         self.noise_weight = nn.Parameter(torch.empty(options.n_experts, config.d_model))
-        self.initial["noise_weight"] = Constant(0.0)
+        # From 0 on, it learns as the other matrix that reads the same.
+        self.initial["noise_weight"] = Constant(0.0, width_ratio=self.initial["weight"].width_ratio)
         self.evens = [name for name in router.evens if getattr(router, name)]
         for name in self.evens:
             self.register_buffer(name, torch.empty(options.n_experts), persistent=True)

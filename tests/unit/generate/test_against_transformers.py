@@ -161,8 +161,10 @@ def test_the_penalties() -> None:
 def test_what_cannot_be_continued() -> None:
     t5, gpt2 = pair_of("t5").ours, pair_of("gpt2").ours
     token = torch.tensor([5])
-    with pytest.raises(UsageError, match="needs tokens for its encoder"):
+    with pytest.raises(UsageError, match="'encoder_decoder' needs tokens for its encoder"):
         generate(t5, Prompts([token]), max_tokens=1)
+    with pytest.raises(UsageError, match="'decoder' has no encoder: give no tokens for one"):
+        generate(gpt2, Prompts([token], [token]), max_tokens=1)
     with pytest.raises(UsageError, match="the encoder needs at least one token for each prompt"):
         generate(t5, Prompts([token, token], encoder=[token]), max_tokens=1)
     with pytest.raises(

@@ -1,7 +1,11 @@
-"""muP's promise: what a few steps change in the logits does not grow with the width (Yang et al. 2022, D.1)."""
+"""muP's promise: what a few steps change in activations does not depend on the width (Yang et al. 2022, D.1)."""
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
@@ -11,17 +15,27 @@ from megatfm.models import build, lr_scales
 BASE, WIDTHS = 32, (32, 128, 512)
 
 
-def change_of_logits(width: int, mup: bool) -> float:
-    """Root mean square of what four AdamW steps change."""
-    config = ModelConfig(
-        vocab_size=50,
-        d_model=width,
-        n_layers=2,
-        mup={"base_width": BASE} if mup else None,
-        attention={"n_heads": width // 16},
-        ffn={"d_ff": 2 * width},
-        embedding={"tied": False},
-        init={"name": "normal", "std": 0.1},
+KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "dense": lambda width: {"ffn.d_ff": 2 * width},
+    "experts": lambda width: {
+        "ffn.name": "moe", "ffn.d_ff": width, "ffn.n_experts": 4, "ffn.top_k": 2, "ffn.router.name": "noisy_top_k",
+    },
+    "compressed": lambda width: {"attention.name": "compressed", "attention.factor": 3, "position.name": "none"},
+    "latents": lambda width: {**LATENT, "attention.kv_rank": 16, "attention.q_rank": 12},
+    "latents that grow": lambda width: {
+        **LATENT, "attention.kv_rank": width // 2, "attention.q_rank": width // 2, "mup.latent_ranks": "scaled",
+    },
+}  # fmt: skip
+LATENT = {"attention.name": "latent", "attention.rope_dim": 8, "attention.head_dim": 16}
+
+
+def changes(width: int, mup: bool, kind: str = "dense") -> dict[str, float]:
+    """Root mean square of what four AdamW steps change in the logits and in each sublayer's output, by its path."""
+    values = {"vocab_size": 50, "d_model": width, "n_layers": 2, "attention.n_heads": width // 16}
+    values |= {"ffn.d_ff": 2 * width, "embedding.tied": False, "init.name": "normal", "init.std": 0.1}
+    values |= {"mup.base_width": BASE, **KINDS[kind](width)}
+    config = ModelConfig.of(
+        {key: value for key, value in values.items() if mup or not key.startswith("mup.")}
     )
     model = build(config).double()
     initialise(model, 1)
@@ -29,12 +43,43 @@ def change_of_logits(width: int, mup: bool) -> float:
     groups = [{"params": [p], "lr": 0.01 * scales.get(name, 1.0)} for name, p in model.named_parameters()]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
     tokens = torch.randint(0, 50, (4, 17), generator=torch.Generator().manual_seed(2))
-    before = model(tokens).logits.detach()
+
+    def outputs() -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for path, module in model.named_modules():
+            if path.endswith((".attn", ".ffn")):
+                module.register_forward_hook(
+                    lambda module, inputs, y, path=path: found.update({path: first(y)})
+                )
+        found["logits"] = model.eval()(tokens).logits
+        return {name: output.detach() for name, output in found.items()}
+
+    before = outputs()
+    model.train()
     for _ in range(4):
-        model(tokens[:, :-1], targets=tokens[:, 1:]).losses["causal"].div(64).backward()
+        inputs = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "keys": torch.arange(4)}
+        model(**inputs).losses["causal"].div(64).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return float((model(tokens).logits.detach() - before).square().mean().sqrt())
+    after = outputs()
+    return {name: float((after[name] - before[name]).square().mean().sqrt()) for name in before}
+
+
+def first(output: Tensor | tuple[Tensor, ...]) -> Tensor:
+    return output if isinstance(output, Tensor) else output[0]
+
+
+def change_of_logits(width: int, mup: bool) -> float:
+    return changes(width, mup)["logits"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_change_each_sublayer_s_output_by_as_much_at_every_width(kind: str) -> None:
+    narrow, *wider = [changes(width, True, kind) for width in WIDTHS]
+    assert len(narrow) == 5
+    for one in wider:
+        ratios = {name: one[name] / narrow[name] for name in narrow if name != "logits"}
+        assert all(0.65 < ratio < 1.5 for ratio in ratios.values()), ratios
 
 
 def test_steps_change_the_logits_by_as_much_at_every_width() -> None:
