@@ -26,6 +26,9 @@ from megatfm.verify.ledger import Ledger
 from megatfm.verify.modules import block_paths
 from megatfm.verify.rank_parameters import RankParameters
 
+BUCKET = 2**24
+"""Elements that ZeRO 0 and 1 send in one message."""
+
 
 def weights_and_gradients(
     ledger: Ledger, config: Config, held: RankParameters, microbatches: Sequence[Sequence[Call]]
@@ -51,17 +54,33 @@ def _replicated(ledger: Ledger, config: Config, held: RankParameters) -> None:
     size = PRECISIONS[config.train.precision].stored.itemsize
     for shard, names in _by_shard_axis(held, held.trained).items():
         axis = joined(ledger.sizes, REPLICATE, shard, *_copies(shard)[1:])
-        ledger.all_reduce(axis, sum(prod(held.shapes[name]) for name in names) * size)
+        for bucket in _buckets(held, names):
+            ledger.all_reduce(axis, sum(prod(held.shapes[name]) for name in bucket) * size)
 
 
 def _sharded_optimizer(ledger: Ledger, config: Config, held: RankParameters) -> None:
     precision = PRECISIONS[config.train.precision]
     for axis, names in _by_shard_axis(held, held.trained).items():
-        everything, ranks = sum(map(held.padded, names)), ledger.sizes[axis]
-        ledger.reduce_scatter(axis, everything * precision.stored.itemsize)
-        for copies in _copies(axis):
-            ledger.all_reduce(copies, everything // ranks * precision.stored.itemsize)
-        ledger.all_gather(axis, everything // ranks * precision.computed.itemsize)
+        for bucket in _buckets(held, names):
+            everything, ranks = sum(map(held.padded, bucket)), ledger.sizes[axis]
+            ledger.reduce_scatter(axis, everything * precision.stored.itemsize)
+            for copies in _copies(axis):
+                ledger.all_reduce(copies, everything // ranks * precision.stored.itemsize)
+            ledger.all_gather(axis, everything // ranks * precision.computed.itemsize)
+
+
+def _buckets(held: RankParameters, names: Sequence[str]) -> list[list[str]]:
+    """Neighbours that go in one message: of at most `BUCKET` elements together, or one alone."""
+    buckets: list[list[str]] = []
+    filled = BUCKET
+    for name in names:
+        size = prod(held.shapes[name])
+        if filled + size > BUCKET or not buckets:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(name)
+        filled += size
+    return buckets
 
 
 def _copies(shard: str) -> tuple[str, ...]:

@@ -26,8 +26,10 @@ from megatfm.config.objective import (
     ReplacedTokenObjective,
     SpanCorruptionObjective,
 )
+from megatfm.engines.native import replicated
 from megatfm.models import build
 from megatfm.parallel.blocks import blocks
+from megatfm.verify import expected_weights
 from megatfm.verify.batch import random_batch
 from megatfm.verify.expected import expected_flows
 from megatfm.verify.rank import Answer, _step
@@ -173,6 +175,24 @@ def test_counted_is_expected(workers: Workers, name: str, layouts: list[str], ra
 def test_counted_is_expected_of_stages(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
     configs = {layout: case(name, STAGES[ranks][layout]) for layout in layouts}
     assert missed(workers, ranks, configs) == {}
+
+
+def bucket_misses(config: Config, elements: int) -> list[str]:
+    """Flows that differ where messages hold at most so many elements."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replicated, "BUCKET_ELEMENTS", elements)
+        patch.setattr(expected_weights, "BUCKET", elements)
+        [answer] = steps([config])
+        expected = expected_flows(config, random_batch(config))[dist.get_rank()]
+        assert max(flow.calls for flow in answer.flows if flow.axis == "dp_shard") > 5
+        return traffic_misses([answer], [expected])
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_counted_is_expected_of_several_messages(workers: Workers, zero: int) -> None:
+    """A tensor of a message of its own, and several in one."""
+    config = case("llama", ParallelConfig(dp_shard=2, zero=zero))
+    assert not any(workers.run(bucket_misses, 2, config, 2000))
 
 
 WHOLE_TENSORS = {

@@ -4,6 +4,7 @@ import pytest
 
 from megatfm.config import load_config
 from megatfm.errors import UsageError
+from megatfm.verify.batch import Documents
 from megatfm.verify.verify import verify
 
 
@@ -23,6 +24,29 @@ def test_rows_in_parts_are_the_same(name: str, overrides: list[str]) -> None:
     parts = 5 if "parallel.context=ring" in overrides else 4
     config = load_config(name, [f"parallel.cp={parts}", "parallel.dp_shard=1", *overrides])
     comparison = verify(config, "short")
+    assert not comparison.wrong
+    assert not comparison.misses
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "documents"),
+    [
+        (
+            "quickstart-moe",
+            ["parallel.dp_shard=2", "parallel.cp=2", "parallel.ep=4", "parallel.zero=0"],
+            "mixed",
+        ),
+        ("xlnet-base", ["parallel.cp=2", "parallel.dp_shard=1"], "sparse"),
+        (
+            "quickstart",
+            ["parallel.tp=2", "optimizer.name=schedule_free_adamw", "schedule.name=constant"],
+            "mixed",
+        ),
+    ],
+    ids=["experts on all ranks of two axes", "a batch that predicts nothing", "averaged weights"],
+)
+def test_rare_cases_are_the_same(name: str, overrides: list[str], documents: Documents) -> None:
+    comparison = verify(load_config(name, overrides), documents)
     assert not comparison.wrong
     assert not comparison.misses
 
