@@ -79,7 +79,11 @@ class Decoding:
             raise UsageError("nothing to continue: the prompt needs a token, e.g. the tokenizer's bos")
         check_makes_text(model)
         if has_encoder(model) != (prompts.encoder is not None):
-            needs = "needs tokens for its encoder" if has_encoder(model) else "has no encoder: give no tokens for one"
+            needs = (
+                "needs tokens for its encoder"
+                if has_encoder(model)
+                else "has no encoder: give no tokens for one"
+            )
             raise UsageError(f"model.family = {config.family!r} {needs}")
         if cache and not getattr(model, "takes_cache", False):
             log.warning("family %r takes no cache: all is computed again for each token", config.family)
