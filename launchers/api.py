@@ -5,6 +5,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatfm.config.edit import refuse_repeats
 from megatfm.errors import UsageError
 from megatfm.launchers import beside, cli
 from megatfm.launchers.job import State
@@ -70,5 +71,6 @@ def submit(config: str | Path, *overrides: str, **flags: object) -> Submitted:
         raise UsageError(
             f"submit: {(unknown or ['--dry-run'])[0]}: no flag for a job: see `megatfm launch --help`"
         )
+    refuse_repeats(overrides)
     args.config, args.overrides = str(config), list(overrides)
     return Submitted(cli.start(args)[1].run_dir)

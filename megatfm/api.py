@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megatfm import checkpoint, tokenizers
 from megatfm.config import Config, ModelConfig, load_config
+from megatfm.config.edit import refuse_repeats
 from megatfm.convert.folder import is_hf_folder
 from megatfm.convert.load import begins_of, padding_of, sentence_options, text_parts
 from megatfm.convert.load import load_model as load_hf
@@ -37,6 +38,7 @@ def fit(config: Config | str | Path, *overrides: str) -> Path:
         if overrides:
             raise UsageError("fit: overrides belong to a file or preset; a config has config.changed({...})")
     elif isinstance(config, str | Path):
+        refuse_repeats(overrides)
         config = load_config(config, overrides)
     else:
         raise UsageError(

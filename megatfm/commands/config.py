@@ -5,7 +5,7 @@ import json
 
 from megatfm.commands import add_config_arguments
 from megatfm.config import Config, load_config, to_toml
-from megatfm.config.deepspeed import derive
+from megatfm.config.deepspeed_json import derive
 from megatfm.errors import UsageError
 
 

@@ -17,6 +17,8 @@ from megatfm.checkpoint.folder import committed, damage_together
 from megatfm.checkpoint.nodes import NodeCheckpoint, Nodes, newest_on_nodes
 from megatfm.config import Config
 from megatfm.config.key_migrations import migrate
+from megatfm.config.model import factor_at
+from megatfm.config.model_parts import WIDTHS
 from megatfm.config.moved import tell_where_keys_went
 from megatfm.engines.interface import PRECISIONS
 from megatfm.errors import MegatfmError, UsageError
@@ -199,6 +201,9 @@ def check(
         ) from None
     before, after = _flat(found.state), _flat(now)
     for facts in (before, after):
+        for key in ("config.model.embedding.scale", "config.model.head.scale"):
+            if facts.get(key) in WIDTHS:  # earlier versions stored numbers
+                facts[key] = factor_at(facts[key], facts["config.model.d_model"])
         for moving in ("data.position", "data.epoch", "data.seed"):  # the seed is a fact of its own
             facts.pop(moving, None)
     was, now_is = (facts.get("config.optimizer.name") for facts in (before, after))
