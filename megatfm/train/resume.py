@@ -201,9 +201,7 @@ def check(
         ) from None
     before, after = _flat(found.state), _flat(now)
     for facts in (before, after):
-        for key in ("config.model.embedding.scale", "config.model.head.scale"):
-            if facts.get(key) in WIDTHS:  # earlier versions stored numbers
-                facts[key] = factor_at(facts[key], facts["config.model.d_model"])
+        _put_numbers(facts)
         for moving in ("data.position", "data.epoch", "data.seed"):  # the seed is a fact of its own
             facts.pop(moving, None)
     was, now_is = (facts.get("config.optimizer.name") for facts in (before, after))
@@ -289,6 +287,15 @@ def elsewhere(found: ResumePoint, machines: Machines) -> list[str]:
     return [
         f"on another kind of machine ({'; '.join(changes)}): it goes on, but not to the bit as it would have there"
     ]
+
+
+def _put_numbers(facts: dict[str, Any]) -> None:
+    """Put the number in place of a factor that follows the width: earlier versions stored numbers."""
+    width = facts.get("config.model.d_model")
+    for key in ("config.model.embedding.scale", "config.model.head.scale"):
+        factor = facts.get(key)
+        if isinstance(factor, str) and factor in WIDTHS and isinstance(width, int) and width > 0:
+            facts[key] = factor_at(factor, width)
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
