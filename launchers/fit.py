@@ -33,7 +33,7 @@ def misfit(config: Config, processes: int) -> str | None:
     data_ranks = sizes["dp_replicate"] * shard
     if train.global_batch % (train.micro_batch * data_ranks):
         return (
-            f"train.global_batch = {train.global_batch} does not divide into micro-batches of train.micro_batch = "
+            f"train.global_batch = {train.global_batch} is not a multiple of train.micro_batch = "
             f"{train.micro_batch} on {data_ranks} data ranks"
             + _smaller(train.global_batch, train.micro_batch, data_ranks)
         )

@@ -59,7 +59,7 @@ def test_the_most_nodes_on_which_it_fits() -> None:
     assert most_nodes(config, range(2, 4), 1) == 2, "three do not divide eight"
     assert most_nodes(config, range(3, 4), 1) is None
     assert most_nodes(config, range(5, 4), 1) is None
-    assert "does not divide into micro-batches of train.micro_batch = 1 on 3 data ranks" in str(
+    assert "is not a multiple of train.micro_batch = 1 on 3 data ranks" in str(
         misfit(config, 3)
     )
 
