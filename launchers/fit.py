@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable
 
 from megatfm.config import Config
+from megatfm.config.base import divisors
 
 AXES = ("dp_replicate", "tp", "pp", "cp")
 """Fixed axes; dp_shard takes the ranks that are left, or is fixed too."""
@@ -45,7 +46,7 @@ def _smaller(batch: int, micro_batch: int, data_ranks: int) -> str:
     if batch % data_ranks:
         return ""
     each = batch // data_ranks
-    fits = max(n for n in range(1, min(each, micro_batch) + 1) if each % n == 0)
+    fits = max(n for n in divisors(each) if n <= micro_batch)
     return f" (train.micro_batch = {fits} would)"
 
 

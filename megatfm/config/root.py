@@ -1,12 +1,12 @@
 """The whole training config."""
 
 from math import gcd
-from typing import Self, get_args
+from typing import Self
 
 from pydantic import Field, model_validator
 from pydantic.fields import FieldInfo
 
-from megatfm.config.base import PathStr, Section, divisors, nearest_divisor
+from megatfm.config.base import PathStr, Section, divisors, nearest_divisor, variants_of
 from megatfm.config.deepspeed import DeepSpeedConfig
 from megatfm.config.deepspeed import check as check_deepspeed
 from megatfm.config.experts import MoEConfig, SoftMoEConfig
@@ -293,5 +293,5 @@ def _repeats(schedule: str, key: str, value: object, other: object) -> str:
 
 def names(field: FieldInfo) -> list[str]:
     """The names among which a field's section is chosen, without a plugin's."""
-    defaults = [section.model_fields["name"].default for section in get_args(field.annotation)]
+    defaults = [section.model_fields["name"].default for section in variants_of(field.annotation)]
     return [name for name in defaults if isinstance(name, str)]

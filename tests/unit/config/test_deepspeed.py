@@ -100,6 +100,15 @@ def test_its_section_is_for_its_engine_alone() -> None:
         config("deepspeed.hpz=2").changed({"parallel.engine": "native"})
 
 
+def test_config_and_its_deepspeed_section_are_no_circle() -> None:
+    """Reading a config imports nothing of what makes or merges JSON."""
+    code = "import sys, megatfm.config; print('megatfm.config.deepspeed_json' in sys.modules)"
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert said.stdout == "False\n"
+
+
 def test_a_config_is_read_where_its_json_is_gone(tmp_path: Path) -> None:
     gone = tmp_path / "gone.json"
     stored = config(f"deepspeed.json_file={gone}").model_dump(mode="json")
