@@ -5,11 +5,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatfm.config.edit import refuse_repeats
 from megatfm.errors import UsageError
 from megatfm.launchers import beside, cli
 from megatfm.launchers.job import State
 from megatfm.launchers.progress import Progress, look
+from megatfm.registry import refuse_repeats
 
 POLL_SECONDS = 30.0
 """Schedulers don't like to be asked often."""

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from megatfm import checkpoint, tokenizers
 from megatfm.config import Config, ModelConfig, load_config
-from megatfm.config.edit import refuse_repeats
 from megatfm.convert.folder import is_hf_folder
 from megatfm.convert.load import begins_of, padding_of, sentence_options, text_parts
 from megatfm.convert.load import load_model as load_hf
@@ -23,6 +22,7 @@ from megatfm.generate.encode import Pooling, TextEncoder, warn_of_padding
 from megatfm.generate.load import Loaded, load_model, with_tokenizer
 from megatfm.generate.prompt import BEGIN, SENTINEL
 from megatfm.generate.sampling import Sampling
+from megatfm.registry import refuse_repeats
 from megatfm.tokenizers import Tokenizer
 from megatfm.train.loop import train
 from megatfm.train.record.run_directory import run_folder

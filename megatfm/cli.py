@@ -96,7 +96,7 @@ class Parser(argparse.ArgumentParser):
             hint = f": settings have no dashes: {key}={value}" if overrides is not None and "." in key else ""
             self.error(f"unknown argument{'s' * (len(unknown) > 1)}: {' '.join(unknown)}{hint}")
         if overrides is not None:
-            from megatfm.config.edit import refuse_repeats
+            from megatfm.registry import refuse_repeats
 
             parsed.overrides = [*overrides, *left]
             try:

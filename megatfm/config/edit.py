@@ -47,18 +47,6 @@ def edit(kind: type[BaseModel], values: dict[str, Any], overrides: Sequence[str]
         table[parts[-1]] = value
 
 
-def refuse_repeats(overrides: Sequence[str]) -> None:
-    """Raise a UsageError for a key that a user gives twice: which of the two is meant can't be known."""
-    first: dict[str, str] = {}
-    for override in overrides:
-        key = override.partition("=")[0].strip().removeprefix("~")
-        if key in first:
-            raise UsageError(
-                f"{key} is given twice, by {first[key]!r} and {override!r}: leave one of them out"
-            )
-        first[key] = override
-
-
 def let_vocabulary_follow(values: Mapping[str, Any], overrides: Sequence[str]) -> None:
     """Another tokenizer than a preset's brings its own size, unless `model.vocab_size` is given as well."""
     given = {override.partition("=")[0].strip() for override in overrides}
