@@ -9,6 +9,7 @@ from megatfm.errors import UsageError
 from megatfm.launchers import beside, cli
 from megatfm.launchers.job import State
 from megatfm.launchers.progress import Progress, look
+from megatfm.registry import refuse_repeats
 
 POLL_SECONDS = 30.0
 """Schedulers don't like to be asked often."""
@@ -70,5 +71,6 @@ def submit(config: str | Path, *overrides: str, **flags: object) -> Submitted:
         raise UsageError(
             f"submit: {(unknown or ['--dry-run'])[0]}: no flag for a job: see `megatfm launch --help`"
         )
+    refuse_repeats(overrides)
     args.config, args.overrides = str(config), list(overrides)
     return Submitted(cli.start(args)[1].run_dir)

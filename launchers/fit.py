@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable
 
 from megatfm.config import Config
+from megatfm.config.base import divisors
 from megatfm.config.batches import global_batches
 
 AXES = ("dp_replicate", "tp", "pp", "cp")
@@ -34,7 +35,7 @@ def misfit(config: Config, processes: int) -> str | None:
     for batch, key in batches.items():
         if batch % (train.micro_batch * data_ranks):
             return (
-                f"{key} = {batch} does not divide into micro-batches of train.micro_batch = {train.micro_batch} on "
+                f"{key} = {batch} is not a multiple of train.micro_batch = {train.micro_batch} on "
                 f"{data_ranks} data ranks{_smaller(math.gcd(*batches), train.micro_batch, data_ranks)}"
             )
     return None
@@ -45,7 +46,7 @@ def _smaller(batch: int, micro_batch: int, data_ranks: int) -> str:
     if batch % data_ranks:
         return ""
     each = batch // data_ranks
-    fits = max(n for n in range(1, min(each, micro_batch) + 1) if each % n == 0)
+    fits = max(n for n in divisors(each) if n <= micro_batch)
     return f" (train.micro_batch = {fits} would)"
 
 

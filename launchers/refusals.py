@@ -4,7 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatfm.config import Config
+from megatfm.config.deepspeed_json import derive
 from megatfm.config.prep import PrepConfig
+from megatfm.errors import UsageError
 from megatfm.launchers import scheduler
 from megatfm.launchers.files import finished, newest_step
 from megatfm.launchers.fit import misfit, most_nodes
@@ -23,6 +25,7 @@ def problems(job: Job, site: Site | None) -> Iterator[str]:
         yield problem
     if site is None or not site.container:
         yield from missing_paths(job)
+        yield from _json_problem(job)
     if site:
         yield from _no_time(job, site)
 
@@ -90,6 +93,16 @@ def _limit(job: Job, partition: scheduler.Partition | None) -> tuple[int | None,
 
 def _minutes(seconds: int) -> str:
     return f"{seconds // 60} min" if seconds % 60 == 0 else f"{seconds} s"
+
+
+def _json_problem(job: Job) -> Iterator[str]:
+    """What DeepSpeed's engine would refuse of a JSON of the user's own when it is built."""
+    config = job.resolved
+    if job.kind == "train" and isinstance(config, Config) and config.deepspeed.json_file:
+        try:
+            derive(config, config.train.precision)
+        except UsageError as error:
+            yield str(error)
 
 
 def missing_paths(job: Job) -> Iterator[str]:

@@ -22,6 +22,7 @@ from megatfm.generate.encode import Pooling, TextEncoder, warn_of_padding
 from megatfm.generate.load import Loaded, load_model, with_tokenizer
 from megatfm.generate.prompt import BEGIN, SENTINEL
 from megatfm.generate.sampling import Sampling
+from megatfm.registry import refuse_repeats
 from megatfm.tokenizers import Tokenizer
 from megatfm.train.loop import train
 from megatfm.train.record.run_directory import run_folder
@@ -37,6 +38,7 @@ def fit(config: Config | str | Path, *overrides: str) -> Path:
         if overrides:
             raise UsageError("fit: overrides belong to a file or preset; a config has config.changed({...})")
     elif isinstance(config, str | Path):
+        refuse_repeats(overrides)
         config = load_config(config, overrides)
     else:
         raise UsageError(

@@ -3,13 +3,14 @@
 import argparse
 import importlib
 import os
+import re
 import select
 import signal
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from megatfm.errors import MegatfmError
+from megatfm.errors import MegatfmError, UsageError
 from megatfm.version import __version__
 
 COMMANDS = {
@@ -105,8 +106,23 @@ class Parser(argparse.ArgumentParser):
                 )
             self.error(f"unknown argument{'s' * (len(unknown) > 1)}: {' '.join(unknown)}{hint}")
         if overrides is not None:
+            from megatfm.registry import refuse_repeats
+
             parsed.overrides = [*overrides, *left]
+            try:
+                refuse_repeats(parsed.overrides)
+            except UsageError as error:
+                self.error(str(error))
         return parsed
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with code 2; for a word that is no choice, say which one is like it."""
+        from megatfm.registry import did_you_mean
+
+        if wrong := re.match(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)$", message):
+            hint = did_you_mean(wrong[2], re.findall(r"[\w-]+", wrong[3]))
+            message = f"{wrong[1]} = {wrong[2]!r}: there is none{hint}; there are: {wrong[3]}"
+        super().error(message)
 
 
 def _is_override(word: str) -> bool:

@@ -48,6 +48,18 @@ class Registry(Generic[Part]):
         return sorted(self._parts)
 
 
+def refuse_repeats(overrides: Sequence[str]) -> None:
+    """Raise a UsageError for a key that a user gives twice: which of the two is meant can't be known."""
+    first: dict[str, str] = {}
+    for override in overrides:
+        key = override.partition("=")[0].strip().removeprefix("~")
+        if key in first:
+            raise UsageError(
+                f"{key} is given twice, by {first[key]!r} and {override!r}: leave one of them out"
+            )
+        first[key] = override
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`" (did you mean 'x'?)"` when a known word is near, else an empty string."""
     near = _nearest(word, list(known))

@@ -5,7 +5,7 @@ import json
 
 from megatfm.commands import add_config_arguments
 from megatfm.config import Config, find_config, load_config, preset_names, to_toml
-from megatfm.config.deepspeed import derive
+from megatfm.config.deepspeed_json import derive
 from megatfm.errors import UsageError
 
 

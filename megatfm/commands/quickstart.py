@@ -42,7 +42,9 @@ def main(args: argparse.Namespace) -> int:
     """Run all stages; stops at the first that fails. Returns 0, or that stage's exit code."""
     start = time.monotonic()
     prep, overrides = _names(args.corpus)
-    overrides = [WHOLE, *overrides, *args.overrides]
+    named = {override.partition("=")[0].strip() for override in args.overrides}
+    ours = [override for override in [WHOLE, *overrides] if override.partition("=")[0] not in named]
+    overrides = [*ours, *args.overrides]
     config = load_config("quickstart", overrides)
     run_dir = Path(config.run_dir or Path.cwd() / "runs" / config.name)
     shown = os.path.relpath(run_dir)

@@ -2,12 +2,15 @@
 
 import ast
 import inspect
+import json
 import os
 import textwrap
-from collections.abc import Mapping
-from itertools import pairwise
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
+from math import isqrt
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, get_args, get_origin
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, Union, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -32,9 +35,15 @@ WIDEST, DEEPEST, LONGEST = 2**24, 2**14, 2**31
 """Of a model: far above any that was ever trained, and far below what hangs or overflows where it is made."""
 
 
+def divisors(number: int) -> list[int]:
+    """All of a number's divisors, rising."""
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
 def nearest_divisor(number: int, wanted: int) -> int:
     """The divisor of a number that is nearest to another; of two, the smaller."""
-    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: (abs(d - wanted), d))
+    return min(divisors(number), key=lambda d: (abs(d - wanted), d))
 
 
 class LacksOptionError(UsageError, AttributeError):
@@ -78,9 +87,8 @@ class Section(BaseModel):
         """Python takes true for the number 1; whoever writes `checkpoint.every = true` means something else."""
         for key, value in values.items() if isinstance(values, dict) else ():
             field = cls.model_fields.get(key)
-            kinds = [field.annotation, *get_args(field.annotation)] if field else []
-            if isinstance(value, bool) and any(getattr(k, "__origin__", k) in (int, float) for k in kinds):
-                raise ValueError(f"{key} = {str(value).lower()}: this is a number: write one")
+            if field and (wanted := _number_in_place_of_bool(value, field.annotation)):
+                raise ValueError(f"{key} = {json.dumps(value)}: {wanted}")
         return values
 
     @model_validator(mode="before")
@@ -90,7 +98,7 @@ class Section(BaseModel):
         if not isinstance(values, dict):
             return values
         words = {
-            key: [FromCommandLine(word.strip()) for word in value.strip("[]").split(",") if word.strip()]
+            key: [FromCommandLine(word) for word in split_words(value)]
             for key, value in values.items()
             if isinstance(value, FromCommandLine) and _is_list_of_words(cls, key)
         }
@@ -119,27 +127,93 @@ class Section(BaseModel):
     def changed(self, keys: Mapping[str, Any]) -> Self:
         """A copy with other values of such keys, checked like any config.
 
-        Under a new `name`, a section keeps the options that the new variant has as well.
+        Keys with dots change what they name and leave its neighbours: `data.validation.code` adds a corpus, while
+        `data.validation` replaces all of them. Under a new `name`, a section keeps the options that the new variant
+        has as well.
         """
-        values: dict[str, Any] = {key: getattr(self, key) for key in type(self).model_fields}
-        values |= self.model_extra or {}  # keys of a plugin's own
-        for key, value in nested(keys).items():
-            part = values.get(key)
-            if isinstance(part, Section) and isinstance(value, Mapping):
-                renamed = value.get("name", getattr(part, "name", None)) != getattr(part, "name", None)
-                values[key] = {**self._kept(key, value["name"]), **value} if renamed else part.changed(value)
-            else:
-                values[key] = value
-        return type(self).model_validate(values)
+        return type(self).model_validate(_merge_into_section(self, keys))
 
-    def _kept(self, key: str, name: str) -> dict[str, Any]:
-        """The options of a section that its variant of that name has as well."""
-        part = getattr(self, key)
-        for variant in get_args(type(self).model_fields[key].annotation):
-            if variant.model_fields["name"].default in (name, PydanticUndefined):
-                known = variant.model_fields.keys() - {"name"}
-                return {option: getattr(part, option) for option in known & type(part).model_fields.keys()}
-        return {}
+
+def _merge_into_section(section: Section, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a section with changes, in which sections below that change are tables."""
+    values: dict[str, Any] = {key: getattr(section, key) for key in type(section).model_fields}
+    values |= section.model_extra or {}  # keys of a plugin's own
+    annotations = {key: field.annotation for key, field in type(section).model_fields.items()}
+    return _merge_into_table(values, keys, annotations)
+
+
+def _merge_into_table(
+    table: Mapping[str, Any], keys: Mapping[str, Any], annotations: Mapping[str, Any]
+) -> dict[str, Any]:
+    values = dict(table)
+    for path, change in keys.items():
+        key, _, below = path.partition(".")
+        old = values.get(key)
+        if not below and not (isinstance(old, Section) and isinstance(change, Mapping)):
+            values[key] = nested(change) if isinstance(change, Mapping) else change
+    for key, changes in _changes_below(keys, values).items():
+        old, annotation = values.get(key), annotations.get(key)
+        if isinstance(old, Section):
+            values[key] = _merge_into_variant(old, changes, variants_of(annotation))
+        elif isinstance(old, Mapping):
+            inner = dict.fromkeys(
+                [*old, *(name.partition(".")[0] for name in changes)], value_type(annotation)
+            )
+            values[key] = _merge_into_table(old, changes, inner)
+        else:
+            values[key] = nested(changes)
+    return values
+
+
+def _changes_below(keys: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """By key, the changes to what lies below it: those of keys with dots, and tables for sections."""
+    below: dict[str, dict[str, Any]] = {}
+    for path, change in keys.items():
+        key, _, inner = path.partition(".")
+        if inner:
+            below.setdefault(key, {})[inner] = change
+        elif isinstance(change, Mapping) and isinstance(values.get(key), Section):
+            below.setdefault(key, {}).update(change)
+    return below
+
+
+def _merge_into_variant(
+    section: Section, changes: Mapping[str, Any], variants: Sequence[type[BaseModel]]
+) -> dict[str, Any]:
+    """The values of a section with changes; of one that gets another name, first those that the new variant knows."""
+    old_name = getattr(section, "name", None)
+    name = changes.get("name", old_name)
+    if name == old_name:
+        return _merge_into_section(section, changes)
+    variant = next((v for v in variants if name_of(v) in (name, PydanticUndefined)), None)
+    common = (variant.model_fields.keys() & type(section).model_fields.keys()) - {"name"} if variant else ()
+    kept = {key: getattr(section, key) for key in common}
+    annotations = {key: field.annotation for key, field in variant.model_fields.items()} if variant else {}
+    return _merge_into_table(kept, changes, annotations)
+
+
+def variants_of(annotation: Any) -> list[type[BaseModel]]:
+    """The section classes that a field of such a type may hold, through Optional, Union and Annotated."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    if get_origin(annotation) is Annotated:
+        return variants_of(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return [variant for part in get_args(annotation) for variant in variants_of(part)]
+    return []
+
+
+def value_type(annotation: Any) -> Any:
+    """The type of a table's values, given the table's; None where it has no such type."""
+    if get_origin(annotation) is Annotated:
+        return value_type(get_args(annotation)[0])
+    parts = get_args(annotation)
+    return parts[1] if get_origin(annotation) is dict and len(parts) == 2 else None
+
+
+def name_of(section: type[BaseModel]) -> object:
+    """The value of `name` that chooses this section among others."""
+    return section.model_fields["name"].default if "name" in section.model_fields else None
 
 
 def invalid(subject: str, error: ValidationError) -> UsageError:
@@ -189,6 +263,50 @@ def expect(given: Section, kind: type[AnySection], key: str) -> AnySection:
 
 class FromCommandLine(str):
     """A value given as `key=value`: when it turns out to be a path, it is relative to the current directory."""
+
+
+def split_words(text: str) -> list[str]:
+    """The words of a list such as `[a, b]` without its quotes. Brackets within a word, as in `layers.[0,1]`, stay."""
+    depths = list(accumulate((char == "[") - (char == "]") for char in text))
+    if text.startswith("[") and text.endswith("]") and depths.index(0) == len(text) - 1:
+        return split_words(text[1:-1])
+    commas = [
+        i for i, (char, depth) in enumerate(zip(text, depths, strict=True)) if char == "," and depth <= 0
+    ]
+    words = [text[start + 1 : end].strip() for start, end in pairwise([-1, *commas, len(text)])]
+    return [word for word in words if word]
+
+
+def _types_in(annotation: Any) -> list[Any]:
+    """The types that a value may have, and the values that a Literal allows."""
+    if get_origin(annotation) is Annotated:
+        return _types_in(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return [kind for part in get_args(annotation) for kind in _types_in(part)]
+    return list(get_args(annotation)) if get_origin(annotation) is Literal else [annotation]
+
+
+def _number_in_place_of_bool(value: Any, annotation: Any) -> str:
+    """What to write in place of a bool, or of one in a list or table, where a number belongs; empty where none is."""
+    kinds = _types_in(annotation)
+    if isinstance(value, bool):
+        numbers = [kind for kind in kinds if kind in (int, float) or type(kind) in (int, float)]
+        if not numbers or any(kind is bool or isinstance(kind, bool) for kind in kinds):
+            return ""
+        choices = [json.dumps(number) for number in numbers if not isinstance(number, type)]
+        return f"this is a number: write one{' of ' if choices else ''}{', '.join(choices)}"
+    for kind in kinds:
+        parts = get_args(kind)
+        if get_origin(kind) in (list, tuple) and isinstance(value, list | tuple):
+            parts = tuple(part for part in parts if part is not Ellipsis)
+            parts += parts[-1:] * (len(value) - len(parts))
+            found: Iterable[str] = map(_number_in_place_of_bool, value, parts)
+        elif get_origin(kind) is dict and isinstance(value, Mapping):
+            found = (_number_in_place_of_bool(item, parts[1]) for item in value.values())
+        else:
+            continue
+        return next(filter(None, found), "")
+    return ""
 
 
 def _is_list_of_words(section: type[BaseModel], key: str) -> bool:

@@ -1,23 +1,13 @@
-"""The DeepSpeed engine's section, what DeepSpeed can't carry, and the JSON that DeepSpeed is configured with.
+"""The DeepSpeed engine's section, and what DeepSpeed can't carry. `deepspeed_json.py` has what DeepSpeed is given."""
 
-DeepSpeed is no more than asked here for what our config says; `deepspeed_json.py` says what becomes of a JSON of the
-user's own.
-"""
-
-import json
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from megatfm.config.base import PathStr, Section
-from megatfm.config.deepspeed_json import Json, decided, merge
-from megatfm.config.optimizer import AdafactorConfig, LambConfig, MuonConfig, SoapConfig
-from megatfm.config.sections import ParallelConfig
-
-if TYPE_CHECKING:
-    from megatfm.config.root import Config
+from megatfm.config.optimizer import AdafactorConfig, LambConfig, MuonConfig, OptimizerSection, SoapConfig
+from megatfm.config.sections import ParallelConfig, TrainConfig
 
 Place = Literal["none", "cpu", "nvme"]
 
@@ -72,22 +62,29 @@ WHOLE_WAY_OUT = (
 WHOLE_TENSORS = (MuonConfig, SoapConfig, AdafactorConfig, LambConfig)
 
 
-def check(config: "Config") -> None:
-    """Raise ValueError for what DeepSpeed can't carry, or for a `deepspeed` section that nobody reads."""
-    if config.parallel.engine != "deepspeed":
-        if config.deepspeed != DeepSpeedConfig():
-            raise ValueError(
-                f"deepspeed.{next(iter(config.deepspeed.model_fields_set))} is set, but parallel.engine = "
-                f"{config.parallel.engine!r}: leave it out, or set parallel.engine = 'deepspeed'"
-            )
+def check(
+    parallel: ParallelConfig, train: TrainConfig, optimizer: OptimizerSection, own: DeepSpeedConfig
+) -> None:
+    """Raise ValueError for what DeepSpeed can't carry, or for a `deepspeed` section that nobody reads.
+
+    A JSON of the user's own is not looked at: a config can be read where that file is not.
+    """
+    if parallel.engine != "deepspeed":
+        defaults = DeepSpeedConfig()
+        for key in type(own).model_fields:
+            if getattr(own, key) != getattr(defaults, key):
+                raise ValueError(
+                    f"deepspeed.{key} is set, but parallel.engine = {parallel.engine!r}: leave it out, or set "
+                    "parallel.engine = 'deepspeed'"
+                )
         return
-    for problem in _problems(config):
+    for problem in _problems(parallel, train, optimizer, own):
         raise ValueError(f"parallel.engine = 'deepspeed' with {problem}, or parallel.engine = 'native'")
-    derive(config, config.train.precision)
 
 
-def _problems(config: "Config") -> Iterator[str]:
-    parallel, train, offload = config.parallel, config.train, config.deepspeed
+def _problems(
+    parallel: ParallelConfig, train: TrainConfig, optimizer: OptimizerSection, offload: DeepSpeedConfig
+) -> Iterator[str]:
     if parallel.pp > 1 and parallel.zero > 1:
         yield (
             f"parallel.pp = {parallel.pp} and parallel.zero = {parallel.zero}, which reduces gradients in each of the "
@@ -117,17 +114,17 @@ def _problems(config: "Config") -> Iterator[str]:
         yield problem
     if train.compile not in (False, "auto"):
         yield "train.compile = true: its hooks stand between compiled blocks: set train.compile = false"
-    if isinstance(config.optimizer, WHOLE_TENSORS):
+    if isinstance(optimizer, WHOLE_TENSORS):
         yield (
-            f"optimizer.name = {config.optimizer.name!r}, which looks at whole tensors, while its ZeRO cuts flattened "
+            f"optimizer.name = {optimizer.name!r}, which looks at whole tensors, while its ZeRO cuts flattened "
             "ones: set optimizer.name = 'adamw', 'lion' or 'schedule_free_adamw'"
         )
-    if config.optimizer.name == "schedule_free_adamw" and parallel.zero == 3:
+    if optimizer.name == "schedule_free_adamw" and parallel.zero == 3:
         yield (
             "optimizer.name = 'schedule_free_adamw' and parallel.zero = 3, which steps by groups, so that its count of "
             "steps runs ahead: set parallel.zero = 2"
         )
-    if getattr(config.optimizer, "moments", "full") != "full":
+    if getattr(optimizer, "moments", "full") != "full":
         yield (
             "optimizer.moments = 'bf16', which are rounded by where an element is in its tensor, while its ZeRO "
             "flattens tensors: set optimizer.moments = 'full'"
@@ -183,66 +180,3 @@ def precision_problem(parallel: ParallelConfig, precision: str) -> str:
     if parallel.zero or precision not in ("bf16", "fp16"):
         return ""
     return f"train.precision = {precision!r} and parallel.zero = 0, which adds gradients in that: set parallel.zero = 1"
-
-
-def derive(config: "Config", precision: str, folder: Path | None = None) -> Json:
-    """The JSON for DeepSpeed. folder: this rank's own in nvme_path. Raises ValueError where the user's own JSON
-    disagrees with our config, key by key."""
-    derived = _ours(config, precision, str(folder or config.deepspeed.nvme_path))
-    if config.deepspeed.json_file is None:
-        return derived
-    path = Path(config.deepspeed.json_file)
-    try:
-        given = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"deepspeed.json_file = {str(path)!r} can't be read: {error}") from None
-    if not isinstance(given, dict):
-        raise ValueError(f"deepspeed.json_file = {str(path)!r} holds no table")
-    return merge(derived, given, decided(config, precision))
-
-
-def _ours(config: "Config", precision: str, folder: str) -> Json:
-    parallel, offload = config.parallel, config.deepspeed
-    zero: Json = {"stage": parallel.zero}
-    if parallel.zero == 3:
-        # Small parameters that stay gathered would be a second kind of weights to keep up to date.
-        zero["stage3_param_persistence_threshold"] = 0
-        # It would put a function in the place of torch's `linear` for all that the process does afterwards, which adds
-        # biases in place: to outputs that selective recomputation has kept, twice.
-        zero["memory_efficient_linear"] = False
-        if offload.hpz > 1:
-            zero["zero_hpz_partition_size"] = offload.hpz
-        zero |= {f"zero_{key}": True for key in offload.quantized}
-    elif parallel.zero and offload.offload_optimizer == "none" and (parallel.zero, precision) != (1, "bf16"):
-        zero["compute_grad_norm"] = False  # ours is computed before it is known whether the step is taken
-    for key, place in (
-        ("offload_optimizer", offload.offload_optimizer),
-        ("offload_param", offload.offload_parameters),
-    ):
-        if place != "none":
-            zero[key] = {"device": place} | ({"nvme_path": folder} if place == "nvme" else {})
-    if offload.offload_parameters == "nvme":
-        zero["offload_param"]["max_in_cpu"] = 0
-        zero["stage3_max_reuse_distance"] = 0  # else weights stay in buffers until they are used again
-    derived: Json = {
-        "train_micro_batch_size_per_gpu": config.train.micro_batch,
-        "gradient_accumulation_steps": 1,  # the loop counts micro-batches: a step may have fewer than another
-        "gradient_clipping": 0.0,  # the engine clips, by a norm in float64 that it has already
-        "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": None,
-    }
-    if parallel.zero < 3:
-        derived["gradient_allreduce_op"] = "sum"  # losses are divided by counts over the global batch
-    if precision in ("bf16", "fp16"):
-        derived[precision] = {"enabled": True}
-        derived["data_types"] = {"grad_accum_dtype": "fp32"}
-        derived["communication_data_type"] = "fp32"
-    if precision == "bf16" and parallel.zero == 1:
-        derived["bf16"]["immediate_grad_update"] = (
-            True  # after each of the passes that pipelines take in turn
-        )
-    if precision == "fp16":
-        derived["fp16"]["loss_scale"] = 1.0  # the engine scales, so that the scale is in every checkpoint
-    return derived

@@ -1,19 +1,87 @@
-"""What becomes of a DeepSpeed JSON of the user's own: each key is one of ours under another name, and must agree with
-it (`decided`), or tunes, and is passed through (`FREE`, `TUNES`), or is refused with what to set instead."""
+"""The JSON that DeepSpeed is configured with, asked for no more than our config says (`derive`).
+
+A DeepSpeed JSON of the user's own is read when an engine is built or a job is launched. Each of its keys is one of
+ours under another name, and must agree with it (`decided`), or tunes, and is passed through (`FREE`, `TUNES`), or is
+refused with what to set instead.
+"""
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-if TYPE_CHECKING:
-    from megatfm.config.root import Config
+from megatfm.config.root import Config
+from megatfm.errors import UsageError
 
 Json = dict[str, Any]
 ANYTHING = object()
 """In the place of a value: whatever a JSON has there is right."""
 
 
-def decided(config: "Config", precision: str) -> dict[str, tuple[str, Any]]:
+def derive(config: Config, precision: str, folder: Path | None = None) -> Json:
+    """The JSON for DeepSpeed. folder: this rank's own in nvme_path. Raises UsageError where the user's own JSON
+    can't be read, or disagrees with our config, key by key."""
+    derived = _ours(config, precision, str(folder or config.deepspeed.nvme_path))
+    if config.deepspeed.json_file is None:
+        return derived
+    path = Path(config.deepspeed.json_file)
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"deepspeed.json_file = {str(path)!r} can't be read: {error}") from None
+    if not isinstance(given, dict):
+        raise UsageError(f"deepspeed.json_file = {str(path)!r} holds no table")
+    return merge(derived, given, decided(config, precision))
+
+
+def _ours(config: Config, precision: str, folder: str) -> Json:
+    parallel, offload = config.parallel, config.deepspeed
+    zero: Json = {"stage": parallel.zero}
+    if parallel.zero == 3:
+        # Small parameters that stay gathered would be a second kind of weights to keep up to date.
+        zero["stage3_param_persistence_threshold"] = 0
+        # It would put a function in the place of torch's `linear` for all that the process does afterwards, which adds
+        # biases in place: to outputs that selective recomputation has kept, twice.
+        zero["memory_efficient_linear"] = False
+        if offload.hpz > 1:
+            zero["zero_hpz_partition_size"] = offload.hpz
+        zero |= {f"zero_{key}": True for key in offload.quantized}
+    elif parallel.zero and offload.offload_optimizer == "none" and (parallel.zero, precision) != (1, "bf16"):
+        zero["compute_grad_norm"] = False  # ours is computed before it is known whether the step is taken
+    for key, place in (
+        ("offload_optimizer", offload.offload_optimizer),
+        ("offload_param", offload.offload_parameters),
+    ):
+        if place != "none":
+            zero[key] = {"device": place} | ({"nvme_path": folder} if place == "nvme" else {})
+    if offload.offload_parameters == "nvme":
+        zero["offload_param"]["max_in_cpu"] = 0
+        zero["stage3_max_reuse_distance"] = 0  # else weights stay in buffers until they are used again
+    derived: Json = {
+        "train_micro_batch_size_per_gpu": config.train.micro_batch,
+        "gradient_accumulation_steps": 1,  # the loop counts micro-batches: a step may have fewer than another
+        "gradient_clipping": 0.0,  # the engine clips, by a norm in float64 that it has already
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": None,
+    }
+    if parallel.zero < 3:
+        derived["gradient_allreduce_op"] = "sum"  # losses are divided by counts over the global batch
+    if precision in ("bf16", "fp16"):
+        derived[precision] = {"enabled": True}
+        derived["data_types"] = {"grad_accum_dtype": "fp32"}
+        derived["communication_data_type"] = "fp32"
+    if precision == "bf16" and parallel.zero == 1:
+        derived["bf16"]["immediate_grad_update"] = (
+            True  # after each of the passes that pipelines take in turn
+        )
+    if precision == "fp16":
+        derived["fp16"]["loss_scale"] = 1.0  # the engine scales, so that the scale is in every checkpoint
+    return derived
+
+
+def decided(config: Config, precision: str) -> dict[str, tuple[str, Any]]:
     """DeepSpeed's keys that ours decide: → ours, and the value that a JSON must have there if it has the key."""
     parallel, train, optimizer = config.parallel, config.train, config.optimizer
     overlap = {"zero_optimization.overlap_comm": ("parallel.pp", False)} if parallel.pp > 1 else {}
@@ -58,7 +126,7 @@ def _of_precision(precision: str) -> dict[str, tuple[str, Any]]:
     return found | {f"fp16.{key}": (why, value) for key, value in scale.items()}
 
 
-def _of_offload(config: "Config") -> dict[str, tuple[str, Any]]:
+def _of_offload(config: Config) -> dict[str, tuple[str, Any]]:
     own = config.deepspeed
     found: dict[str, tuple[str, Any]] = {
         "zero_optimization.offload_optimizer.device": ("deepspeed.offload_optimizer", own.offload_optimizer),
@@ -169,7 +237,7 @@ OFF = (False, None, "auto", -1)
 
 
 def merge(derived: Json, given: Json, fixed: Mapping[str, tuple[str, Any]]) -> Json:
-    """Take what a JSON tunes into ours. Raises ValueError that names every key that can't be, and why."""
+    """Take what a JSON tunes into ours. Raises UsageError that names every key that can't be, and why."""
     merged: Json = json.loads(json.dumps(derived))
     wrong: dict[str, str] = {}
     for key, value in _leaves(given):
@@ -190,7 +258,7 @@ def merge(derived: Json, given: Json, fixed: Mapping[str, tuple[str, Any]]) -> J
             wrong[key] = ": not carried"
     if wrong:
         said = "; ".join(key + why for key, why in wrong.items())
-        raise ValueError(f"deepspeed.json_file: {said}: leave these out of the file, or change our keys")
+        raise UsageError(f"deepspeed.json_file: {said}: leave these out of the file, or change our keys")
     return merged
 
 

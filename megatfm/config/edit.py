@@ -3,11 +3,13 @@
 import tomllib
 from collections.abc import Mapping, Sequence
 from datetime import date, time
-from typing import Any, get_args
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
 
-from megatfm.config.base import FromCommandLine
+from megatfm.config.base import FromCommandLine, name_of, value_type, variants_of
 from megatfm.errors import UsageError
 
 CORPUS = "data.corpus"
@@ -38,8 +40,10 @@ def edit(kind: type[BaseModel], values: dict[str, Any], overrides: Sequence[str]
             table.pop(parts[-1], None)
             continue
         value = _parse(override, text)
+        if not isinstance(value, str | list | dict) and _is_text(type_of(kind, values, parts)):
+            value = FromCommandLine(text)
         if parts[-1] == "name" and len(parts) > 1:
-            _drop_the_others(kind, table, parts[:-1], value, given)
+            _drop_the_others(kind, values, parts[:-1], value, given)
         table[parts[-1]] = value
 
 
@@ -71,17 +75,16 @@ def _table(values: dict[str, Any], parts: Sequence[str], override: str) -> dict[
 
 
 def _drop_the_others(
-    kind: type[BaseModel], table: dict[str, Any], parts: Sequence[str], name: Any, given: set[str]
+    kind: type[BaseModel], root: Mapping[str, Any], parts: Sequence[str], name: Any, given: set[str]
 ) -> None:
     """Of a section that gets another name: take out what only the one of the old name has, unless it is given, too."""
-    section: type[BaseModel] | None = kind
-    options: list[type[BaseModel]] = []
+    table: Any = root
     for part in parts:
-        options = sections_of(section, part) if section else []
-        section = options[0] if options else None
+        table = table[part]
+    options = variants_of(type_of(kind, root, parts))
     by_name = {name_of(option): option for option in options}
     old = by_name.get(table.get("name", name_of(options[0]) if options else None))
-    new = by_name.get(name, options[-1] if options else None)  # a plugin's
+    new = by_name.get(name, by_name.get(PydanticUndefined))  # a plugin's
     if old is None or new is None or old is new:
         return
     for key in old.model_fields.keys() - new.model_fields.keys():
@@ -89,22 +92,38 @@ def _drop_the_others(
             table.pop(key, None)
 
 
-def name_of(section: type[BaseModel]) -> object:
-    """The value of `name` that chooses this section among others."""
-    return section.model_fields["name"].default if "name" in section.model_fields else None
+def type_of(kind: type[BaseModel], values: Mapping[str, Any], path: Sequence[str]) -> Any:
+    """The type of what a config has at a path, through the variants that its values name; None where no key is."""
+    annotation: Any = kind
+    given: Any = values
+    for part in path:
+        if options := variants_of(annotation):
+            named = given.get("name", name_of(options[0])) if isinstance(given, Mapping) else None
+            undefined = next(
+                (option for option in options if name_of(option) is PydanticUndefined), options[0]
+            )
+            section = next((option for option in options if name_of(option) == named), undefined)
+            field = section.model_fields.get(part)
+            annotation = field.annotation if field else None
+        else:
+            annotation = value_type(annotation)
+        given = given.get(part) if isinstance(given, Mapping) else None
+    return annotation
+
+
+def _is_text(annotation: Any) -> bool:
+    """Tell fields that hold a string and nothing else, or are left out."""
+    if get_origin(annotation) is Annotated:
+        return _is_text(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return all(_is_text(part) or part is type(None) for part in get_args(annotation))
+    return annotation is str
 
 
 def sections_of(section: type[BaseModel] | None, key: str) -> list[type[BaseModel]]:
     """The section classes that a field of `section` may hold."""
     field = section.model_fields.get(key) if section else None
-    if field is None:
-        return []
-    candidates = [field.annotation, *get_args(field.annotation)]
-    return [
-        candidate
-        for candidate in candidates
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel)
-    ]
+    return variants_of(field.annotation) if field else []
 
 
 def _parse(override: str, text: str) -> Any:

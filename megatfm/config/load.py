@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from megatfm.config.base import Section
-from megatfm.config.edit import edit, let_vocabulary_follow, name_of, sections_of
+from megatfm.config.base import Section, name_of
+from megatfm.config.edit import edit, let_vocabulary_follow, sections_of
 from megatfm.config.key_migrations import find_renamed_keys, migrate
 from megatfm.config.other_names import OTHER_NAMES
 from megatfm.config.prep import PrepConfig
@@ -122,6 +122,10 @@ def find_config(path_or_preset: str | Path) -> tuple[Path, bool]:
             f"{path_or_preset}: a model in the Hugging Face format, no config: go on from it with `megatfm train "
             f"--from {path_or_preset} data.train=CORPUS/train`"
         )
+    if path.is_dir():
+        raise UsageError(f"{path_or_preset}: is a folder without config.toml: give a config file or a preset")
+    if path.suffix == ".toml" or path.is_absolute() or path.parts[:1] == ("runs",):
+        raise UsageError(f"{path_or_preset}: no such {'file' if path.suffix else 'file or folder'}")
     word = str(path_or_preset).rpartition("/")[2]  # of a model as a hub names it
     near = difflib.get_close_matches(word.removesuffix(".toml"), preset_names(), n=3, cutoff=0.0)
     raise UsageError(
@@ -169,7 +173,7 @@ def _one_line(error: ValidationError, kind: type[BaseModel], values: Mapping[str
         hint = f" (did you mean {ours}?)" if ours else did_you_mean(place[-1], known)
         return f"{key}: unknown key{hint}; {_known(known)}{more}"
     if first["type"] == "missing" and given is None:
-        return f"{key}: is required{_example(section, place)}{more}"
+        return f"{key}: is required{_by_name(values, place)}{_example(section, place)}{_also(error) or more}"
     if first["type"] == "value_error":
         return f"{key + ': ' if place else ''}{message}{more}"
     if first["type"].startswith("union_tag"):
@@ -179,6 +183,10 @@ def _one_line(error: ValidationError, kind: type[BaseModel], values: Mapping[str
     shown = f"{shown[:80]}…" if len(shown) > 100 else shown
     if sections_of(section, place[-1]):
         message = "this is a section"
+    elif first["type"] in ("list_type", "tuple_type"):
+        message = "this is a list"
+    elif first["type"] == "missing":
+        message = "has too few elements"
     return f"{key} = {shown}: {message[0].lower()}{message[1:]}{_example(section, place)}{more}"
 
 
@@ -196,16 +204,35 @@ def _walk(
             section = tagged[0]
             continue
         if options:
-            named = given.get("name") if isinstance(given, Mapping) else None
+            named = given.get("name") if isinstance(given, Mapping) else given
             section = next((o for o in options if name_of(o) == named), options[0])
         place.append(str(part))
-        if isinstance(given, Mapping):
-            given = given.get(str(part))
+        if isinstance(given, Mapping) or (isinstance(given, str) and options):
+            given = (
+                given.get(str(part)) if isinstance(given, Mapping) else None
+            )  # a name in place of a section
         elif isinstance(given, list) and isinstance(part, int) and part < len(given):
             given = given[part]
         if index < len(loc) - 1 and section and not sections_of(section, place[-1]):
             break
     return place, section, given
+
+
+def _by_name(values: Mapping[str, Any], place: Sequence[str]) -> str:
+    """The name that a config gives a section, and by which a key of that is required."""
+    given: Any = values
+    for key in place[:-1]:
+        given = given.get(key) if isinstance(given, Mapping) else None
+    name = given.get("name") if isinstance(given, Mapping) and len(place) > 1 else given
+    return f" by name = {str(name)!r}" if isinstance(name, str) else ""
+
+
+def _also(error: ValidationError) -> str:
+    """The other keys that are missing in the same section, if these are all other mistakes."""
+    first, *others = error.errors(include_url=False)
+    if not all(e["type"] == "missing" and e["loc"][:-1] == first["loc"][:-1] for e in others):
+        return ""
+    return f" (and {', '.join(str(e['loc'][-1]) for e in others)})" if others else ""
 
 
 def _example(section: type[BaseModel] | None, place: Sequence[str]) -> str:
@@ -218,7 +245,8 @@ def _example(section: type[BaseModel] | None, place: Sequence[str]) -> str:
     if parts := sections_of(section, key):
         return f"; for example {'.'.join(place)} = {_inline(parts[0])}"
     default = field.get_default(call_default_factory=True, validated_data={})
-    return "" if field.is_required() or default is None else f"; the default is {default!r}"
+    shown = list(default) if isinstance(default, tuple) else default
+    return "" if field.is_required() or default is None else f"; the default is {shown!r}"
 
 
 def _inline(section: type[BaseModel]) -> str:

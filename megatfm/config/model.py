@@ -1,12 +1,11 @@
 """The architecture: what concerns all of it, and a section for each of its parts."""
 
-from collections.abc import Mapping
 from typing import Any, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
-from megatfm.config.attention import AttentionConfig
-from megatfm.config.base import DEEPEST, WIDEST, Rate, Section, nested
+from megatfm.config.attention import AttentionConfig, LatentAttentionConfig, LinformerAttentionConfig
+from megatfm.config.base import DEEPEST, WIDEST, Rate, Section, nearest_divisor, nested
 from megatfm.config.experts import FFNConfig, MoEConfig, SoftMoEConfig
 from megatfm.config.families import FAMILIES, PARTS_OF_SOME, that_know
 from megatfm.config.heads import HeadsConfig
@@ -80,7 +79,7 @@ class ModelConfig(Section):
     @classmethod
     def _moved(cls, values: Any) -> Any:
         tell_where_keys_went(values)
-        return with_widths(values)
+        return values
 
     @model_validator(mode="after")
     def _heads_fit(self) -> Self:
@@ -88,18 +87,17 @@ class ModelConfig(Section):
         if attention.head_dim is None and self.d_model % attention.n_heads:
             raise ValueError(
                 f"attention.n_heads = {attention.n_heads} does not divide d_model = {self.d_model}: choose n_heads = "
-                f"{_nearest_divisor(self.d_model, attention.n_heads)}, or give attention.head_dim"
+                f"{nearest_divisor(self.d_model, attention.n_heads)}, or give attention.head_dim"
             )
         if attention.n_heads % attention.kv_heads:
             raise ValueError(
                 f"attention.n_kv_heads = {attention.kv_heads} does not divide n_heads = {attention.n_heads}: choose "
-                f"n_kv_heads = {_nearest_divisor(attention.n_heads, attention.kv_heads)}"
+                f"n_kv_heads = {nearest_divisor(attention.n_heads, attention.kv_heads)}"
             )
-        if self.position.name == "rope" and attention.name != "latent" and self.head_width % 2:
-            raise ValueError(
-                f"rope turns pairs of channels, so attention.head_dim = {self.head_width} must be even: choose "
-                f"head_dim = {self.head_width + 1}"
-            )
+        if isinstance(self.position, RopeConfig):
+            latent = isinstance(attention, LatentAttentionConfig)
+            width = attention.rope_dim if isinstance(attention, LatentAttentionConfig) else self.head_width
+            self.position.check_width("rope_dim" if latent else "head_dim", width)
         if self.distinct_layers and self.distinct_layers > self.n_layers:
             raise ValueError(
                 f"distinct_layers = {self.distinct_layers} is more than n_layers = {self.n_layers}: leave it out"
@@ -247,6 +245,31 @@ class ModelConfig(Section):
         return self.embedding.dim or self.d_model
 
     @property
+    def embedding_scale(self) -> float:
+        """Factor on the token embeddings, at this width."""
+        return factor_at(self.embedding.scale, self.d_model)
+
+    @property
+    def head_scale(self) -> float:
+        """Factor on the hidden vectors before the output matrix, at this width."""
+        return factor_at(self.head.scale, self.d_model)
+
+    def with_numbers(self) -> "ModelConfig":
+        """The same model, whose factors are numbers where a config may say that they follow the width."""
+        return self.changed({"embedding.scale": self.embedding_scale, "head.scale": self.head_scale})
+
+    @property
+    def longest_row(self) -> tuple[int | None, str]:
+        """Tokens that a row may have for each part of the model, and the key that limits it; None: any number."""
+        limits: list[tuple[int, str]] = []
+        for kind in [self, *(self.of_kind(kind) for kind in self.block)]:
+            if (limit := kind.position.limit) is not None:
+                limits.append((limit, "position.max_positions"))
+            if isinstance(kind.attention, LinformerAttentionConfig):
+                limits.append((kind.attention.length, "attention.length"))
+        return min(limits, default=(None, ""))
+
+    @property
     def encoder_layers(self) -> int:
         """Blocks of the encoder."""
         return self.n_encoder_layers or self.n_layers
@@ -263,22 +286,9 @@ class ModelConfig(Section):
         return [key for key, rate in rates.items() if rate]
 
 
-def with_widths(values: Any) -> Any:
-    """[model] with numbers for the factors that are given as words, such as `d_model^-1/2`."""
-    width = values.get("d_model") if isinstance(values, Mapping) else None
-    if type(width) is not int or width < 1:
-        return values
-    numbers = {word: width**power for word, power in WIDTHS.items()}
-    told = {
-        key: {**part, "scale": numbers[part["scale"]]}
-        for key, part in values.items()
-        if isinstance(part, Mapping) and isinstance(part.get("scale"), str) and part["scale"] in numbers
-    }
-    return {**values, **told}
-
-
-def _nearest_divisor(number: int, wanted: int) -> int:
-    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: (abs(d - wanted), d))
+def factor_at(factor: float | str, width: int) -> float:
+    """A factor that may be a word such as `d_model^-1/2`, at a width."""
+    return float(width ** WIDTHS[factor]) if isinstance(factor, str) else factor
 
 
 OF_BLOCKS = ("attention", "ffn", "norm", "position", "dropout")

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, WithJsonSchema
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megatfm.config.base import DEEPEST, WIDEST, Rate, Section, by_name
 
@@ -11,11 +11,9 @@ NORM_AFTER = ("post", "deepnorm")
 
 
 WIDTHS = {"d_model^-1/2": -0.5, "d_model^1/2": 0.5}
-"""Factors that follow the width: in their words, powers of `d_model`; `ModelConfig` puts the number in their place."""
-Factor = Annotated[
-    PositiveFloat,
-    WithJsonSchema({"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"enum": list(WIDTHS)}]}),
-]
+"""Factors that follow the width: in their words, powers of `d_model`. A config keeps the word, so that they follow it
+in every copy with another width; `ModelConfig.embedding_scale` and `head_scale` are the numbers."""
+Factor = PositiveFloat | Literal["d_model^-1/2", "d_model^1/2"]
 
 
 class DenseFFNConfig(Section):

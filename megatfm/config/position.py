@@ -97,6 +97,27 @@ class RopeConfig(PositionSection):
     scaling: RopeScaling | None = None
     """How the rotary frequencies are changed for longer contexts."""
 
+    @model_validator(mode="after")
+    def _has_slower_channels(self) -> Self:
+        if isinstance(self.scaling, YarnScaling) and self.theta <= 1:
+            raise ValueError(
+                f"theta = {self.theta:g} turns all channels alike or the later ones faster, and scaling.name = 'yarn' "
+                "slows the slow ones: choose a larger one, e.g. theta = 10000"
+            )
+        return self
+
+    def check_width(self, key: str, width: int) -> None:
+        """Raise a ValueError for a width of heads that can't be turned so."""
+        if width % 2:
+            raise ValueError(
+                f"rope turns pairs of channels, so attention.{key} = {width} must be even: choose {key} = {width + 1}"
+            )
+        if isinstance(self.scaling, NtkScaling) and width == 2:
+            raise ValueError(
+                f"position.scaling.name = 'ntk' slows all pairs of channels but the fastest, and attention.{key} = 2 "
+                f"has one pair: choose {key} = 4 or more, or scaling.name = 'linear'"
+            )
+
 
 class LearnedPositionConfig(PositionSection):
     """A learned vector for each position, added to the embeddings."""

@@ -1,12 +1,12 @@
 """The whole training config."""
 
 from math import gcd
-from typing import Self, get_args
+from typing import Self
 
 from pydantic import Field, model_validator
 from pydantic.fields import FieldInfo
 
-from megatfm.config.base import PathStr, Section, nearest_divisor
+from megatfm.config.base import PathStr, Section, divisors, nearest_divisor, variants_of
 from megatfm.config.deepspeed import DeepSpeedConfig
 from megatfm.config.deepspeed import check as check_deepspeed
 from megatfm.config.experts import MoEConfig, SoftMoEConfig
@@ -88,7 +88,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _deepspeed_carries_it(self) -> Self:
-        check_deepspeed(self)
+        check_deepspeed(self.parallel, self.train, self.optimizer, self.deepspeed)
         return self
 
     @model_validator(mode="after")
@@ -108,8 +108,8 @@ class Config(Section):
         if self.train.global_batch % self.train.micro_batch:
             nearest = max(1, round(self.train.global_batch / self.train.micro_batch)) * self.train.micro_batch
             raise ValueError(
-                f"train.global_batch = {self.train.global_batch} does not divide into micro-batches of "
-                f"train.micro_batch = {self.train.micro_batch}: the nearest that does is {nearest}"
+                f"train.global_batch = {self.train.global_batch} is not a multiple of "
+                f"train.micro_batch = {self.train.micro_batch}: the nearest that is one is {nearest}"
             )
         divided = self.model.divided_as(self.parallel.expert_tp)
 
@@ -118,12 +118,15 @@ class Config(Section):
 
         for key, count in divided.items():
             if not divides(self.parallel.tp, key):
-                fitting = [t for t in range(1, self.parallel.tp) if all(divides(t, each) for each in divided)]
+                whole = [n for each, n in divided.items() if not each.endswith("n_kv_heads")] or [count]
+                smaller = [t for t in divisors(gcd(*whole)) if t < self.parallel.tp]
+                fitting = [t for t in smaller if all(divides(t, each) for each in divided)]
                 raise ValueError(
                     f"parallel.tp = {self.parallel.tp} does not divide model.{key} = {count}: the nearest tp that fits "
                     f"is {fitting[-1]}"
                 )
         tp = self.parallel.tp if self.parallel.sequence_parallel else 1
+        longest, limiting = self.model.longest_row
         lengths = {
             "data.sequence_length": self.data.sequence_length,
             "data.target_length": self.data.target_length or 0,
@@ -133,6 +136,11 @@ class Config(Section):
             },
         }
         for key, length in lengths.items():
+            if longest is not None and length > longest:
+                raise ValueError(
+                    f"{key} = {length}: model.{limiting} = {longest}, and a document as long as the row would have "
+                    f"tokens beyond: choose {key} = {longest}, or model.{limiting} = {length}"
+                )
             if length % tp:
                 raise ValueError(
                     f"{key} = {length} does not divide into parallel.tp = {tp} shards of the sequence: choose "
@@ -285,5 +293,5 @@ def _repeats(schedule: str, key: str, value: object, other: object) -> str:
 
 def names(field: FieldInfo) -> list[str]:
     """The names among which a field's section is chosen, without a plugin's."""
-    defaults = [section.model_fields["name"].default for section in get_args(field.annotation)]
+    defaults = [section.model_fields["name"].default for section in variants_of(field.annotation)]
     return [name for name in defaults if isinstance(name, str)]

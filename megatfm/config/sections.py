@@ -1,5 +1,6 @@
 """The sections of a training config. Every field says what it means; `megatfm config schema` prints them."""
 
+from math import prod
 from typing import Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -15,7 +16,7 @@ class ParallelConfig(Section):
     """Who carries out the steps: "native", "deepspeed", or the name of a plugin's engine."""
     dp_replicate: PositiveInt = Field(default=1, le=WIDEST)
     """Data-parallel replicas, each holding a whole copy of its shards (with dp_shard > 1: HSDP)."""
-    dp_shard: int = Field(default=-1, ge=-1)
+    dp_shard: int = Field(default=-1, ge=-1, le=WIDEST)
     """Data-parallel ranks over which a ZeRO stage shards; -1: all that are left."""
     zero: Literal[0, 1, 2, 3] = 3
     """What is sharded over dp_shard: 1: optimizer state, 2: gradients too, 3: parameters too; 0: nothing."""
@@ -95,6 +96,12 @@ class ParallelConfig(Section):
             raise ValueError(
                 f"reduce_dtype = 'bf16': zero = {self.zero} would add micro-batches up in it, too: set accumulate = "
                 "'shards', or zero = 0 or 1"
+            )
+        axes = {key: getattr(self, key) for key in ("dp_replicate", "dp_shard", "tp", "pp", "cp")}
+        if (ranks := abs(prod(axes.values()))) > WIDEST:
+            raise ValueError(
+                f"{' × '.join(key for key, size in axes.items() if size > 1)} are {ranks} processes: choose sizes "
+                f"whose product is at most {WIDEST}"
             )
         if self.dp_shard == 0:
             raise ValueError("dp_shard = 0: choose -1 (all ranks that are left) or a positive number")

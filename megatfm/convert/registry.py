@@ -160,6 +160,7 @@ def architecture_for(
     lacks, or why it refuses.
     """
     nearest: list[tuple[int, bool, int, str]] = []
+    config = config.with_numbers()  # transformers has numbers
     values = essence(config)
     for name in among or ARCHITECTURES.names():
         architecture = ARCHITECTURES.get(name)
@@ -208,7 +209,9 @@ def essence(config: ModelConfig, *, by_layer: bool = False) -> dict[str, Any]:
             for depth in range(max(config.n_layers, config.encoder_layers))
             for key, value in _named_by_layer(depth, essence(config.at(depth)))
         }
-    values = {key: value for key, value in _flat(config.model_dump()) if key not in TRAINING_ONLY}
+    values = {
+        key: value for key, value in _flat(config.with_numbers().model_dump()) if key not in TRAINING_ONLY
+    }
     values |= {
         "attention.n_kv_heads": config.attention.kv_heads,
         "attention.head_dim": config.head_width,

@@ -82,7 +82,7 @@ class Loader(Iterator[list[Fields]]):
     data, `step_tokens` what the last step of all ranks together had room for, `padding` which share of this rank's part
     of it was padding.
 
-    Raises a UsageError if a global batch does not divide into micro-batches × data ranks.
+    Raises a UsageError if a global batch is not a multiple of micro-batch × data ranks.
     """
 
     def __init__(
@@ -236,10 +236,10 @@ def without_documents(batch: Fields) -> Fields:
 
 
 def check_batch(global_batch: int, micro_batch: int, data_ranks: int) -> None:
-    """Raise a UsageError, naming the nearest that does, unless the global batch divides."""
+    """Raise a UsageError, naming the nearest that is one, unless the global batch is a multiple."""
     unit = micro_batch * data_ranks
     if global_batch < 1 or global_batch % unit:
         raise UsageError(
-            f"global batch {global_batch} does not divide into micro-batches of {micro_batch} × {data_ranks} "
-            f"data ranks: the nearest that does is {nearest_batch(global_batch, unit)}"
+            f"global batch {global_batch} is not a multiple of micro-batches of {micro_batch} × {data_ranks} "
+            f"data ranks: the nearest that is one is {nearest_batch(global_batch, unit)}"
         )

@@ -4,6 +4,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from megatfm.config import (
+    Config,
     DisentangledPositionConfig,
     LatentAttentionConfig,
     LearnedPositionConfig,
@@ -148,6 +149,16 @@ def _counts(found: "Description") -> list[Line]:
             f"{found.total_bytes / 2**30:,.2f} GiB over all ranks",
         ),
         ("activations", _activations(found)),
+        *_without_warmup(found.config),
+    ]
+
+
+def _without_warmup(config: Config) -> list[Line]:
+    if config.schedule.warmup_steps or config.optimizer.name not in ("adamw", "muon", "soap", "lamb", "lion"):
+        return []
+    usual = max(1, min(2000, config.train.steps // 50))
+    return [
+        ("schedule", f"no warm-up: the full rate from step 1; usual: schedule.warmup_steps={usual}"),
     ]
 
 

@@ -62,7 +62,7 @@ class Embedding(nn.Module):
     ) -> None:
         super().__init__()
         initial, width = initialiser(config, stack), config.embedding_width
-        self.scale = config.embedding.scale
+        self.scale = config.embedding_scale
         self.name = config.embedding.name
         first = shared.first if shared else EMBEDDINGS.get(self.name)(config, initial)
         self.add_module(self.name, first)

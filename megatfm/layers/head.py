@@ -87,7 +87,7 @@ class Head(nn.Module):
         self.bias = nn.Parameter(torch.empty(vocabulary)) if config.head.bias else None
         if config.head.bias:
             self.initial["bias"] = Constant(0.0)
-        self.scale = config.head.scale * (config.mup.base_width / config.d_model if config.mup else 1.0)
+        self.scale = config.head_scale * (config.mup.base_width / config.d_model if config.mup else 1.0)
         self.softcap, self.sparse = config.head.softcap, sparse
         self.loss = CrossEntropy(LogitVariant(config.head.softcap, config.head.label_smoothing))
 

@@ -173,8 +173,8 @@ def batch_schedule(config: Config) -> BatchSchedule:
         )
         if batch % train.micro_batch:
             raise UsageError(
-                f"data.warmup: global_batch = {batch} does not divide into micro-batches of train.micro_batch = "
-                f"{train.micro_batch}: choose a multiple of it"
+                f"data.warmup: global_batch = {batch} is not a multiple of train.micro_batch = "
+                f"{train.micro_batch}: choose one that is"
             )
         if config.parallel.sequence_parallel and length % config.parallel.tp:
             raise UsageError(

@@ -18,6 +18,8 @@ from megatfm.checkpoint.folder import committed, damage_together
 from megatfm.checkpoint.nodes import NodeCheckpoint, Nodes, forget_nodes, newest_on_nodes
 from megatfm.config import Config
 from megatfm.config.key_migrations import migrate
+from megatfm.config.model import factor_at
+from megatfm.config.model_parts import WIDTHS
 from megatfm.config.moved import tell_where_keys_went
 from megatfm.engines.interface import PRECISIONS
 from megatfm.errors import MegatfmError, UsageError
@@ -218,6 +220,7 @@ def check(
         ) from None
     before, after = _flat(found.state), _flat(now)
     for facts in (before, after):
+        _put_numbers(facts)
         for moving in ("data.position", "data.epoch", "data.seed"):  # the seed is a fact of its own
             facts.pop(moving, None)
     was, now_is = (facts.get("config.optimizer.name") for facts in (before, after))
@@ -303,6 +306,15 @@ def elsewhere(found: ResumePoint, machines: Machines) -> list[str]:
     return [
         f"on another kind of machine ({'; '.join(changes)}): it goes on, but not to the bit as it would have there"
     ]
+
+
+def _put_numbers(facts: dict[str, Any]) -> None:
+    """Put the number in place of a factor that follows the width: earlier versions stored numbers."""
+    width = facts.get("config.model.d_model")
+    for key in ("config.model.embedding.scale", "config.model.head.scale"):
+        factor = facts.get(key)
+        if isinstance(factor, str) and factor in WIDTHS and isinstance(width, int) and width > 0:
+            facts[key] = factor_at(factor, width)
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -95,7 +95,10 @@ def test_warmups_and_mixtures_resume_exactly(workers: Any, mixed: Any, tmp_path:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.warmup=[{steps=1, global_batch=3}]", "global_batch = 3 does not divide into micro-batches"),
+        (
+            "data.warmup=[{steps=1, global_batch=3}]",
+            "global_batch = 3 is not a multiple of train.micro_batch",
+        ),
         ("data.warmup=[{steps=1, sequence_length=24}]", "24 does not divide data.sequence_length = 64"),
         ("data.train=x", "data.train, or several as data.mixture, and not both"),
         ('data.quarantine=["3"]', "in a mixture this is a key of the source"),

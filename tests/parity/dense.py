@@ -134,7 +134,7 @@ class Dense:
     def embed(self, stack: str, tokens: Tensor) -> Tensor:
         config = self.config
         tables = "encoder" if config.family == "encoder_decoder" else stack
-        x = self[f"{tables}.embedding.tokens.weight"][tokens] * config.embedding.scale
+        x = self[f"{tables}.embedding.tokens.weight"][tokens] * config.embedding_scale
         if config.position.name == "learned":
             x = x + self[f"{stack}.embedding.positions.weight"][: len(tokens)]
         if config.position.name == "sinusoidal":
@@ -183,7 +183,7 @@ class Dense:
         config = self.config
         tables = "decoder" if config.family == "decoder" else "encoder"
         tied = f"{tables}.embedding.tokens" if config.embedding.tied else "head"
-        x = torch.einsum("...d,vd->...v", hidden * config.head.scale, self[f"{tied}.weight"])
+        x = torch.einsum("...d,vd->...v", hidden * config.head_scale, self[f"{tied}.weight"])
         x = x + self["head.bias"] if config.head.bias else x
         return config.head.softcap * torch.tanh(x / config.head.softcap) if config.head.softcap else x
 

@@ -95,7 +95,7 @@ def write(ours: ModelConfig) -> Json:
         if ours.ffn.activation == "geglu_tanh"
         else f"{'gated-' * gated}{name}",
         "tie_word_embeddings": ours.embedding.tied,
-        **({"scale_decoder_outputs": False} if ours.embedding.tied and ours.head.scale == 1.0 else {}),
+        **({"scale_decoder_outputs": False} if ours.embedding.tied and ours.head_scale == 1.0 else {}),
         "is_encoder_decoder": True,
         "decoder_start_token_id": 0,
     }
@@ -160,7 +160,7 @@ def rules_around(config: ModelConfig, ffn: Callable[[int, int], list[Rule]]) -> 
 def fit(config: ModelConfig, names: Container[str]) -> ModelConfig:
     """Whether v1.1 shares its output matrix, config.json of transformers 5 doesn't tell, where it always says so."""
     shares = "lm_head.weight" not in names
-    return config if config.head.scale != 1.0 else config.changed({"embedding.tied": shares})
+    return config if config.head_scale != 1.0 else config.changed({"embedding.tied": shares})
 
 
 def _activation(theirs: str) -> str:

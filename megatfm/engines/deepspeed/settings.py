@@ -11,7 +11,8 @@ from typing import Any
 from torch import nn
 
 from megatfm.config import Config
-from megatfm.config.deepspeed import WHOLE_IN_FILES, WHOLE_WAY_OUT, derive
+from megatfm.config.deepspeed import WHOLE_IN_FILES, WHOLE_WAY_OUT
+from megatfm.config.deepspeed_json import derive
 from megatfm.engines.deepspeed import files
 from megatfm.engines.deepspeed.folders import OwnFolder
 from megatfm.engines.deepspeed.operators import load_quantizer

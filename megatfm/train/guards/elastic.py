@@ -4,6 +4,7 @@ import logging
 from math import gcd
 
 from megatfm.config import Config
+from megatfm.config.base import divisors
 from megatfm.config.batches import global_batches
 from megatfm.errors import UsageError
 from megatfm.parallel.mesh import axis_sizes
@@ -43,7 +44,7 @@ def fit_layout(config: Config, world_size: int) -> tuple[Config, str | None]:
             f"model go with {_choices(config, common)} processes"
         )
     share = common // data_ranks
-    micro_batch = max(m for m in range(1, config.train.micro_batch + 1) if share % m == 0)
+    micro_batch = max(m for m in divisors(share) if m <= config.train.micro_batch)
     replicas = max(
         r
         for r in range(1, config.parallel.dp_replicate + 1)
@@ -82,5 +83,5 @@ def _folded_ranks(config: Config) -> int:
 
 def _choices(config: Config, batch: int) -> str:
     ranks = _model_ranks(config)
-    fitting = [str(ranks * n) for n in range(1, batch + 1) if batch % n == 0]
+    fitting = [str(ranks * n) for n in divisors(batch)]
     return ", ".join(fitting[-8:]) if len(fitting) <= 8 else f"{', '.join(fitting[:4])}, … {fitting[-1]}"

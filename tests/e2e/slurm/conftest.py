@@ -4,7 +4,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,7 +87,7 @@ class Project:
 
     def megatfm(self, *words: object, code: int = 0) -> str:
         """Run a command in the project's folder, as a fork; returns what it wrote. What jobs start is real."""
-        command = Command(words, self.folder / "said", self.folder, self.environment)
+        command = Command(_last_of_each_key(words), self.folder / "said", self.folder, self.environment)
         assert command.wait() == code, f"{words}\n{command.said}"
         return command.said
 
@@ -114,6 +114,15 @@ class Project:
     def command(self, *words: object) -> str:
         """A command of megatfm, for a shell."""
         return shlex.join([sys.executable, "-m", "megatfm", *map(str, words)])
+
+
+def _last_of_each_key(words: Iterable[object]) -> list[object]:
+    """Words of a command, in which a test's override replaces the small run's: a key is given once."""
+    by_key = {}
+    for place, word in enumerate(words):
+        key, equals, _ = str(word).partition("=")
+        by_key[key if equals and not key.startswith("-") else place] = word
+    return list(by_key.values())
 
 
 @pytest.fixture(scope="session")

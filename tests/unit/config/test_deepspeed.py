@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from megatfm.config import Config, load_config
-from megatfm.config.deepspeed import derive
+from megatfm.config.deepspeed_json import derive
 from megatfm.errors import UsageError
 from megatfm.verify.shrink import shrink
 
@@ -95,6 +96,30 @@ def test_its_section_is_for_its_engine_alone() -> None:
         UsageError, match=r"deepspeed\.offload_optimizer is set, but parallel\.engine = 'native'"
     ):
         config("deepspeed.offload_optimizer=cpu", engine="native")
+    with pytest.raises(ValidationError, match=r"deepspeed\.hpz is set"):  # of a section that holds every key
+        config("deepspeed.hpz=2").changed({"parallel.engine": "native"})
+
+
+def test_config_and_its_deepspeed_section_are_no_circle() -> None:
+    """Reading a config imports nothing of what makes or merges JSON."""
+    code = "import sys, megatfm.config; print('megatfm.config.deepspeed_json' in sys.modules)"
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert said.stdout == "False\n"
+
+
+def test_a_config_is_read_where_its_json_is_gone(tmp_path: Path) -> None:
+    gone = tmp_path / "gone.json"
+    stored = config(f"deepspeed.json_file={gone}").model_dump(mode="json")
+    read = Config.model_validate(stored)
+    with pytest.raises(
+        UsageError, match=r"deepspeed\.json_file = .*gone\.json' can't be read: .*No such file"
+    ):
+        derive(read, "fp32")
+    gone.write_text('{"zero_optimization": {"stage": 2}}')
+    with pytest.raises(UsageError, match=r"zero_optimization\.stage = 2, but parallel\.zero = 3"):
+        derive(read, "fp32")
 
 
 def merged(folder: Path, theirs: dict[str, Any]) -> dict[str, Any]:
@@ -176,7 +201,8 @@ def said_of(folder: Path, theirs: dict[str, Any], *overrides: str) -> list[str]:
     path = folder / "ds.json"
     path.write_text(json.dumps(theirs), encoding="utf-8")
     try:
-        config(f"deepspeed.json_file={path}", *overrides)
+        read = config(f"deepspeed.json_file={path}", *overrides)
+        derive(read, read.train.precision)
     except UsageError as error:
         told = str(error).partition("deepspeed.json_file: ")[2]
         return told.removesuffix(": leave these out of the file, or change our keys").split("; ")

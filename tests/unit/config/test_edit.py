@@ -3,11 +3,12 @@
 import shlex
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatfm import cli
-from megatfm.config import Config, load_config
+from megatfm.config import Config, load_config, to_toml
 from megatfm.config.load import find_config
 from megatfm.errors import UsageError
 
@@ -41,6 +42,90 @@ def test_another_name_takes_out_what_only_the_old_one_has() -> None:
     assert (both.name, both.matrix_lr) == ("muon", 0.5)  # type: ignore[union-attr]
     with pytest.raises(UsageError, match=r"optimizer\.matrix_lr: unknown key"):
         quickstart("optimizer.name=adamw", "optimizer.matrix_lr=0.5")
+
+
+@pytest.mark.parametrize(
+    ("preset", "overrides", "section", "left"),
+    [
+        (
+            "olmoe-1b-7b",
+            ["model.ffn.router.name=gshard", "model.ffn.top_k=2"],
+            "ffn.router",
+            {"name": "gshard", "balance": 0.01, "z_loss": 0.001},
+        ),
+        (
+            "gpt-oss-20b",
+            ["model.position.scaling.name=linear"],
+            "position.scaling",
+            {"name": "linear", "factor": 32.0},
+        ),
+        (
+            "gpt-oss-20b",
+            ["model.position.scaling.name=yarn"],
+            "position.scaling",
+            {"name": "yarn", "factor": 32.0, "original_length": 4096, "truncate": False},
+        ),
+    ],
+)
+def test_another_name_deep_in_a_config(
+    preset: str, overrides: list[str], section: str, left: dict[str, Any]
+) -> None:
+    """The variant that the file names has the options, also where a section is one of several inside another's."""
+    found: Any = load_config(preset, overrides).model
+    by_python: Any = load_config(preset).model.changed(
+        {word.partition("=")[0].removeprefix("model."): _value(word) for word in overrides}
+    )
+    for part in section.split("."):
+        found, by_python = getattr(found, part), getattr(by_python, part)
+    assert {key: getattr(found, key) for key in left} == left
+    assert by_python == found, "Python and the command line agree"
+
+
+def _value(word: str) -> str | int:
+    text = word.partition("=")[2]
+    return int(text) if text.isdigit() else text
+
+
+def test_a_dotted_change_leaves_its_neighbours() -> None:
+    config = quickstart("data.validation={a='/x', b='/y'}")
+    assert config.changed({"data.validation.c": "/z"}).data.validation == {"a": "/x", "b": "/y", "c": "/z"}
+    assert config.changed({"data.validation": {"c": "/z"}}).data.validation == {"c": "/z"}, "all of them"
+    assert config.changed({"data.validation": {}}).data.validation == {}
+    gemma = load_config("gemma2-2b").model
+    kinds = gemma.changed({"block.local.dropout": 0.1, "block.global.dropout": 0.2})
+    windows = [kinds.at(depth).attention.pattern for depth in range(2)]
+    assert windows == [gemma.at(depth).attention.pattern for depth in range(2)]
+    assert [kinds.at(depth).dropout for depth in range(2)] in ([0.1, 0.2], [0.2, 0.1])
+    mixed = quickstart("data.train=", "data.mixture={a={path='/x', weight=1}, b={path='/y', weight=2}}")
+    heavier = mixed.changed({"data.mixture.a.weight": 5}).data.mixture
+    assert [(source.path, source.weight) for source in heavier.values()] == [("/x", 5.0), ("/y", 2.0)]
+    heads = load_config("bert-base").model.changed({"heads.sentence.classes": 3})
+    assert heads.changed({"heads.sentence.classes": 4}).heads["sentence"].classes == 4  # type: ignore[union-attr]
+    scaled = load_config("gpt-oss-20b").model.changed({"position.scaling": {"name": "ntk", "factor": 2.0}})
+    assert scaled.position.scaling.name == "ntk"  # type: ignore[union-attr]
+    assert scaled.changed({"position.scaling": None}).position.scaling is None  # type: ignore[union-attr]
+
+
+def test_text_that_looks_like_a_number_stays_text() -> None:
+    for name in ("2024", "1e5", "1_000", "true", "0x1F"):
+        assert quickstart(f"name={name}").name == name
+    assert quickstart("log.wandb_project=7").log.wandb_project == "7"
+    assert quickstart("data.validation.a=2024").data.validation["a"].endswith("/2024")
+    assert quickstart("train.steps=1_000").train.steps == 1000
+    assert quickstart("train.compile=true").train.compile is True
+
+
+def test_brackets_inside_a_word_stay() -> None:
+    for given, words in {
+        "decoder.layers.[01]": ["decoder.layers.[01]"],
+        "[decoder.layers.[01]]": ["decoder.layers.[01]"],
+        "[01].a,b.[23]": ["[01].a", "b.[23]"],
+        "a.[0,1],b": ["a.[0,1]", "b"],
+        "[a, b.[01]]": ["a", "b.[01]"],
+        "a[[]b": ["a[[]b"],
+        "a]": ["a]"],
+    }.items():
+        assert quickstart(f"train.freeze={given}").train.freeze == words, given
 
 
 def test_one_corpus_is_three_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,13 +183,52 @@ def test_dashes_before_a_key_are_told(capsys: pytest.CaptureFixture[str]) -> Non
 )
 def test_the_head_s_factor_follows_the_width(preset: str, width: int, scale: float) -> None:
     words = [f"model.d_model={width}", "model.attention.n_heads=4"]
-    assert load_config(preset, words).model.head.scale == pytest.approx(scale, rel=1e-12)
-    assert load_config(preset, [*words, "model.head.scale=0.5"]).model.head.scale == 0.5
+    assert load_config(preset, words).model.head_scale == pytest.approx(scale, rel=1e-12)
+    assert load_config(preset, [*words, "model.head.scale=0.5"]).model.head_scale == 0.5
 
 
 def test_the_embeddings_factor_follows_the_width() -> None:
     words = ["model.d_model=64", "model.attention.n_heads=4"]
-    assert load_config("transformer-base", words).model.embedding.scale == 8.0
+    assert load_config("transformer-base", words).model.embedding_scale == 8.0
+
+
+def test_a_word_stays_in_the_config_and_follows_every_width(tmp_path: Path) -> None:
+    """Copies, stored configs and kinds of blocks keep the word; the layers and exports have the number."""
+    config = load_config("transformer-base", ["model.head.scale=d_model^-1/2"])
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    narrow = {"model.d_model": 256, "model.attention.n_heads": 4}
+    for copy in (
+        config.changed(narrow),
+        config.changed({"model.n_layers": 1}).changed(narrow),
+        load_config(tmp_path, [f"{key}={value}" for key, value in narrow.items()]),
+        Config.model_validate(config.model_dump(mode="json")).changed(narrow),
+    ):
+        assert (copy.model.embedding_scale, copy.model.head_scale) == (16.0, 1 / 16)
+    numbers = config.model.with_numbers()
+    assert (numbers.embedding.scale, numbers.head.scale) == (512**0.5, 512**-0.5)
+    with pytest.raises(
+        UsageError, match=r"model\.embedding\.scale = 'd_model': input should be a valid number"
+    ):
+        load_config("transformer-base", ["model.embedding.scale=d_model"])
+    with pytest.raises(UsageError, match=r"model\.embedding\.scale = 0: input should be greater than 0"):
+        load_config("transformer-base", ["model.embedding.scale=0"])
+
+
+@pytest.mark.parametrize("words", [["train.steps=2", "train.steps=3"], ["train.steps=2", "~train.steps"]])
+def test_a_key_given_twice_is_refused(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["config", "show", "quickstart", *words])
+    assert end.value.code == 2
+    assert f"train.steps is given twice, by {words[0]!r} and {words[1]!r}" in capsys.readouterr().err
+
+
+def test_a_command_that_is_none_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["trian", "quickstart"])
+    assert (
+        "COMMAND = 'trian': there is none (did you mean 'train'?); there are: 'prep'"
+        in capsys.readouterr().err
+    )
 
 
 def test_another_tokenizer_brings_its_size(tmp_path: Path) -> None:

@@ -189,3 +189,46 @@ def test_dotted_keys_and_tables_meet() -> None:
         **{"model.attention": {"n_heads": 4}, "model.attention.bias": True},
     )
     assert (tables.model.attention.n_heads, tables.model.attention.bias) == (4, True)
+
+
+@pytest.mark.parametrize(
+    ("preset", "overrides", "said"),
+    [
+        (
+            "deepseek-v2-lite",
+            ["model.attention.rope_dim=3"],
+            "attention.rope_dim = 3 must be even: choose rope_dim = 4",
+        ),
+        (
+            "llama3-8b",
+            ["model.attention.head_dim=2", 'model.position.scaling={name="ntk", factor=2}'],
+            "attention.head_dim = 2 has one pair: choose head_dim = 4 or more, or scaling.name = 'linear'",
+        ),
+        (
+            "llama3-8b",
+            ["model.position.theta=1", 'model.position.scaling={name="yarn", factor=2, original_length=8}'],
+            "choose a larger one, e.g. theta = 10000",
+        ),
+        (
+            "gpt2-124m",
+            ["data.sequence_length=2048"],
+            "choose data.sequence_length = 1024, or model.position.max_positions = 2048",
+        ),
+        (
+            "t5-base",
+            ["model.position.name=learned", "model.position.max_positions=512", "data.target_length=600"],
+            "data.target_length = 600: model.position.max_positions = 512",
+        ),
+        (
+            "quickstart",
+            ["model.attention.name=linformer", "model.attention.length=255"],
+            "choose data.sequence_length = 255, or model.attention.length = 256",
+        ),
+    ],
+)
+def test_what_a_model_can_not_turn_or_place_is_refused_before_the_queue(
+    preset: str, overrides: list[str], said: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        load_config(preset, overrides)
+    assert said in str(caught.value)

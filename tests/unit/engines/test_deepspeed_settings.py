@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megatfm.config import load_config
-from megatfm.config.deepspeed import derive
+from megatfm.config.deepspeed_json import derive
 from megatfm.engines.deepspeed.settings import _add_buffers, buffers_in_use
 from megatfm.errors import UsageError
 from megatfm.models import build

@@ -66,9 +66,9 @@ def test_the_most_nodes_on_which_it_fits() -> None:
     assert most_nodes(config, range(2, 4), 1) == 2, "three do not divide eight"
     assert most_nodes(config, range(3, 4), 1) is None
     assert most_nodes(config, range(5, 4), 1) is None
-    assert "does not divide into micro-batches of train.micro_batch = 1 on 3 data ranks" in str(
-        misfit(config, 3)
-    )
+    huge = load_config("quickstart", ["train.global_batch=2147483646", "train.micro_batch=2147483646"])
+    assert "(train.micro_batch = 1073741823 would)" in str(misfit(huge, 2)), "at once"
+    assert "is not a multiple of train.micro_batch = 1 on 3 data ranks" in str(misfit(config, 3))
 
 
 def test_a_micro_batch_that_would_fit_is_told() -> None:

@@ -168,6 +168,10 @@ def test_workers_of_a_preparation_get_their_parts(folder: Path, capfd: pytest.Ca
         (["--nproc", "3"], r"the run does not fit 3 processes: train\.global_batch = 16 .* would fit on 2 processes"),
         (["--mpi", "2", "parallel.tp=3"], "parallel.tp = 3 does not divide"),
         (["--nproc", "2", "data.train=nowhere"], "data.train = '.*/nowhere': there is no such file or folder"),
+        (
+            ["--nproc", "2", "parallel.engine=deepspeed", "optimizer.name=adamw", "deepspeed.json_file=gone.json"],
+            "deepspeed.json_file = '.*/gone.json' can't be read: .*No such file",
+        ),
         (["--nproc", "2", "data.tokenizer=x"], "data.tokenizer = '.*/x': there is no such file or folder"),
     ],
 )  # fmt: skip

@@ -238,14 +238,14 @@ REFUSED: list[tuple[tuple[str, ...], list[str], int | None, str, list[str]]] = [
         GPT,
         ["parallel.dp_shard=3"],
         None,
-        r"global batch 8 does not divide into micro-batches of 2 × 3 data ranks: the nearest that does is (\d+)$",
+        r"global batch 8 is not a multiple of micro-batches of 2 × 3 data ranks: the nearest that is one is (\d+)$",
         ["train.global_batch={0}"],
     ),
     (
         GPT,
         ["train.micro_batch=3"],
         None,
-        r"train\.global_batch = 8 does not divide .* the nearest that does is (9)$",
+        r"train\.global_batch = 8 is not a multiple of .* the nearest that is one is (9)$",
         ["train.global_batch={0}"],
     ),
     (

@@ -69,6 +69,19 @@ def test_the_same_run_goes_on() -> None:
     assert resume.check(resume.ResumePoint(PATH, state()), state(), []) == []
 
 
+def test_a_factor_that_was_stored_as_a_number_is_the_word_of_today() -> None:
+    word = change(
+        change(VALUES, "model.head", {"scale": "d_model^-1/2"}), "model.embedding", {"scale": "d_model^1/2"}
+    )
+    number = change(change(VALUES, "model.head", {"scale": 8**-0.5}), "model.embedding", {"scale": 8**0.5})
+    other = change(number, "model.head", {"scale": 0.5})
+    assert state(word)["config"]["model"]["head"]["scale"] == "d_model^-1/2"
+    for one, two in ((word, number), (number, word)):
+        assert resume.check(resume.ResumePoint(PATH, state(one)), state(two), []) == []
+    with pytest.raises(UsageError, match=r"model\.head\.scale: 0\.5 → 0\.35"):
+        resume.check(resume.ResumePoint(PATH, state(other)), state(word), [])
+
+
 CHANGES = {
     "seed": change(VALUES, "train.seed", 1),
     "schedule": change(VALUES, "train.steps", 20),
