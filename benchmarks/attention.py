@@ -31,9 +31,17 @@ import torch.nn.functional as F
 from attention_layers import HEADS, WIDTH, Case
 from torch import Tensor
 
-from megatfm.layers.attention.patterns import BigBird, Chunked, Full, Longformer, Pattern, Seen, Window
+from megatfm.layers.attention.patterns import (
+    AttentionPattern,
+    BigBird,
+    Chunked,
+    Full,
+    Longformer,
+    PatternMask,
+    Window,
+)
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.attention import Variant, blocks
+from megatfm.ops.attention import AttentionOptions, blocks
 from megatfm.train.watching.memory import keep_freed_memory
 
 WINDOW, DOCUMENT = 512, 1000
@@ -50,12 +58,12 @@ UNEQUAL = 16, 500
 Times = dict[str, list[float]]
 
 
-def by_blocks(pattern: Pattern, length: int, document: int = 0) -> Case:
+def by_blocks(pattern: AttentionPattern, length: int, document: int = 0) -> Case:
     """document: tokens of each; 0: the row is one; −1: as many as are drawn."""
     places = torch.arange(length)[None]
     documents = unequal(length) if document < 0 else places // document if document else None
-    seen = Seen(pattern, SequenceMetadata(places, documents), 0, HEADS)
-    return lambda q, k, v: blocks.blocked(q, k, v, seen, None, Variant(), None)
+    seen = PatternMask(pattern, SequenceMetadata(places, documents), 0, HEADS)
+    return lambda q, k, v: blocks.blocked(q, k, v, seen, None, AttentionOptions(), None)
 
 
 def unequal(length: int) -> Tensor:
@@ -79,7 +87,7 @@ def cases(length: int) -> dict[str, Case]:
         f"longformer {WINDOW}": by_blocks(Longformer(WINDOW // 2, (0,)), length),
     }
     if length <= MASKED:
-        mask = Seen(Window(WINDOW - 1), SequenceMetadata(torch.arange(length)[None])).mask()
+        mask = PatternMask(Window(WINDOW - 1), SequenceMetadata(torch.arange(length)[None])).mask()
         made[f"window {WINDOW}, dense mask"] = lambda q, k, v: F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask
         )

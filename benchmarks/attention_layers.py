@@ -41,7 +41,7 @@ def layer(length: int, **changes: object) -> nn.Module:
         "family": "encoder", "vocab_size": 7, "d_model": D_MODEL, "n_layers": 1, "attention.n_heads": HEADS,
         "attention.bias": True, "position.name": "none", "ffn.d_ff": 8, **changes,
     }  # fmt: skip
-    made: nn.Module = Block(ModelConfig.of(config), "encoder").attn
+    made: nn.Module = Block(ModelConfig.from_dotted(config), "encoder").attn
     with torch.no_grad():
         for weight in made.parameters():
             weight.normal_(std=0.05)

@@ -109,7 +109,7 @@ def patterns(length: int, near: int, positions: str) -> Models:
 def trained(model: dict[str, Any], batches: Iterator[Batch], sizes: Sizes, rate: float = 3e-3) -> nn.Module:
     """A model after as many steps of AdamW, warmed up over a tenth of them."""
     steps = sizes.steps
-    made = build(ModelConfig.of({**SMALL, **model})).train()
+    made = build(ModelConfig.from_dotted({**SMALL, **model})).train()
     initialise(made, sizes.seed)
     optimizer = torch.optim.AdamW(made.parameters(), lr=rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.1)

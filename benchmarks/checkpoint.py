@@ -109,7 +109,7 @@ def measure(rank: int, world: int, folder: Path, size: int, rounds: int, answers
         checkpoint.Saver(target, mode="sync", keep=1) as plain,
     ):
         background.save(0, bench.tensors, {})  # takes the memory
-        background.finish()
+        background.wait_for_save()
         for number in range(rounds):
             found.append(bench.round(number, background, plain))
     if rank == 0:
@@ -124,7 +124,7 @@ class Bench:
 
     rank: int
     folder: Path
-    tensors: dict[str, checkpoint.Box | torch.Tensor]
+    tensors: dict[str, checkpoint.ShardedTensor | torch.Tensor]
     seconds: dict[str, float] = field(default_factory=dict)
 
     def round(self, number: int, background: checkpoint.Saver, plain: checkpoint.Saver) -> dict[str, float]:
@@ -167,24 +167,26 @@ class Bench:
         def both() -> None:
             nonlocal blocked
             start = time.perf_counter()
-            saver.save(number, self.tensors, {}, copied=False)
+            saver.save(number, self.tensors, {}, wait_for_staging=False)
             blocked = time.perf_counter() - start
             step()
             start = time.perf_counter()
-            saver.settle()
+            saver.wait_for_staging()
             blocked += time.perf_counter() - start
 
         start = time.perf_counter()
         self.timed("step that saves", both)
         self.seconds["blocked"] = blocked
-        path = saver.finish()
+        path = saver.wait_for_save()
         dist.barrier()
         self.seconds["save beside a step"] = time.perf_counter() - start
         assert path is not None
         return path
 
     def dd_writes(self, *words: str) -> None:
-        size = sum(checkpoint.Box.of(tensor).tensor.nbytes for tensor in self.tensors.values())
+        size = sum(
+            checkpoint.ShardedTensor.from_tensor(tensor).tensor.nbytes for tensor in self.tensors.values()
+        )
         file, size = self.folder / "dd", size * dist.get_world_size()
         name = "dd write, direct" if words else "dd write"
         self.timed(name, lambda: dd("/dev/zero", file, size, "conv=fsync", *words), by_all=False)
@@ -209,13 +211,13 @@ def dd(source: str | Path, target: Path, size: int, *words: str) -> None:
     subprocess.run(command, check=True)
 
 
-def state(rank: int, world: int, size: int) -> dict[str, checkpoint.Box | torch.Tensor]:
+def state(rank: int, world: int, size: int) -> dict[str, checkpoint.ShardedTensor | torch.Tensor]:
     """Weights and two moments of a model of matrices of 4,096 columns, cut by rows."""
     columns, layers = 4096, 16
     rows = max(1, size // (4 * columns * layers * 3 * world))
     draw = torch.Generator().manual_seed(rank)
     return {
-        f"{kind}.layers.{layer}": checkpoint.Box(
+        f"{kind}.layers.{layer}": checkpoint.ShardedTensor(
             torch.randn(rows, columns, generator=draw), (rows * world, columns), (rows * rank, 0)
         )
         for layer in range(layers)

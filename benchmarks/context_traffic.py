@@ -18,9 +18,9 @@ from typing import cast
 import numpy as np
 import torch
 
-from megatfm.layers.attention.patterns import Full, reached
+from megatfm.layers.attention.patterns import Full, reachable_keys
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.parallel.context_exchange import Contexts, Wanted, is_little, places
+from megatfm.parallel.context_exchange import ContextParallel, FetchPlan, is_little, token_indices
 
 A_TOKEN = 2 * 8 * 128
 """Numbers of keys and values."""
@@ -32,7 +32,7 @@ PATTERN = Full(causal=True)
 
 @dataclass(frozen=True)
 class Here:
-    """Stands for `Contexts` on one of several ranks."""
+    """Stands for `ContextParallel` on one of several ranks."""
 
     rank: int
     size: int
@@ -60,11 +60,11 @@ def row_of(length: int, mean: int, random: np.random.Generator) -> SequenceMetad
 
 def sent(row: SequenceMetadata, ranks: int) -> Sent:
     """Around a ring, and as it is chosen."""
-    length, dealt = row.length, places(row.length, ranks, folded=True)
+    length, dealt = row.length, token_indices(row.length, ranks, folded=True)
     begun = time.perf_counter()
-    needs = [reached(PATTERN, row, at) for at in dealt]
+    needs = [reachable_keys(PATTERN, row, at) for at in dealt]
     if fetches := is_little(dealt, needs):
-        Wanted.of(cast(Contexts, Here(0, ranks)), dealt, needs)
+        FetchPlan.of(cast(ContextParallel, Here(0, ranks)), dealt, needs)
     plan_ms = 1000 * (time.perf_counter() - begun)
     round_ = length * (ranks - 1) / ranks
     ring = A_TOKEN * (2 * 2 * round_ + 4 * round_)

@@ -91,7 +91,7 @@ def documents(corpus: Path) -> Iterator[Tensor]:
     """Tokens of each."""
     opened = Corpus.open(corpus)
     for block in range(opened.n_blocks):
-        for _, tokens in opened.block(block):
+        for _, tokens in opened.read_block(block):
             yield torch.tensor(tokens.astype("int64"))
 
 

@@ -1,7 +1,7 @@
 """Memory and time of opening a corpus and planning its rows, by documents: `python -m benchmarks.corpus_memory`.
 
 Nothing but indexes is real: shards are empty space on disk, and one index stands for all. What it prints is the peak of
-a fresh process beyond what its imports take, after opening the corpus and after planning as well.
+a fresh process beyond what its imports take, after opening the corpus and after planning.
 """
 
 import argparse
@@ -19,9 +19,9 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from megatfm.data import Corpus
-from megatfm.data.index import FRAME, ShardIndex, sample_dtype
+from megatfm.data.index import FRAME_DTYPE, ShardIndex, sample_dtype
 from megatfm.data.manifest import IndexFile, Manifest, Shard
-from megatfm.data.plan import make_plan
+from megatfm.data.plan import build_packing_plan
 
 SHARD_DOCUMENTS = 250_000
 PER_FRAME = 250
@@ -30,18 +30,18 @@ PER_FRAME = 250
 class Sequences:
     """An objective of one more token than a piece has: cut at row ends, or whole in rows of `max_tokens` + 1."""
 
-    sides = ("",)
-    fills = MappingProxyType[str, int]({})
+    field_prefixes = ("",)
+    padding_values = MappingProxyType[str, int]({})
     fields = None
-    needs_partners = needs_members = False
+    needs_other_documents = needs_files = False
 
     def __init__(self, max_tokens: int | None) -> None:
         self.max_tokens = max_tokens
 
-    def lengths(self, n_tokens: NDArray[np.int64], keys: Any) -> NDArray[np.int64]:
+    def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: Any) -> NDArray[np.int64]:
         return n_tokens + 1
 
-    def build(self, piece: Any, key: Any) -> Any:
+    def build_example(self, piece: Any, key: Any) -> Any:
         raise NotImplementedError
 
 
@@ -54,10 +54,10 @@ def write(folder: Path, documents: int) -> None:
     samples["tokens"], samples["text_bytes"] = tokens, 4 * tokens
     samples["offset"] = (2048 + 2 * (np.cumsum(within, axis=1) - within)).reshape(-1)
     samples["key"] = [f"{number:010d}".encode() for number in range(SHARD_DOCUMENTS)]
-    frames = np.zeros(len(within), FRAME)
+    frames = np.zeros(len(within), FRAME_DTYPE)
     frames["uncompressed"], frames["samples"] = 4096 + 2 * within.sum(axis=1), PER_FRAME
     frames["compressed"] = frames["uncompressed"] // 2
-    data = ShardIndex(frames, samples, packs=True).encode()
+    data = ShardIndex(frames, samples, has_packed_frames=True).encode()
     (folder / "index").write_bytes(data)
     size, shards = int(frames["compressed"].sum(dtype=np.int64)), []
     for number in range(-(-documents // SHARD_DOCUMENTS)):
@@ -96,7 +96,7 @@ def measure(folder: Path) -> None:
     ]
     for max_tokens in (None, 2047):
         start = time.perf_counter()
-        make_plan(corpus, Sequences(max_tokens), [2048], 0)
+        build_packing_plan(corpus, Sequences(max_tokens), [2048], 0)
         cells += [f"{(peak() - before) / 1e6:,.0f} MB", f"{time.perf_counter() - start:.1f} s"]
     print(f"| {' | '.join(cells)} |", flush=True)
 

@@ -33,7 +33,7 @@ import webdataset as wds
 import zstandard
 from data_corpus import VOCABULARY, part_of_mds, with_mosaic, write
 
-from megatfm.data import Corpus, Loader, PackedRows, ShuffledSamples
+from megatfm.data import Corpus, DataLoader, PackedDataset, ShuffledDocuments
 from megatfm.data.index import ShardIndex
 from megatfm.objectives.causal import Causal
 from megatfm.objectives.registry import SpecialTokens
@@ -75,12 +75,12 @@ def contenders(folder: Path, mosaic: bool) -> dict[str, Contender]:
         return plain.n_tokens
 
     def samples(of: Corpus) -> int:
-        found = ShuffledSamples(of, seed=next(seeds))
+        found = ShuffledDocuments(of, seed=next(seeds))
         return sum(len(next(found)[1]) for _ in range(of.n_samples))
 
     def rows(of: Corpus) -> int:
-        packed = PackedRows(of, objective, sequence_length=LENGTH, seed=next(seeds))
-        with Loader(packed, global_batch=BATCH, micro_batch=BATCH, stop=len(packed)) as loader:
+        packed = PackedDataset(of, objective, sequence_length=LENGTH, seed=next(seeds))
+        with DataLoader(packed, global_batch=BATCH, micro_batch=BATCH, end_position=len(packed)) as loader:
             for _ in loader:
                 pass
         return of.n_tokens
@@ -158,14 +158,14 @@ def packed_as_usual(documents: Iterator[np.ndarray]) -> int:
 
 def wait_per_step(folder: Path, step_seconds: float = 0.05, steps: int = 40) -> float:
     """Seconds a step that a trainer waits for its rows, after the first, if it is busy elsewhere for so long."""
-    packed = PackedRows(Corpus.open(folder / "ours"), Causal(SPECIAL), sequence_length=LENGTH, seed=0)
-    with Loader(packed, global_batch=BATCH, micro_batch=BATCH) as loader:
+    packed = PackedDataset(Corpus.open(folder / "ours"), Causal(SPECIAL), sequence_length=LENGTH, seed=0)
+    with DataLoader(packed, global_batch=BATCH, micro_batch=BATCH) as loader:
         next(loader)
-        before = loader.waited
+        before = loader.wait_seconds
         for _ in range(steps):
             time.sleep(step_seconds)
             next(loader)
-        return (loader.waited - before) / steps
+        return (loader.wait_seconds - before) / steps
 
 
 def measure(runs: dict[str, Contender], most: int, seconds: float) -> list[dict[str, tuple[float, float]]]:

@@ -188,13 +188,13 @@ def make_text(folder: Path, size: float) -> None:
 
 
 def find_lines(folder: Path, size: float, memory: int) -> int:
-    from megatfm.data_prep.duplicates.later import mark_later_ones
+    from megatfm.data_prep.duplicates.later import mark_repeats
 
-    return _found(folder, "<u8", 1, int(size * LINES), memory, mark_later_ones)
+    return _found(folder, "<u8", 1, int(size * LINES), memory, mark_repeats)
 
 
 def find_near(folder: Path, size: float, memory: int) -> int:
-    from megatfm.data_prep.duplicates.alike import mark_alike
+    from megatfm.data_prep.duplicates.alike import mark_near_duplicates
 
     return _found(
         folder,
@@ -202,21 +202,21 @@ def find_near(folder: Path, size: float, memory: int) -> int:
         8 * BANDS,
         int(size * DOCUMENTS),
         memory,
-        lambda rows, index: mark_alike(rows, index, BANDS, SIMILARITY),
+        lambda rows, index: mark_near_duplicates(rows, index, BANDS, SIMILARITY),
     )
 
 
 def find_near_of_text(folder: Path, size: float, memory: int) -> int:
-    from megatfm.config.prep_steps import AlikeConfig
+    from megatfm.config.prep_steps import MinHashConfig
     from megatfm.data_prep.documents import Document
     from megatfm.data_prep.duplicates import make
-    from megatfm.data_prep.duplicates.index import RowsWriter
+    from megatfm.data_prep.duplicates.index import KeyTableWriter
 
-    search = make(AlikeConfig(name="near"))
+    search = make(MinHashConfig(name="near"))
     with open(folder / "text.jsonl") as file:
         documents = (Document(each["id"], each["text"]) for each in map(json.loads, file))
-        count = RowsWriter(folder / "rows.0").write(search.scan(documents))
-    return _found(folder, *search.row, count, memory, search.find, parts=1)
+        count = KeyTableWriter(folder / "rows.0").write(search.compute_keys(documents))
+    return _found(folder, *search.row, count, memory, search.find_duplicates, parts=1)
 
 
 def find_by_duckdb(folder: Path, size: float, memory: int) -> int:
@@ -260,12 +260,14 @@ def find_by_datatrove(folder: Path, size: float, memory: int) -> int:
         step._hash_func = lambda words: xxhash.xxh64_intdigest(
             words.encode()
         )  # newer releases take bytes only
-        step.run(documents, 0, 1)
+        step.run_tasks(documents, 0, 1)
     for band in range(BANDS):
-        minhash.MinhashDedupBuckets(input_folder=signatures, output_folder=buckets, config=config).run(
+        minhash.MinhashDedupBuckets(input_folder=signatures, output_folder=buckets, config=config).run_tasks(
             None, band, BANDS
         )
-    minhash.MinhashDedupCluster(input_folder=buckets, output_folder=removed, config=config).run(None, 0, 1)
+    minhash.MinhashDedupCluster(input_folder=buckets, output_folder=removed, config=config).run_tasks(
+        None, 0, 1
+    )
     return sum(path.stat().st_size // 4 for path in Path(removed).glob("*.remove"))
 
 
@@ -279,7 +281,7 @@ def _found(
     parts: int = PARTS,
 ) -> int:
     """How many rows are marked."""
-    from megatfm.data_prep.duplicates.index import Index, Rows
+    from megatfm.data_prep.duplicates.index import DedupContext, KeyTable
 
     def run(
         step: str, count: int, total: int, work: Any, join: Callable[[Iterable[Any]], Any] = lambda _: {}
@@ -287,9 +289,9 @@ def _found(
         return join([work(number, lambda _: None) for number in range(count)])
 
     files = [folder / f"rows.{part}" for part in range(parts)]
-    rows = Rows(files, dtype, columns, [total // parts] * parts)
-    index = Index(folder, memory, run)
-    marks = index.marks(len(rows), find(rows, index)["each"])
+    rows = KeyTable(files, dtype, columns, [total // parts] * parts)
+    index = DedupContext(folder, memory, run)
+    marks = index.is_duplicate(len(rows), find(rows, index)["each"])
     step = 2**20
     return sum(int(marks.read(at, min(at + step, len(rows))).sum()) for at in range(0, len(rows), step))
 

@@ -43,8 +43,8 @@ from megatfm.engines.interface import Engine
 from megatfm.models import build
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine
-from megatfm.verify.batch import objective_of, random_batch
-from megatfm.verify.traffic import Traffic
+from megatfm.verify.batch import objective_for, random_batch
+from megatfm.verify.traffic import TrafficCounter
 
 ENGINES = ("native", "deepspeed")
 PRESET = "gpt2-124m"
@@ -92,7 +92,7 @@ def stepper(config: Config, job: Job, rank: int) -> tuple[Engine, Callable[[], A
     engine = build_engine(
         config, build_mesh(config.parallel, job.ranks, job.device), device, config.train.precision
     )
-    objective, rows = objective_of(config), random_batch(config)
+    objective, rows = objective_for(config), random_batch(config)
     first, each = engine.mesh.data_rank * 4, config.train.micro_batch
     batches = [{k: v[i : i + each] for k, v in rows.items()} for i in range(first, first + 4, each)]
 
@@ -122,13 +122,13 @@ def forget(device: str) -> None:
 def count_files() -> Counter[str]:
     """Counts, from now on, the bytes that this process reads from DeepSpeed's files and writes to them."""
     files = importlib.import_module("megatfm.engines.deepspeed.files")
-    genuine, moved = files.FileHandle._move, Counter[str]()
+    genuine, moved = files.SyncIOHandle._move, Counter[str]()
 
     def counted(self: Any, call: Any, flags: int, buffer: torch.Tensor, *where: Any) -> int:
         moved["bytes"] += buffer.nbytes
         return int(genuine(self, call, flags, buffer, *where))
 
-    files.FileHandle._move = counted
+    files.SyncIOHandle._move = counted
     return moved
 
 
@@ -148,7 +148,7 @@ def work(rank: int, job: Job, answers: Any) -> None:
     for name, config in job.configs.items():
         engine, steps[name] = stepper(config, job, rank)
         steps[name]()
-        with Traffic(engine.process_groups()) as traffic:
+        with TrafficCounter(engine.process_groups()) as traffic:
             steps[name]()
         sent[name] = sum(flow.sent_bytes for flow in traffic.flows())
     taken: dict[str, list[tuple[float, float, int]]] = {name: [] for name in steps}

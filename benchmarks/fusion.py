@@ -23,7 +23,7 @@ from torch import Tensor
 from megatfm.config import ModelConfig, load_config
 from megatfm.engines.native.engine import compile_all
 from megatfm.models import build
-from megatfm.parallel.blocks import blocks
+from megatfm.parallel.blocks import transformer_blocks
 
 ONE_BLOCK = ["model.n_layers=1", "model.vocab_size=128", "model.dropout=0", "model.attention.dropout=0"]
 CASES = {
@@ -87,7 +87,7 @@ def kernels(config: ModelConfig, dtype: torch.dtype = torch.float32) -> tuple[li
     model = build(config).to(dtype)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
-    compile_all(blocks(model), autotune=False)
+    compile_all(transformer_blocks(model), autotune=False)
     tokens = torch.arange(128).view(2, 64) % (config.vocab_size or 1)
     inputs = {"positions": torch.arange(64).expand(2, -1), "keys": torch.arange(2)}
     with written() as ran:

@@ -42,7 +42,7 @@ class Case:
     overrides: tuple[str, ...] = ()
     packed: bool = False
     eager: bool = False
-    wanted: int | None = None
+    target_tokens_per_second: int | None = None
 
     @property
     def how(self) -> str:
@@ -54,29 +54,29 @@ class Case:
 DENSE = ('model.blocks=["dense"]', "~model.block.banded")
 CASES = {
     "124m": [
-        Case("gpt2-124m", 1024, 16, wanted=505_000),
-        Case("gpt2-124m", 1024, 32, wanted=530_000),
-        Case("gpt2-124m", 1024, 16, packed=True, wanted=500_000),
+        Case("gpt2-124m", 1024, 16, target_tokens_per_second=505_000),
+        Case("gpt2-124m", 1024, 32, target_tokens_per_second=530_000),
+        Case("gpt2-124m", 1024, 16, packed=True, target_tokens_per_second=500_000),
         Case("gpt2-124m", 1024, 16, eager=True),
     ],
-    "350m": [Case("gpt2-355m", 1024, 16, wanted=170_000), Case("gpt2-355m", 1024, 32)],
+    "350m": [Case("gpt2-355m", 1024, 16, target_tokens_per_second=170_000), Case("gpt2-355m", 1024, 32)],
     "1.3b": [
-        Case("gpt3-xl", 2048, 8, DENSE, wanted=63_000),
-        Case("gpt3-xl", 2048, 16, (*DENSE, "train.recompute=selective"), wanted=60_000),
-        Case("gpt3-xl", 2048, 8, DENSE, packed=True, wanted=63_000),
+        Case("gpt3-xl", 2048, 8, DENSE, target_tokens_per_second=63_000),
+        Case("gpt3-xl", 2048, 16, (*DENSE, "train.recompute=selective"), target_tokens_per_second=60_000),
+        Case("gpt3-xl", 2048, 8, DENSE, packed=True, target_tokens_per_second=63_000),
     ],
     "fp8": [
-        Case("gpt3-xl", 2048, 8, DENSE, wanted=63_000),
-        Case("gpt3-xl", 2048, 8, (*DENSE, "train.precision=fp8"), wanted=80_000),
-        Case("gpt3-xl", 2048, 8, (*DENSE, "train.precision=fp8-tensorwise"), wanted=80_000),
+        Case("gpt3-xl", 2048, 8, DENSE, target_tokens_per_second=63_000),
+        Case("gpt3-xl", 2048, 8, (*DENSE, "train.precision=fp8"), target_tokens_per_second=80_000),
+        Case("gpt3-xl", 2048, 8, (*DENSE, "train.precision=fp8-tensorwise"), target_tokens_per_second=80_000),
     ],
     "6.7b": [
-        Case("gpt3-6.7b", 2048, 4, (*DENSE, "train.recompute=full"), wanted=15_000),
-        Case("gpt3-6.7b", 2048, 8, (*DENSE, "train.recompute=full"), wanted=15_000),
+        Case("gpt3-6.7b", 2048, 4, (*DENSE, "train.recompute=full"), target_tokens_per_second=15_000),
+        Case("gpt3-6.7b", 2048, 8, (*DENSE, "train.recompute=full"), target_tokens_per_second=15_000),
         Case("gpt3-6.7b", 2048, 8, (*DENSE, "train.recompute=full", "optimizer.moments=bf16")),
     ],
 }
-TINY = [Case("gpt2-124m", 64, 2, wanted=1), Case("gpt2-124m", 64, 2, packed=True)]
+TINY = [Case("gpt2-124m", 64, 2, target_tokens_per_second=1), Case("gpt2-124m", 64, 2, packed=True)]
 SHRUNK = [
     "model.d_model=32",
     "model.n_layers=2",
@@ -106,7 +106,7 @@ class Row:
 
 
 def wanted(case: Case) -> str:
-    return "" if case.wanted is None else f"{case.wanted:,}"
+    return "" if case.target_tokens_per_second is None else f"{case.target_tokens_per_second:,}"
 
 
 def config_of(case: Case, *, tiny: bool) -> Config:

@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatfm.layers.attention.patterns import Seen
+from megatfm.layers.attention.patterns import PatternMask
 from megatfm.layers.attention.patterns.full import Full
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.attention import Variant
+from megatfm.ops.attention import AttentionOptions
 from megatfm.ops.attention.flex import flex
 from megatfm.ops.cross_entropy import IGNORE, padded
 
@@ -142,8 +142,8 @@ def visible(row: SequenceMetadata) -> Tensor:
 
 def by_flex(q: Tensor, k: Tensor, v: Tensor, shape: Shape) -> Tensor:
     """As the models call it."""
-    seen = Seen(Full(causal=True), sequence(shape, q.device), 0, shape.heads)
-    return flex(q, k, v, seen, None, Variant(), None)
+    seen = PatternMask(Full(causal=True), sequence(shape, q.device), 0, shape.heads)
+    return flex(q, k, v, seen, None, AttentionOptions(), None)
 
 
 def by_varlen(q: Tensor, k: Tensor, v: Tensor, shape: Shape) -> Tensor:
@@ -238,7 +238,9 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     device = torch.device("cpu" if args.tiny else "cuda")
     where = "a CPU" if args.tiny else torch.cuda.get_device_name()
-    repeats, elements, shrink = (1, 2**12, 256) if args.tiny else (args.repeats, 2**31, 1)
+    repeats, elements, shrink = (
+        (1, 2**12, 256) if args.tiny else (args.translation_invariant_blocks, 2**31, 1)
+    )
     shapes = [Shape(name, *size, documents) for name, size in ATTENTION.items() for documents in (1, 8)]
     if args.tiny:
         shapes = [Shape("tiny", 2, 2, 256, 64, documents) for documents in (1, 2)]

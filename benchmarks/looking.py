@@ -39,7 +39,7 @@ def config_of(width: int) -> Config:
 def step(engine: Engine, batch: dict[str, torch.Tensor], *, looks: bool) -> float:
     """Seconds of one optimizer step."""
     start = time.perf_counter()
-    engine.forward_backward([batch], Causal(SpecialTokens(bos=1, eos=2, pad=0)), watch=looks)
+    engine.forward_backward([batch], Causal(SpecialTokens(bos=1, eos=2, pad=0)), record_activations=looks)
     if looks:
         engine.layer_statistics()
     engine.step(1e-4, clip=1.0)

@@ -37,7 +37,7 @@ from megatfm.engines.native.engine import compile_all
 from megatfm.layers.initialisation import initialise
 from megatfm.layers.moe import MoE
 from megatfm.models import build
-from megatfm.parallel.blocks import blocks
+from megatfm.parallel.blocks import transformer_blocks
 from megatfm.train.watching.memory import keep_freed_memory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -62,7 +62,7 @@ def ours(args: argparse.Namespace, dtype: torch.dtype, **ffn: Any) -> Candidate:
             "n_experts": args.experts,
             "top_k": args.top_k,
         }
-    config = ModelConfig.of(
+    config = ModelConfig.from_dotted(
         vocab_size=VOCABULARY,
         d_model=args.width,
         n_layers=args.layers,
@@ -173,7 +173,7 @@ def measure(args: argparse.Namespace, name: str) -> list[str]:
     }
     if args.compiled:
         sides["dropless, compiled"] = compiled = ours(args, dtype, router=router)
-        compile_all(blocks(compiled.model), autotune=False)
+        compile_all(transformer_blocks(compiled.model), autotune=False)
     if not args.skew:
         for experts in args.experts_implementations:
             sides[f"transformers, {experts}"] = mixtral(args, dtype, experts)

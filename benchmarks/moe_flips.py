@@ -91,7 +91,7 @@ def choices(parallel: ParallelConfig, precision: str, batches: int) -> Choices:
             of_tokens = (
                 whole.flatten().chunk(parts)[part % parts] for whole in (keys_BT, sequence.positions)
             )
-            chosen_NK = routing.choices.flatten(0, 1)
+            chosen_NK = routing.expert_indices.flatten(0, 1)
             for key, place, chosen_K in zip(*(x.tolist() for x in (*of_tokens, chosen_NK)), strict=True):
                 found[number, path, key, place] = frozenset(chosen_K)
 

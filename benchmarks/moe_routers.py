@@ -99,7 +99,7 @@ def main() -> None:
         "| Feed-forward network | Loss, nats a token | Busiest: mean, highest |",
         "|---|---|---|",
     ]
-    with bootstrap.joined(device="cpu"):
+    with bootstrap.distributed_session(device="cpu"):
         for name, ffn in MODELS.items():
             lines.append(row(name, ffn))
             print(lines[-1], flush=True)

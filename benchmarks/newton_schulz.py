@@ -9,7 +9,7 @@ import time
 
 import torch
 
-from megatfm.train.optimizers.stacked_muon import orthogonalised
+from megatfm.train.optimizers.stacked_muon import newton_schulz
 
 SHAPES = ((160, 160), (160, 640), (512, 512), (512, 2048), (1024, 1024))
 ROUNDS = 12
@@ -18,7 +18,7 @@ ROUNDS = 12
 def seconds(x: torch.Tensor, in_bf16: bool) -> float:
     """Of one orthogonalisation of a matrix."""
     start = time.perf_counter()
-    orthogonalised(x[None], in_bf16=in_bf16)
+    newton_schulz(x[None], in_bf16=in_bf16)
     if x.device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - start

@@ -18,9 +18,9 @@ from interleaved import cpu
 from numpy.typing import NDArray
 
 from megatfm.config import Config, ModelConfig, load_config
-from megatfm.data import PackedRows, Piece
+from megatfm.data import DocumentChunk, PackedDataset
 from megatfm.keyed import PieceKey
-from megatfm.objectives import Objective, SpecialTokens, make
+from megatfm.objectives import Objective, SpecialTokens, build_objective
 
 VOCABULARY, DRAWN, PER_BLOCK, BUILT = 32_128, 3_200, 160, 500
 SPECIAL = SpecialTokens(
@@ -85,14 +85,14 @@ def objective(name: str, family: str, rows: tuple[int, ...]) -> Objective:
         "encoder": {"heads.sentence.classes": 2, "heads.boundary.name": "boundary", "embedding.n_segments": 2}
     }
     parts["electra"] = {"generator": {"d_model": 8, "n_heads": 1, "d_ff": 8}}
-    model = ModelConfig.of(
+    model = ModelConfig.from_dotted(
         family=family,
         d_model=8,
         n_layers=1,
         **{"attention.n_heads": 2, "ffn.d_ff": 8},
         **parts.get(family, {}),
     )
-    return make(Config.model_validate(values).objective, model, SPECIAL, rows)
+    return build_objective(Config.model_validate(values).objective, model, SPECIAL, rows)
 
 
 def seconds(run: Callable[[], object]) -> float:
@@ -108,14 +108,17 @@ def row(corpus: Documents, name: str, family: str, n_rows: int) -> str:
     rows = (512, 128) if family == "encoder_decoder" else (512,)
     made = objective(name, family, rows)
     n = min(made.max_tokens or 512, 512)
-    text, partners = np.resize(corpus.block(0)[0][1], n), Partners([tokens for _, tokens in corpus.block(0)])
+    text, partners = (
+        np.resize(corpus.read_block(0)[0][1], n),
+        Partners([tokens for _, tokens in corpus.read_block(0)]),
+    )
 
     def build() -> None:
         for sample in range(BUILT):
-            made.build(Piece(text, partners), PieceKey(0, 0, sample, 0))
+            made.build_example(DocumentChunk(text, partners), PieceKey(0, 0, sample, 0))
 
-    def plan() -> PackedRows:
-        return PackedRows(
+    def plan() -> PackedDataset:
+        return PackedDataset(
             corpus,  # type: ignore[arg-type]
             made,
             sequence_length=rows[0],
@@ -130,7 +133,7 @@ def row(corpus: Documents, name: str, family: str, n_rows: int) -> str:
     planning = seconds(plan)
     sequences = sum(-(-corpus.lengths() // made.max_tokens)) if made.max_tokens else corpus.n_samples
     read = plan().rows(range(n_rows))
-    real = [read[f"{side}documents"] >= 0 for side in made.sides]
+    real = [read[f"{side}documents"] >= 0 for side in made.field_prefixes]
     packing, fill = sum(map(np.sum, real)) / (seconds(pack) - planning), [np.mean(side) for side in real]
     return (
         f"| {name} | {family} | {BUILT * n / seconds(build) / 1e6:.1f} | {packing / 1e6:.1f} | "

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from megatfm.data import Corpus, ShardWriter
 from megatfm.data.inspect import padding
-from megatfm.data.whole import best_fit
+from megatfm.data.whole import best_fit_decreasing
 
 # The middle length, and how far lengths spread (of the logarithm).
 KINDS = {
@@ -51,7 +51,7 @@ def before(lengths: NDArray[np.int64], row: int) -> tuple[float, float]:
     for block in blocks:
         counts = np.maximum(-(-block // row), 1)
         rest = block - (counts - 1) * row
-        whole += int((counts - 1).sum()) + int(best_fit(rest[:, None], (row,)).max()) + 1
+        whole += int((counts - 1).sum()) + int(best_fit_decreasing(rest[:, None], (row,)).max()) + 1
     total = int(lengths.sum())
     return 1 - total / (cut * row), 1 - total / (whole * row)
 

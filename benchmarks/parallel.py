@@ -33,15 +33,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatfm.config import ModelConfig, ParallelConfig
-from megatfm.engines.native.data_parallel import DataParallel, Sharing
-from megatfm.engines.native.engine import share
+from megatfm.engines.native.data_parallel import DataParallel, ZeroOptions
+from megatfm.engines.native.engine import shard_parameters
 from megatfm.engines.precision import PRECISIONS
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 from megatfm.parallel.mesh import AXES, build_mesh
-from megatfm.parallel.plan import lay
+from megatfm.parallel.plan import parallelize
 from megatfm.train.watching.memory import keep_freed_memory
-from megatfm.verify.traffic import Traffic
+from megatfm.verify.traffic import TrafficCounter
 
 LAYOUTS = {
     "tp2": ParallelConfig(tp=2, dp_shard=1, zero=0),
@@ -140,10 +140,10 @@ def blocks_of(width: int, layers: int, parallel: ParallelConfig, parts: int) -> 
     mesh = build_mesh(parallel, dist.get_world_size(), "cpu")
     with torch.device("meta"):
         model = build(model_config(width, layers, parts))
-    layout = lay(model, mesh, sequence_parallel=parallel.sequence_parallel)
-    sharing = Sharing(parallel.zero, parallel.accumulate)
+    layout = parallelize(model, mesh, sequence_parallel=parallel.sequence_parallel)
+    sharing = ZeroOptions(parallel.zero, parallel.accumulate)
     blocks = Blocks(model)
-    data = share([blocks], layout, mesh, sharing, PRECISIONS["fp32"], torch.device("cpu"))
+    data = shard_parameters([blocks], layout, mesh, sharing, PRECISIONS["fp32"], torch.device("cpu"))
     for block in data.local.values():
         nn.init.normal_(block, std=0.02)
     return blocks, data
@@ -158,7 +158,7 @@ def passes(
 
     def run() -> None:
         if data:
-            data.begin(last=True)
+            data.begin(is_last=True)
         blocks(x_BTD, layout).sum().backward()
         if data:
             data.reduce()
@@ -192,7 +192,7 @@ def kept_bytes(blocks: nn.Module, data: DataParallel, width: int, tokens: int, h
         kept.append(tensor.detach())
         return tensor
 
-    data.begin(last=True)
+    data.begin(is_last=True)
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         layout = SequenceMetadata(torch.arange(tokens)[None], None)
         result = blocks(torch.randn(1, held, width, requires_grad=True), layout)
@@ -243,7 +243,7 @@ def compare(name: str, width: int, args: argparse.Namespace) -> str:
     plain = plain_blocks(width, args.layers, parallel.tp)
     theirs = passes(plain, None, width, args.tokens, args.tokens)
     mesh = build_mesh(parallel, dist.get_world_size(), "cpu")
-    with Traffic({str(mesh.group(axis).group_name): axis for axis in AXES}) as traffic:
+    with TrafficCounter({str(mesh.group(axis).group_name): axis for axis in AXES}) as traffic:
         ours()
     theirs()
     flows = traffic.flows()

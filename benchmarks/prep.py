@@ -98,14 +98,14 @@ def measure(documents: Sequence[str]) -> Iterator[tuple[str, float]]:
     from megatfm.config.prep_steps import DuplicatesConfig, StepConfig
     from megatfm.data_prep.documents import Document
     from megatfm.data_prep.duplicates import make as make_search
-    from megatfm.data_prep.duplicates.exact import Exact
+    from megatfm.data_prep.duplicates.exact import ExactDedup
     from megatfm.data_prep.steps import FixUnicode, make
 
     some = [Document(str(number), text) for number, text in enumerate(documents)]
     size = megabytes(documents)
     quarter = some[::4]
     pieces = [
-        Document(f"{document.source}.{at}", document.text[at : at + PIECE])
+        Document(f"{document.id}.{at}", document.text[at : at + PIECE])
         for document in some
         for at in range(0, len(document.text) - PIECE + 1, PIECE)
     ]
@@ -115,11 +115,11 @@ def measure(documents: Sequence[str]) -> Iterator[tuple[str, float]]:
 
     def scan(name: str, over: Sequence[Document]) -> Callable[[], object]:
         search = make_search(TypeAdapter(DuplicatesConfig).validate_python({"name": name}))
-        return lambda: list(search.scan(over))
+        return lambda: list(search.compute_keys(over))
 
     stages: dict[str, tuple[Callable[[], object], float]] = {
         "fix unicode, MB/s": (step(FixUnicode()), size),
-        "hashes for exact duplicates, MB/s": (lambda: list(Exact().scan(some)), size),
+        "hashes for exact duplicates, MB/s": (lambda: list(ExactDedup().compute_keys(some)), size),
         "MinHash with shingling, thousand documents of 8 KB/s": (scan("near", pieces), len(pieces) / 1000),
         "lines, scan, MB/s": (scan("lines", some), size),
         "substrings, scan, MB/s": (scan("substrings", quarter), megabytes(documents[::4])),

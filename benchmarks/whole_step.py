@@ -153,7 +153,7 @@ def work(job: argparse.Namespace) -> None:
     torch.manual_seed(0)
     tokens = torch.randint(0, VOCABULARY, (job.rows, job.length + 1))
     compiled = job.state == "compiled"
-    with bootstrap.joined(600, "cpu", 600):
+    with bootstrap.distributed_session(600, "cpu", 600):
         if job.theirs:
             side = timed(plain(tokens, job.precision, compiled))
         else:

@@ -16,7 +16,7 @@ import destination
 import numpy as np
 
 from megatfm.config.prep_steps import DecontaminateConfig
-from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.counts import StepStats
 from megatfm.data_prep.documents import Document
 from megatfm.data_prep.minhash import signatures
 from megatfm.data_prep.steps.decontaminate import Decontaminate
@@ -92,7 +92,7 @@ def is_found(language: str, share: float, seed: int) -> bool:
         path.write_text(text, encoding="utf-8")
         rule = Decontaminate(DecontaminateConfig(name="decontaminate", against=(str(path),)))
         whole = gap.join((around[0], edited(text, share, seed), around[1]))
-        return isinstance(rule.apply(Document("x", whole), Counts("x")), str)
+        return isinstance(rule.apply(Document("x", whole), StepStats("x")), str)
 
 
 def some_text(language: str, characters: int, seed: int) -> str:

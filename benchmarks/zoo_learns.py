@@ -47,7 +47,7 @@ def entropy(corpus: Path) -> float:
     counts = sum(
         np.bincount(tokens, minlength=4096)
         for number in range(opened.n_blocks)
-        for _, tokens in opened.block(number)
+        for _, tokens in opened.read_block(number)
     )
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())

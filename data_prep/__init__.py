@@ -12,13 +12,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from megatfm.data_prep.progress import Reporter
-    from megatfm.data_prep.team import Team
+    from megatfm.data_prep.team import TaskExecutor
 
 __all__ = ["PrepSummary", "cli", "run"]
 
 
 def run(
-    config: PrepConfig, reporter: "Reporter | None" = None, team: "Callable[[Path], Team] | None" = None
+    config: PrepConfig,
+    reporter: "Reporter | None" = None,
+    team: "Callable[[Path], TaskExecutor] | None" = None,
 ) -> PrepSummary:
     """Prepare a corpus as `config` says; see `megatfm.data_prep.pipeline.run`."""
     # Imported on use: the command line of megatfm must start without the libraries of the "prep" extra.

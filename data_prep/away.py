@@ -14,16 +14,16 @@ from uuid import uuid4
 from blake3 import blake3
 
 from megatfm.config.prep import PrepConfig
-from megatfm.data import Remote, RemoteFile
+from megatfm.data import RemoteFile, RemoteFolder
 from megatfm.data.files import write_whole
 from megatfm.errors import UsageError
 
-RESULT = "prep.json"
-MARK = ".prep-begun.json"
+RESULT_FILE = "prep.json"
+IN_PROGRESS_FILE = ".prep-begun.json"
 """Says there who is at work, until all is there."""
 ID = ".prep-id"
 """Tells who works in a folder from all others, on whichever machine."""
-SCRATCH = Path("~/.cache/megatfm/prep")
+DEFAULT_SCRATCH = Path("~/.cache/megatfm/prep")
 
 
 def local_folder(config: PrepConfig) -> Path:
@@ -31,11 +31,11 @@ def local_folder(config: PrepConfig) -> Path:
     if "://" not in config.out:
         return Path(config.out)
     name = re.sub(r"[^A-Za-z0-9.-]+", "_", config.out.rstrip("/"))[-80:]
-    root = Path(config.scratch) if config.scratch else SCRATCH.expanduser()
+    root = Path(config.scratch) if config.scratch else DEFAULT_SCRATCH.expanduser()
     return root / f"{name}-{blake3(config.out.rstrip('/').encode()).hexdigest(6)}"
 
 
-class Away:
+class RemoteOutput:
     """Sends files of `folder` to a URL. What was sent is noted in `notes`, so that it isn't sent again after a kill.
 
     made: files and folders that a prep makes; it touches no others.
@@ -43,18 +43,18 @@ class Away:
 
     def __init__(self, url: str, folder: Path, notes: Path, made: Sequence[str]) -> None:
         self.url = url.rstrip("/")
-        self._there = Remote(self.url)
+        self._there = RemoteFolder(self.url)
         self._folder, self._notes, self._made = folder, notes, made
 
-    def begin(self, overwrite: bool) -> None:
+    def start(self, overwrite: bool) -> None:
         """Say who is at work. A UsageError if anything else is there, or nothing can be written there. overwrite:
         whether what another prep has begun may go."""
         with self._one_at_a_time():
-            found = self.read(MARK)
+            found = self.read(IN_PROGRESS_FILE)
             if found is not None and self._is_ours(found):
                 return
             if found is not None and overwrite:
-                self.clear()
+                self.remove_all()
             elif found is not None:
                 raise UsageError(
                     f"{self.url}: a prep began here on {found.get('host')}, in {found.get('folder')}: let that one go "
@@ -66,12 +66,12 @@ class Away:
                     f"{self.url}: holds {strangers[0].name!r}, which no prep made: choose a new or an empty place as "
                     "out"
                 )
-            self.claim()
+            self.write_marker()
 
-    def claim(self) -> None:
+    def write_marker(self) -> None:
         """Say who is at work."""
         mine = {"host": socket.gethostname(), "folder": str(self._folder), "id": self._id}
-        self._write(MARK, mine)
+        self._write(IN_PROGRESS_FILE, mine)
 
     def _is_ours(self, found: Mapping[str, Any]) -> bool:
         """Whether a mark is that of who works in this folder, from whichever machine."""
@@ -98,11 +98,11 @@ class Away:
 
     def read(self, name: str) -> Any:
         """The table in JSON of that name there; None if there is none. A UsageError if it is anything else."""
-        file = self._there.find(name)
+        file = self._there.stat(name)
         if file is None:
             return None
         try:
-            table = json.loads(self._there.begin(file, file.size))
+            table = json.loads(self._there.read_head(file, file.size))
         except (ValueError, RecursionError):
             table = None
         if not isinstance(table, dict):
@@ -113,7 +113,7 @@ class Away:
 
     def has(self, name: str) -> bool:
         """Whether a file is there."""
-        return self._there.find(name) is not None
+        return self._there.stat(name) is not None
 
     def send(self, path: Path, keep: bool = False) -> None:
         """Send a file, unless it is there already, and remove it here."""
@@ -121,39 +121,41 @@ class Away:
         note = self._notes / f"{name.replace('/', '.')}.json"
         whole = blake3().update_mmap(path).hexdigest()
         if self._known(note, name) != whole:
-            sent = self._there.put(path, name)
+            sent = self._there.upload(path, name)
             note.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(note, json.dumps({"blake3": whole, "stamp": sent.stamp, "size": sent.size}).encode())
+            write_whole(
+                note, json.dumps({"blake3": whole, "stamp": sent.version, "size": sent.size}).encode()
+            )
         if not keep:
             path.unlink()
 
-    def settle(self, names: Iterable[str]) -> None:
+    def remove_stale(self, names: Iterable[str]) -> None:
         """Remove what else a prep has made there, which was interrupted and went on with another config."""
         kept = set(names)
         for file in self._there.files():
             if file.name not in kept and file.name.partition("/")[0] in self._made:
                 self._there.remove(file.name)
 
-    def end(self) -> None:
+    def remove_marker(self) -> None:
         """All is there."""
-        self._there.remove(MARK)
+        self._there.remove(IN_PROGRESS_FILE)
 
-    def clear(self) -> None:
+    def remove_all(self) -> None:
         """Remove all that a prep has made: first the file that says that it is whole."""
-        self._there.remove(RESULT)
-        self.settle(())
-        self.end()
+        self._there.remove(RESULT_FILE)
+        self.remove_stale(())
+        self.remove_marker()
 
     def _known(self, note: Path, name: str) -> str | None:
         """The hash of what was sent under a name, if it is still there."""
         if not note.exists():
             return None
         said = json.loads(note.read_bytes())
-        found = self._there.find(name)
+        found = self._there.stat(name)
         return said["blake3"] if found == RemoteFile(name, said["size"], said["stamp"]) else None
 
     def _write(self, name: str, value: Any) -> None:
         path = self._notes / name
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(value).encode())
-        self._there.put(path, name)
+        self._there.upload(path, name)

@@ -10,32 +10,32 @@ import numpy as np
 from blake3 import blake3
 
 from megatfm.data_prep import steps
-from megatfm.data_prep.counts import Counts, why
-from megatfm.data_prep.documents import Document, PartsWriter, part_path, read_documents
-from megatfm.data_prep.duplicates.exact import Exact
-from megatfm.data_prep.duplicates.index import RowsWriter
-from megatfm.data_prep.files import Listing, runs
-from megatfm.data_prep.read import Read
-from megatfm.data_prep.split import choose
-from megatfm.data_prep.stages import Facts, Stages
+from megatfm.data_prep.counts import StepStats, format_drop_reasons
+from megatfm.data_prep.documents import ChunkedDocumentWriter, Document, part_path, read_documents
+from megatfm.data_prep.duplicates.exact import ExactDedup
+from megatfm.data_prep.duplicates.index import KeyTableWriter
+from megatfm.data_prep.files import InputFiles, chunk_by_bytes
+from megatfm.data_prep.read import DocumentReader
+from megatfm.data_prep.split import choose_held_out
+from megatfm.data_prep.stages import StageResult, StageRunner
 from megatfm.data_prep.steps import FixUnicode, pass_through
-from megatfm.data_prep.thin import Searched, write_part
+from megatfm.data_prep.thin import DedupPass, write_part
 from megatfm.errors import UsageError
 
 MANY_COPIES = 0.5
 """Share of documents from which on copies are told of."""
 
 
-class Clean:
+class CleanStage:
     """Reads files, in runs of about `part_bytes`, and cleans what is in them; then drops identical texts."""
 
-    def __init__(self, stages: Stages, listing: Listing) -> None:
+    def __init__(self, stages: StageRunner, listing: InputFiles) -> None:
         self._stages = stages
         self._config = stages.config
         self._listing = listing
         self._steps = [steps.make(each) for each in self._config.steps]
 
-    def run(self, basis: Facts) -> Facts:
+    def run(self, basis: StageResult) -> StageResult:
         """Documents of all parts wait as `clean`, in the folder of the basis."""
         self._folder = self._stages.at(basis)
         read = self._read(basis)
@@ -43,54 +43,56 @@ class Clean:
             (part, piece) for part, counts in enumerate(read["documents"]) for piece in range(len(counts))
         ]
         counts = [count for counts in read["documents"] for count in counts]
-        searched = _Pieces(self._stages, self._folder, pieces)
+        searched = _ExactDedup(self._stages, self._folder, pieces)
         found = searched.find(counts, basis)
-        with searched.left(counts, found, read["bytes"]) as left:
+        with searched.remaining(counts, found, read["bytes"]) as left:
 
-            def work(number: int) -> Facts:
-                counts = Counts(Exact.title)
+            def work(number: int) -> StageResult:
+                counts = StepStats(ExactDedup.title)
                 documents = read_documents(searched.piece(number))
-                kept = self._noting(left(number, documents, counts), self._identity(number))
+                kept = self._hash_documents(left(number, documents, counts), self._hash_path(number))
                 return {**write_part(self._folder, "clean", number, kept), "step": counts.as_json()}
 
-            def join(parts: Iterable[Facts]) -> Facts:
-                step = Counts.joined([part["step"] for part in parts])
-                _name_firsts(step, found["examples"], searched, counts)
+            def join(parts: Iterable[StageResult]) -> StageResult:
+                step = StepStats.merge([part["step"] for part in parts])
+                _name_first_copies(step, found["examples"], searched, counts)
                 return {
                     "bytes": step.bytes_out,
                     "parts": len(pieces),
-                    "blake3": _joined(map(self._identity, range(len(pieces)))),
+                    "blake3": _joined(map(self._hash_path, range(len(pieces)))),
                     "steps": [*read["steps"], step.as_json()],
-                    "notes": [*read["notes"], *_of_copies(step)],
+                    "notes": [*read["notes"], *_copies_warning(step)],
                     "skipped_files": read["skipped_files"],
                 }
 
             def tidy() -> None:
                 for number in range(len(pieces)):
                     searched.piece(number).unlink(missing_ok=True)
-                    self._identity(number).unlink(missing_ok=True)
+                    self._hash_path(number).unlink(missing_ok=True)
                 searched.remove_marks(found)
 
             return self._stages.parts("clean", basis, len(pieces), work, join, tidy=tidy)
 
-    def _read(self, basis: Facts) -> Facts:
+    def _read(self, basis: StageResult) -> StageResult:
         """What passes the steps, in pieces of about `part_bytes`, and the hashes of the texts."""
         listing = self._listing
         limit, notes = self._document_limit()
         notes += [note for each in self._steps for note in each.notes]
-        if listing.left_out:
-            notes.append(f"left out by name: {listing.left_out:,} files or folders")
-        ranges = runs([file.size for file in listing.files], self._config.part_bytes)
+        if listing.n_excluded:
+            notes.append(f"left out by name: {listing.n_excluded:,} files or folders")
+        ranges = chunk_by_bytes([file.size for file in listing.files], self._config.part_bytes)
         found_bad = list(listing.bad)
         total = sum(file.size for file in listing.files)
         with self._stages.reporter.stage("read and clean", total) as advance:
 
-            def work(number: int) -> Facts:
+            def work(number: int) -> StageResult:
                 first, end = ranges[number]
                 known = len(listing.bad)
-                read = Read(listing, limit, listing.files[first:end], found_bad if number == 0 else ())
+                read = DocumentReader(
+                    listing, limit, listing.files[first:end], found_bad if number == 0 else ()
+                )
                 repairs = [FixUnicode()] if self._config.read.repair_unicode else []
-                passes: list[steps.DocumentStep] = [*repairs, *self._fresh_steps()]
+                passes: list[steps.PipelineStep] = [*repairs, *self._fresh_steps()]
                 documents = self._write_pieces(number, pass_through(passes, read.documents(advance)))
                 counts = [read.counts, *(each.counts for each in passes)]
                 return {
@@ -99,12 +101,12 @@ class Clean:
                     "steps": [each.as_json() for each in counts],
                 }
 
-            def join(parts: Iterable[Facts]) -> Facts:
+            def join(parts: Iterable[StageResult]) -> StageResult:
                 skipped = [f"{bad.where}: {bad.reason}" for bad in found_bad]
                 skipped += [line for part in parts for line in part["skipped_files"]]
-                counts = [*map(Counts.joined, zip(*(part["steps"] for part in parts), strict=True))]
+                counts = [*map(StepStats.merge, zip(*(part["steps"] for part in parts), strict=True))]
                 if not counts[-1].documents_out:
-                    raise UsageError(f"{listing.root}: no document is left: {why(counts)}")
+                    raise UsageError(f"{listing.root}: no document is left: {format_drop_reasons(counts)}")
                 return {
                     "bytes": counts[-1].bytes_out,
                     "documents": [part["documents"] for part in parts],
@@ -119,32 +121,32 @@ class Clean:
         """Write the documents of a part of the files. Returns how many each piece has."""
         counts: list[int] = []
         rows: list[Any] = []
-        search = Exact()
+        search = ExactDedup()
 
         def end_piece() -> None:
             counts.append(len(rows))
-            RowsWriter(_rows(self._folder, number, len(counts) - 1)).write(iter(rows))
+            KeyTableWriter(_rows(self._folder, number, len(counts) - 1)).write(iter(rows))
             rows.clear()
 
-        with PartsWriter(self._folder, _name(number), self._config.part_bytes) as writer:
+        with ChunkedDocumentWriter(self._folder, _name(number), self._config.part_bytes) as writer:
             for document in documents:
                 if writer.is_full:
                     end_piece()
                 writer.add(document)
-                rows += search.scan([document])
+                rows += search.compute_keys([document])
             writer.commit()
             end_piece()
         return counts
 
-    def _noting(self, documents: Iterable[Document], path: Path) -> Iterator[Document]:
+    def _hash_documents(self, documents: Iterable[Document], path: Path) -> Iterator[Document]:
         """The documents; their hashes are written to a file."""
         hashes = bytearray()
         for document in documents:
-            hashes += blake3(json.dumps(document.as_json()).encode()).digest()
+            hashes += blake3(json.dumps(document.to_list()).encode()).digest()
             yield document
-        RowsWriter(path).write(iter([np.frombuffer(hashes, np.uint8)]))
+        KeyTableWriter(path).write(iter([np.frombuffer(hashes, np.uint8)]))
 
-    def _identity(self, number: int) -> Path:
+    def _hash_path(self, number: int) -> Path:
         return self._folder / f"identity.{number:05d}"
 
     def _document_limit(self) -> tuple[int, list[str]]:
@@ -154,23 +156,23 @@ class Clean:
         share, seed = self._config.split.validation, self._config.split.seed
         sizes = {file.name: file.size for file in self._listing.files}
         records = any(self._listing.format(file) != "text" for file in self._listing.files)
-        if records or not share or self._config.split.files or choose(sizes, share, seed):
+        if records or not share or self._config.split.files or choose_held_out(sizes, share, seed):
             return limit, []
         finer = max(1024, min(limit, int(sum(sizes.values()) * share / 4)))
         return finer, [f"too few files to hold some out: cut into documents of at most {finer:,} bytes"]
 
-    def _fresh_steps(self) -> list[steps.Counted]:
+    def _fresh_steps(self) -> list[steps.CountingFilter]:
         """The steps of the config, with counts of nothing yet; lists and indices are read once for all parts."""
         for each in self._steps:
-            each.counts = Counts(each.counts.step)
+            each.counts = StepStats(each.counts.step)
         return self._steps
 
 
-class _Pieces(Searched):
+class _ExactDedup(DedupPass):
     """The search for identical texts in the pieces of what was read."""
 
-    def __init__(self, stages: Stages, folder: Path, pieces: list[tuple[int, int]]) -> None:
-        super().__init__(stages, folder, "exact", Exact(), len(pieces))
+    def __init__(self, stages: StageRunner, folder: Path, pieces: list[tuple[int, int]]) -> None:
+        super().__init__(stages, folder, "exact", ExactDedup(), len(pieces))
         self._pieces = pieces
 
     def rows(self, part: int) -> Path:
@@ -197,7 +199,7 @@ def _joined(paths: Iterable[Path]) -> str:
     return whole.hexdigest()
 
 
-def _of_copies(step: Counts) -> list[str]:
+def _copies_warning(step: StepStats) -> list[str]:
     """A note on a corpus of which most is there more than once."""
     copies = step.documents_in - step.documents_out
     if copies <= MANY_COPIES * step.documents_in:
@@ -208,14 +210,16 @@ def _of_copies(step: Counts) -> list[str]:
     ]
 
 
-def _name_firsts(step: Counts, examples: list[list[int]], searched: _Pieces, counts: list[int]) -> None:
+def _name_first_copies(
+    step: StepStats, examples: list[list[int]], searched: _ExactDedup, counts: list[int]
+) -> None:
     """Say of the examples of identical texts which the first one is."""
-    if Exact.reason not in step.dropped:
+    if ExactDedup.reason not in step.dropped:
         return
     begins = np.cumsum([0, *counts])
-    dropped = step.dropped[Exact.reason]
+    dropped = step.dropped[ExactDedup.reason]
     for number, (source, (_, first)) in enumerate(zip(dropped.examples, examples, strict=True)):
         part = int(np.searchsorted(begins, first, "right")) - 1
         documents = read_documents(searched.piece(part))
         document = next(islice(documents, first - int(begins[part]), None))
-        dropped.examples[number] = f"{source} = {document.source}"
+        dropped.examples[number] = f"{source} = {document.id}"

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from megatfm.config.prep import PrepConfig
 from megatfm.data_prep.progress import Reporter
-from megatfm.data_prep.team import FINISH, POLL_SECONDS, Claims, Result
+from megatfm.data_prep.team import FINISH, POLL_SECONDS, LockExecutor, StageResult
 from megatfm.errors import MegatfmError, UsageError
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
@@ -32,7 +32,7 @@ CLIENT_SECONDS = 5.0
 """How often a worker that waits looks whether that process lives."""
 
 
-class Dask(Claims):
+class DaskExecutor(LockExecutor):
     """The process that was started: it has parts done by the workers of a client, and does the rest itself."""
 
     def __init__(self, client: Any, config: PrepConfig) -> None:
@@ -41,12 +41,12 @@ class Dask(Claims):
         self._config = config.model_dump_json()
         self._life: int | None = None
 
-    def in_folder(self, folder: Path) -> "Dask":
+    def in_folder(self, folder: Path) -> "DaskExecutor":
         """The same object, told where the preparation's parts lie."""
         self._folder = folder
         return self
 
-    def share(
+    def run_tasks(
         self, name: str, count: int, is_done: Callable[[int], bool], work: Callable[[int], None]
     ) -> None:
         from distributed import as_completed
@@ -55,7 +55,7 @@ class Dask(Claims):
         self._show_life()
         left = [part for part in range(count) if not is_done(part)]
         words = (self._config, str(Path.cwd()), name)
-        futures = [self._client.submit(do, *words, part, pure=False, retries=2) for part in left]
+        futures = [self._client.submit(run_task, *words, part, pure=False, retries=2) for part in left]
         try:
             for _, error in as_completed(futures, with_results=True):
                 if error is not None:
@@ -67,14 +67,16 @@ class Dask(Claims):
         finally:
             self._client.cancel(futures)
 
-    def once(self, name: str, find: Callable[[], Result | None], work: Callable[[], Result]) -> Result:
+    def run_once(
+        self, name: str, find: Callable[[], StageResult | None], work: Callable[[], StageResult]
+    ) -> StageResult:
         found = find()
         result = work() if found is None else found
         if name == FINISH:
-            self.leave()
+            self.release()
         return result
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Let the workers leave the folder, once they have done what they are at."""
         self._client.run(leave, self._config, str(Path.cwd()))
         if self._life is not None:
@@ -99,13 +101,13 @@ def leave(config: str, folder: str) -> None:
         member.leave()
 
 
-def do(config: str, folder: str, stage: str, part: int) -> str | None:
+def run_task(config: str, folder: str, stage: str, part: int) -> str | None:
     """Do a part, in a worker. Returns what is wrong, if it is something that another try would not mend."""
     with _lock:
         member = _members.get((config, folder))
         if member is None or member.has_ended:
             os.chdir(folder)  # as the config may name files from here
-            member = _members[config, folder] = _Member(PrepConfig.model_validate(json.loads(config)))
+            member = _members[config, folder] = _DaskMember(PrepConfig.model_validate(json.loads(config)))
     try:
         member.do(stage, part)
     except MegatfmError as error:
@@ -117,7 +119,7 @@ class _LeavingError(Exception):
     """Ends the walk through the story."""
 
 
-class _Member(Claims):
+class _DaskMember(LockExecutor):
     """A worker, for one config. A thread walks through the story; what it comes to is done when it is asked for."""
 
     def __init__(self, config: PrepConfig) -> None:
@@ -128,16 +130,16 @@ class _Member(Claims):
         self._here: tuple[str, Callable[[int], bool], Callable[[int], None]] | None = None
         self._error: BaseException | None = None
         self.has_ended = self._is_leaving = False
-        self._thread = threading.Thread(target=self._walk, args=(config,), daemon=True)
+        self._thread = threading.Thread(target=self._run_pipeline, args=(config,), daemon=True)
         self._thread.start()
 
-    def in_folder(self, folder: Path) -> "_Member":
+    def bind(self, folder: Path) -> "_DaskMember":
         self._folder = folder
         return self
 
     def do(self, stage: str, part: int) -> None:
         with self._one_at_a_time:
-            is_done, work = self._arrive(stage)
+            is_done, work = self._wait_for_stage(stage)
             while not is_done(part):
                 with self._claim(f"{stage}.{part}") as mine:
                     if mine and not is_done(part):
@@ -152,7 +154,7 @@ class _Member(Claims):
                 self._changed.notify_all()
             self._thread.join()
 
-    def _arrive(self, stage: str) -> tuple[Callable[[int], bool], Callable[[int], None]]:
+    def _wait_for_stage(self, stage: str) -> tuple[Callable[[int], bool], Callable[[int], None]]:
         """Wait until the story has come to a stage."""
         with self._changed:
             self._wanted = stage
@@ -165,7 +167,7 @@ class _Member(Claims):
                 self._changed.wait()
             return self._here[1:]
 
-    def share(
+    def run_tasks(
         self, name: str, count: int, is_done: Callable[[int], bool], work: Callable[[int], None]
     ) -> None:
         with self._changed:
@@ -180,7 +182,9 @@ class _Member(Claims):
             if self._is_leaving:
                 raise _LeavingError
 
-    def once(self, name: str, find: Callable[[], Result | None], work: Callable[[], Result]) -> Result:
+    def run_once(
+        self, name: str, find: Callable[[], StageResult | None], work: Callable[[], StageResult]
+    ) -> StageResult:
         looked = time.monotonic()
         while (found := find()) is None:
             if time.monotonic() - looked > CLIENT_SECONDS:
@@ -205,11 +209,11 @@ class _Member(Claims):
             os.close(file)
         return False
 
-    def _walk(self, config: PrepConfig) -> None:
+    def _run_pipeline(self, config: PrepConfig) -> None:
         from megatfm.data_prep.pipeline import run
 
         try:
-            run(config, Reporter(Console(file=io.StringIO())), self.in_folder)
+            run(config, Reporter(Console(file=io.StringIO())), self.bind)
         except BaseException as error:
             self._error = error
         with self._changed:
@@ -217,12 +221,12 @@ class _Member(Claims):
             self._changed.notify_all()
 
 
-_members: dict[tuple[str, str], _Member] = {}
+_members: dict[tuple[str, str], _DaskMember] = {}
 _lock = threading.Lock()
 
 
 @contextmanager
-def dask_workers(where: str | None, config: PrepConfig) -> Iterator[Callable[[Path], Dask] | None]:
+def dask_workers(where: str | None, config: PrepConfig) -> Iterator[Callable[[Path], DaskExecutor] | None]:
     """Makes, of the folder for work in progress, a team with the workers of a Dask; None if none is asked for.
 
     Whoever reaches a scheduler may run code on its workers, so without TLS only one on this machine will do. The keys
@@ -232,11 +236,11 @@ def dask_workers(where: str | None, config: PrepConfig) -> Iterator[Callable[[Pa
         yield None
         return
     with _connected(where) as client:
-        team = Dask(client, config)
+        team = DaskExecutor(client, config)
         try:
             yield team.in_folder
         finally:
-            team.leave()
+            team.release()
 
 
 def _connected(where: str) -> Any:

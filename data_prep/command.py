@@ -19,8 +19,16 @@ from megatfm.config.prep import PrepConfig
 from megatfm.data_prep.away import local_folder
 from megatfm.data_prep.cluster import dask_workers
 from megatfm.data_prep.progress import Reporter
-from megatfm.data_prep.team import Claims, Mpi, Team, has_locks, mpi_world, ranks, read_part
-from megatfm.errors import FAILED, REQUEUE, MegatfmError, UsageError
+from megatfm.data_prep.team import (
+    LockExecutor,
+    MpiExecutor,
+    TaskExecutor,
+    mpi_rank_from_environment,
+    mpi_world,
+    parse_task,
+    supports_flock,
+)
+from megatfm.errors import EXIT_FAILED, EXIT_REQUEUE, MegatfmError, UsageError
 
 DASK_HELP = "have a Dask's workers do the parts: its address (tls://…) or scheduler file"
 PART_HELP = "this is task I of N that share the work, counted from 1, for example in a SLURM array"
@@ -42,13 +50,13 @@ def cli(argv: Sequence[str] | None = None) -> int:
     speaks = True
     try:
         config = load(PrepConfig, arguments.config, arguments.overrides)
-        started = read_part(arguments.part) if arguments.part else None
+        started = parse_task(arguments.part) if arguments.part else None
         if arguments.dask:
             if started:
                 raise UsageError("--part and --dask: give one of them")
-        elif started is None and (started := ranks(os.environ)):
+        elif started is None and (started := mpi_rank_from_environment(os.environ)):
             speaks = started[0] == 1
-            if config.overwrite or not has_locks(local_folder(config)):
+            if config.overwrite or not supports_flock(local_folder(config)):
                 world = mpi_world(started[1])
         with dask_workers(arguments.dask, config) as workers:
             _prepare(config, workers or _team(world, started), speaks)
@@ -63,10 +71,10 @@ def cli(argv: Sequence[str] | None = None) -> int:
             raise
         said = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
         print(f"error: {said or type(error).__name__}", file=sys.stderr)
-        code = FAILED
+        code = EXIT_FAILED
     except KeyboardInterrupt:
         print("stopped: finished parts are kept, the same command goes on from there", file=sys.stderr)
-        code = REQUEUE
+        code = EXIT_REQUEUE
     finally:
         signal.signal(signal.SIGTERM, before)
     if code and world is not None:  # the other ranks wait for this one, and would for ever
@@ -75,24 +83,24 @@ def cli(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _team(world: Any, started: tuple[int, int] | None) -> Callable[[Path], Team] | None:
+def _team(world: Any, started: tuple[int, int] | None) -> Callable[[Path], TaskExecutor] | None:
     """With MPI's world, or as one of several that were started; None for one that is alone."""
     if world is not None:
-        return lambda _: Mpi(world)
-    return partial(Claims, *started) if started else None
+        return lambda _: MpiExecutor(world)
+    return partial(LockExecutor, *started) if started else None
 
 
-def _prepare(config: PrepConfig, team: Callable[[Path], Team] | None, speaks: bool) -> None:
+def _prepare(config: PrepConfig, team: Callable[[Path], TaskExecutor] | None, speaks: bool) -> None:
     console = Console(stderr=True) if speaks else Console(file=io.StringIO())
     reporter = Reporter(console)
     summary = data_prep.run(config, reporter, team)
     for note in summary.result["notes"]:
-        reporter.say(f"note: {note}")
+        reporter.log(f"note: {note}")
     for skipped in summary.result["skipped_files"]:
-        reporter.say(f"skipped: {skipped}")
+        reporter.log(f"skipped: {skipped}")
     console.print(summary.table())
     if summary.already_done:
-        reporter.say(f"{summary.out} was already prepared with this config: nothing to do")
+        reporter.log(f"{summary.out} was already prepared with this config: nothing to do")
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:

@@ -17,7 +17,7 @@ class Dropped:
 
 
 @dataclass
-class Counts:
+class StepStats:
     """Documents and UTF-8 bytes of text that a step took in, changed, dropped and passed on."""
 
     step: str
@@ -30,21 +30,21 @@ class Counts:
     found: dict[str, int] = field(default_factory=dict)
     """How often it met what it looks for: languages, redactions, removed lines."""
 
-    def meet(self, what: str, times: int = 1) -> None:
+    def count_event(self, what: str, times: int = 1) -> None:
         """Count a finding, such as a redaction: it may happen several times in one document."""
         self.found[what] = self.found.get(what, 0) + times
 
-    def take(self, size: int) -> None:
+    def count_input(self, size: int) -> None:
         """Count a document that comes in; size: UTF-8 bytes of its text."""
         self.documents_in += 1
         self.bytes_in += size
 
-    def keep(self, size: int) -> None:
+    def count_kept(self, size: int) -> None:
         """Count a document that is passed on; size: UTF-8 bytes of its text, as it is now."""
         self.documents_out += 1
         self.bytes_out += size
 
-    def drop(self, reason: str, size: int, example: str) -> None:
+    def count_dropped(self, reason: str, size: int, example: str) -> None:
         """Count a document as dropped, by reason; size: UTF-8 bytes; of the examples only the first few are kept."""
         dropped = self.dropped.setdefault(reason, Dropped())
         dropped.documents += 1
@@ -53,7 +53,7 @@ class Counts:
             dropped.examples.append(example)
 
     @classmethod
-    def joined(cls, parts: Sequence[Mapping[str, Any]]) -> Self:
+    def merge(cls, parts: Sequence[Mapping[str, Any]]) -> Self:
         """The counts of all parts of a corpus, given as JSON in the order of the corpus."""
         whole = cls(parts[0]["step"])
         for part in parts:
@@ -65,7 +65,7 @@ class Counts:
                 total.bytes += dropped["bytes"]
                 total.examples = [*total.examples, *dropped["examples"]][:EXAMPLES]
             for what, times in part.get("found", {}).items():
-                whole.meet(what, times)
+                whole.count_event(what, times)
         return whole
 
     def as_json(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class Counts:
         return values
 
 
-def why(counts: Iterable[Counts]) -> str:
+def format_drop_reasons(counts: Iterable[StepStats]) -> str:
     """Why documents were dropped, in one line."""
     reasons = [
         f"{dropped.documents} dropped, as each {reason}"

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import zstandard
 
-from megatfm.data.files import WholeFile
+from megatfm.data.files import AtomicFile
 from megatfm.data.statistics import domain
 from megatfm.errors import MegatfmError
 
@@ -24,7 +24,7 @@ class Document:
     `record` is the source of the record or file that it is a piece of, if that was cut.
     """
 
-    source: str
+    id: str
     text: str
     url: str = ""
     language: str = ""
@@ -36,14 +36,14 @@ class Document:
         """Its length in UTF-8 bytes."""
         return len(self.text) if self.text.isascii() else len(self.text.encode())
 
-    def as_json(self) -> list[Any]:
+    def to_list(self) -> list[Any]:
         """What tells it from all others; what comes after the text only if it is known."""
-        known = [self.source, self.text, self.url, self.language, dict(self.fields)]
+        known = [self.id, self.text, self.url, self.language, dict(self.fields)]
         if self.record:
             return [*known, self.record]
         return known if self.fields else known[:4] if self.url or self.language else known[:2]
 
-    def value(self, name: str) -> Any:
+    def get(self, name: str) -> Any:
         """What is said of it under a name: a field, else its "domain", "language" or "url"; None if nothing is."""
         if name in self.fields:
             return self.fields[name]
@@ -53,12 +53,12 @@ class Document:
     @property
     def unit(self) -> str:
         """The source of the whole that it is or is a piece of: a record or a file."""
-        return self.record or self.source
+        return self.record or self.id
 
     @property
     def file(self) -> str:
         """The file that it is, or is a part of."""
-        return self.source.partition("#")[0]
+        return self.id.partition("#")[0]
 
     @property
     def domain(self) -> str:
@@ -66,7 +66,7 @@ class Document:
         return domain(self.url)
 
     @property
-    def entry(self) -> str:
+    def top_level(self) -> str:
         """The top-level package: the first folder of the path, or the file if it lies in none."""
         return self.file.partition("/")[0]
 
@@ -75,12 +75,12 @@ class DocumentWriter:
     """Writes documents to a file that appears under its name only by `commit`."""
 
     def __init__(self, path: Path) -> None:
-        self._file = WholeFile(path)
+        self._file = AtomicFile(path)
         self._zstd = zstandard.ZstdCompressor(level=1, write_checksum=True).compressobj()
 
     def add(self, document: Document) -> None:
         """Append a line of JSON to the compressed stream."""
-        line = json.dumps(document.as_json(), ensure_ascii=False)
+        line = json.dumps(document.to_list(), ensure_ascii=False)
         self._file.write(self._zstd.compress(f"{line}\n".encode()))
 
     def commit(self) -> None:
@@ -97,12 +97,12 @@ class DocumentWriter:
         self._file.discard()
 
 
-class PartsWriter:
+class ChunkedDocumentWriter:
     """Writes documents to `NAME.00000.jsonl.zst` and so on, of about `part_bytes` of text each; at least one."""
 
     def __init__(self, folder: Path, name: str, part_bytes: int) -> None:
         self._folder, self._name, self._part_bytes = folder, name, part_bytes
-        self.parts = 0
+        self.ChunkedDocumentWriter = 0
         self.bytes = 0
         self._size = 0
         self._open = DocumentWriter(part_path(folder, name, 0))
@@ -116,9 +116,9 @@ class PartsWriter:
         """Append to the open part, or to a new one if that is full: a document is never cut."""
         if self.is_full:
             self._open.commit()
-            self.parts += 1
+            self.ChunkedDocumentWriter += 1
             self._size = 0
-            self._open = DocumentWriter(part_path(self._folder, self._name, self.parts))
+            self._open = DocumentWriter(part_path(self._folder, self._name, self.ChunkedDocumentWriter))
         self._open.add(document)
         self._size += document.text_bytes
         self.bytes += document.text_bytes
@@ -126,7 +126,7 @@ class PartsWriter:
     def commit(self) -> None:
         """Finish the last part; `parts` is then how many there are."""
         self._open.commit()
-        self.parts += 1
+        self.ChunkedDocumentWriter += 1
 
     def __enter__(self) -> Self:
         return self

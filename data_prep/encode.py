@@ -10,28 +10,28 @@ import numpy as np
 from blake3 import blake3
 
 from megatfm import tokenizers
-from megatfm.data.files import WholeFile
+from megatfm.data.files import AtomicFile
 from megatfm.data_prep import tokenizer
 from megatfm.data_prep.documents import Document, DocumentWriter, part_path, read_documents, read_parts
 from megatfm.data_prep.fast import FastEncoder
 from megatfm.data_prep.folders import OTHER, folder_name
-from megatfm.data_prep.progress import advancing
-from megatfm.data_prep.stages import Facts, Stages
-from megatfm.data_prep.written import NO_TOKENIZER, Written
+from megatfm.data_prep.progress import track_progress
+from megatfm.data_prep.stages import StageResult, StageRunner
+from megatfm.data_prep.written import NO_TOKENIZER, SplitWriter
 
 BATCH_BYTES = 2**22
 
 
-class Encode:
+class TokenizeStage:
     """Makes the tokenizer out of the training documents, and ids out of all, which wait in a folder."""
 
-    def __init__(self, stages: Stages, folder: Path) -> None:
+    def __init__(self, stages: StageRunner, folder: Path) -> None:
         self._stages = stages
         self._config = stages.config
         self._folder = folder
         self._by = stages.config.split.by
 
-    def make_tokenizer(self, split: Facts, basis: Facts) -> Facts:
+    def make_tokenizer(self, split: StageResult, basis: StageResult) -> StageResult:
         """Copy or train the tokenizer, unless it was made of this basis before; returns what describes it."""
         config, total, parts = self._config.tokenizer, split["train"]["bytes"], split["train"]["parts"]
         share = min(1.0, config.train_bytes / total)
@@ -42,20 +42,20 @@ class Encode:
             name, folder = "sample", self._stages.at(basis)
             self._sample(share, total, parts, basis)
 
-        def train() -> Facts:
+        def train() -> StageResult:
             with self._stages.reporter.stage("train the tokenizer", round(share * total)) as advance:
-                documents = advancing(read_parts(folder, name, parts), advance)
+                documents = track_progress(read_parts(folder, name, parts), advance)
                 files = tokenizer.make(config, (document.text for document in documents))
             return tokenizer.write(self._stages.out, files).describe()
 
         return self._stages.once("tokenizer", basis, train, in_out=True)
 
-    def _sample(self, share: float, total: int, parts: int, basis: Facts) -> None:
+    def _sample(self, share: float, total: int, parts: int, basis: StageResult) -> None:
         """A fixed random choice of documents to train the tokenizer on."""
         with self._stages.reporter.stage("choose text for the tokenizer", total) as advance:
 
-            def work(number: int) -> Facts:
-                documents = advancing(read_documents(part_path(self._folder, "train", number)), advance)
+            def work(number: int) -> StageResult:
+                documents = track_progress(read_documents(part_path(self._folder, "train", number)), advance)
                 with DocumentWriter(part_path(self._stages.at(basis), "sample", number)) as writer:
                     for document in documents:
                         if _in_sample(document, share):
@@ -65,13 +65,15 @@ class Encode:
 
             self._stages.parts("sample", basis, parts, work, lambda _: {})
 
-    def copy_tokenizer(self) -> Facts:
+    def copy_tokenizer(self) -> StageResult:
         """The tokenizer of what is taken over, if there is one."""
         if self._config.tokenizer.file is None:
             return NO_TOKENIZER
         return tokenizer.write(self._stages.out, tokenizer.make(self._config.tokenizer, ())).describe()
 
-    def run(self, name: str, documents: Facts, provenance: Facts, basis: Facts) -> Facts:
+    def run(
+        self, name: str, documents: StageResult, provenance: StageResult, basis: StageResult
+    ) -> StageResult:
         """Tokenize a split's parts and write its shards, but for what is done; documents: its bytes and parts."""
         encoder = tokenizers.load(self._stages.out)
         fast = FastEncoder(encoder, self._stages.out)
@@ -79,9 +81,9 @@ class Encode:
         folder, parts = self._stages.at(basis), documents["parts"]
         with self._stages.reporter.stage(f"tokenize {name}", documents["bytes"]) as advance:
 
-            def work(number: int) -> Facts:
+            def work(number: int) -> StageResult:
                 found = []
-                file = WholeFile(tokens_path(folder, name, number))
+                file = AtomicFile(tokens_path(folder, name, number))
                 for batch in _batches(read_documents(part_path(self._folder, name, number))):
                     texts = [each.text for each in batch]
                     for document, ids in zip(batch, fast.encode_batch(texts, threads), strict=True):
@@ -89,7 +91,7 @@ class Encode:
                         known: list[Any] = [document.domain, document.language]
                         if document.fields or self._by:
                             known += [dict(document.fields), self._corpus(document)]
-                        found.append([document.source, len(ids), document.text_bytes, [], *known])
+                        found.append([document.id, len(ids), document.text_bytes, [], *known])
                         advance(document.text_bytes)
                 file.commit()
                 return {"documents": found}
@@ -123,12 +125,12 @@ class Encode:
         self,
         folder: Path,
         name: str,
-        parts: Iterable[Facts],
+        parts: Iterable[StageResult],
         encoder: tokenizers.Tokenizer | None,
-        provenance: Facts,
-    ) -> Facts:
+        provenance: StageResult,
+    ) -> StageResult:
         """Shards of the ids that wait in a folder; without an encoder there are no ids."""
-        with Written(self._stages, name, encoder) as written:
+        with SplitWriter(self._stages, name, encoder) as written:
             for part, facts in enumerate(parts):
                 ids = np.fromfile(tokens_path(folder, name, part), "<i4")
                 beside = self._members(members_path(folder, name, part), facts["documents"])
@@ -139,7 +141,7 @@ class Encode:
         """The name of the corpus that a document belongs to; empty if there is but one."""
         if not self._by:
             return ""
-        value, values = document.value(self._by), self._config.split.values
+        value, values = document.get(self._by), self._config.split.values
         name = "" if value is None else str(value)
         return folder_name(name) if name and (not values or name in values) else OTHER
 
@@ -161,7 +163,7 @@ def _cores() -> int:
 
 def _in_sample(document: Document, share: float) -> bool:
     """A fixed random choice of about `share` of all documents."""
-    return int.from_bytes(blake3(document.source.encode()).digest(8), "big") < share * 2**64
+    return int.from_bytes(blake3(document.id.encode()).digest(8), "big") < share * 2**64
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatfm.data_prep.word_memory import WordMemory
+from megatfm.data_prep.word_memory import CachedWordEncoder
 from megatfm.errors import MegatfmError
-from megatfm.tokenizers import NAMES, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
+from megatfm.tokenizers import TOKENIZER_FILENAMES, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 
 MOST_CHECKED = 2**15
 """Characters of a text that is compared, at most."""
@@ -29,19 +29,19 @@ class FastEncoder:
 
     def __init__(self, tokenizer: Tokenizer, folder: Path) -> None:
         self._tokenizer = tokenizer
-        self._fast: _Gigatoken | WordMemory | None = None
+        self._fast: _Gigatoken | CachedWordEncoder | None = None
         if (
             isinstance(tokenizer, HuggingFaceTokenizer)
             and tokenizer.kind == "byte-bpe"
             and tokenizer.lossless
         ):
-            self._fast = _gigatoken((folder / NAMES[1]).read_bytes())
+            self._fast = _gigatoken((folder / TOKENIZER_FILENAMES[1]).read_bytes())
         elif (
             isinstance(tokenizer, SentencePieceTokenizer)
             and tokenizer.kind == "sentencepiece"
             and tokenizer.lossless
         ):
-            self._fast = WordMemory(tokenizer)
+            self._fast = CachedWordEncoder(tokenizer)
 
     def encode_batch(self, texts: Sequence[str], threads: int) -> Ids:
         """The ids of each text."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from megatfm.config.prep import ReadConfig
-from megatfm.data import Remote, RemoteFile
+from megatfm.data import RemoteFile, RemoteFolder
 from megatfm.data_prep.readers import check_format, format_of
 from megatfm.data_prep.readers.record import spelled
 from megatfm.errors import MegatfmError, UsageError
@@ -32,11 +32,11 @@ STDLIB_EXCLUDE = ("test", "tests", "idle_test", "site-packages", "dist-packages"
 
 
 @dataclass(frozen=True)
-class TextFile:
+class InputFile:
     """A file to read: its path or URL, its name below the corpus folder, its size in bytes, and what tells this version
     of it from others: when it was last changed, or what the store says."""
 
-    where: str
+    path: str
     name: str
     size: int
     version: int | str
@@ -53,7 +53,7 @@ class BadFile:
 OnBad = Callable[[str, str], None]
 
 
-class Listing:
+class InputFiles:
     """The files of a corpus folder, and what was left out: by name, or because it is no usable file.
 
     Of a folder behind a URL each is fetched to `scratch` when it is read, and removed afterwards.
@@ -62,7 +62,9 @@ class Listing:
     def __init__(self, config: ReadConfig, scratch: Path | None = None) -> None:
         check_format(config.format)
         self.config = config
-        self._remote = Remote(config.folder.rstrip("/")) if config.folder and "://" in config.folder else None
+        self._remote = (
+            RemoteFolder(config.folder.rstrip("/")) if config.folder and "://" in config.folder else None
+        )
         self._there: dict[str, RemoteFile] = {}
         self._scratch = scratch
         self.root = config.folder if self._remote else _root(config)
@@ -71,14 +73,14 @@ class Listing:
         self._include = config.include or usual
         self._exclude = (*config.exclude, *(STDLIB_EXCLUDE if stdlib else ()))
         self._skip_bad = config.on_bad == "skip"
-        self.left_out = 0
+        self.n_excluded = 0
         self.bad: list[BadFile] = []
         self.files = list(
             self._walk_remote(self._remote) if self._remote else self._walk(Path(str(self.root)))
         )
         if not self.files and not self.bad:
             raise UsageError(
-                f"{self.root}: no text files here ({self.left_out} left out by name): set read.folder to a folder "
+                f"{self.root}: no text files here ({self.n_excluded} left out by name): set read.folder to a folder "
                 "that has some, or change read.include and read.exclude"
             )
 
@@ -87,7 +89,7 @@ class Listing:
         facts = [[file.name, file.size, file.version] for file in self.files]
         return blake3(json.dumps(facts).encode()).hexdigest()
 
-    def put_first(self, patterns: Sequence[str]) -> None:
+    def move_to_front(self, patterns: Sequence[str]) -> None:
         """Files whose paths match come before all others, so that what they have is theirs. Raises UsageError if a
         pattern matches none, or all files match."""
         for pattern in patterns:
@@ -110,37 +112,37 @@ class Listing:
             )
         self.bad.append(BadFile(where, reason))
 
-    def format(self, file: TextFile) -> str:
+    def format(self, file: InputFile) -> str:
         """The name of a file's format."""
         return format_of(file.name, self.config, lambda size: self._begin(file, size))
 
-    def _begin(self, file: TextFile, size: int) -> bytes:
+    def _begin(self, file: InputFile, size: int) -> bytes:
         """The first bytes of a file; none if it can't be read, which whoever reads it will be told."""
         if self._remote:
-            return self._remote.begin(self._there[file.name], size)
+            return self._remote.read_head(self._there[file.name], size)
         try:
-            with open(file.where, "rb") as opened:
+            with open(file.path, "rb") as opened:
                 return opened.read(size)
         except OSError:
             return b""
 
     @contextmanager
-    def local(self, file: TextFile, beside: Sequence[str] = ()) -> Iterator[Path]:
+    def local(self, file: InputFile, companions: Sequence[str] = ()) -> Iterator[Path]:
         """Where a file lies on this machine, meanwhile. beside: suffixes of files that are wanted at its side."""
         if not self._remote:
-            yield Path(file.where)
+            yield Path(file.path)
             return
         assert self._scratch is not None
         stem, _, _ = file.name.rpartition(".")
         folder = self._scratch / blake3(file.name.encode()).hexdigest(8)
-        names = [file.name, *(name for suffix in beside if (name := stem + suffix) in self._there)]
+        names = [file.name, *(name for suffix in companions if (name := stem + suffix) in self._there)]
         for name in names:
-            self._remote.fetch(self._there[name], folder / name.rpartition("/")[2])
+            self._remote.download(self._there[name], folder / name.rpartition("/")[2])
         yield folder / file.name.rpartition("/")[2]
         # Only now: what a failed reading has fetched needn't be fetched again.
         shutil.rmtree(folder, ignore_errors=True)
 
-    def _walk_remote(self, remote: Remote) -> Iterator[TextFile]:
+    def _walk_remote(self, remote: RemoteFolder) -> Iterator[InputFile]:
         """In the same order, and by the same names."""
         found = [(tuple(file.name.split("/")), file) for file in remote.files()]
         self._there = {file.name: file for _, file in found}
@@ -161,15 +163,15 @@ class Listing:
             else:
                 name = file.name.replace("#", "%23")
                 self._there[name] = file
-                yield TextFile(f"{remote.url}/{file.name}", name, file.size, file.stamp)
-        self.left_out += len(left_out)
+                yield InputFile(f"{remote.url}/{file.name}", name, file.size, file.version)
+        self.n_excluded += len(left_out)
 
     def _excluded(self, names: Iterable[str]) -> Sequence[str]:
         """Patterns of what is left out of a folder that has these names."""
         of_datasets = any(name.endswith(".arrow") or name == "dataset_dict.json" for name in names)
         return (*self._exclude, *(_OF_DATASETS if of_datasets else ()))
 
-    def _walk(self, root: Path) -> Iterator[TextFile]:
+    def _walk(self, root: Path) -> Iterator[InputFile]:
         """Depth first, sorted by name. Links are followed; one that leads back to a folder above is bad."""
         stack = [(self._entries(root), _identity(root))]
         while stack:
@@ -189,9 +191,9 @@ class Listing:
                 else:
                     stack.append((self._entries(path), identity))
             elif not _matches(path.name, self._include):
-                self.left_out += 1
+                self.n_excluded += 1
             elif stat.S_ISREG(found.st_mode):
-                yield TextFile(str(path), _name(path.relative_to(root)), found.st_size, found.st_mtime_ns)
+                yield InputFile(str(path), _name(path.relative_to(root)), found.st_size, found.st_mtime_ns)
             else:
                 self.on_bad(str(path), "is not a file but a device, pipe or socket")
 
@@ -204,7 +206,7 @@ class Listing:
         exclude = self._excluded(path.name for path in paths)
         for path in paths:
             if _matches(path.name, (".*", *exclude)):
-                self.left_out += 1
+                self.n_excluded += 1
             else:
                 yield path
 
@@ -218,7 +220,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def runs(sizes: Sequence[int], part_bytes: int) -> list[tuple[int, int]]:
+def chunk_by_bytes(sizes: Sequence[int], part_bytes: int) -> list[tuple[int, int]]:
     """Cut a list of files into runs of about `part_bytes`: (first, end) of each, at least one."""
     ends, size = [], 0
     for index, each in enumerate(sizes):

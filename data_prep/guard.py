@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatfm.config.prep import NearDuplicatesConfig
-from megatfm.data.files import WholeFile
-from megatfm.data_prep.counts import Counts
+from megatfm.data.files import AtomicFile
+from megatfm.data_prep.counts import StepStats
 from megatfm.data_prep.documents import Document
-from megatfm.data_prep.duplicates.index import RowsWriter
-from megatfm.data_prep.minhash import Signatures, band_hashes, signed
+from megatfm.data_prep.duplicates.index import KeyTableWriter
+from megatfm.data_prep.minhash import Signatures, band_hashes, with_signatures
 
 HASHES = 128
 # 32 bands of 4: two documents with similarity 0.6 meet in some band in 98.8 % of cases, with 0.7 in 99.98 %.
@@ -39,12 +39,12 @@ class NearDuplicates:
 
     def scan(self, part: int, documents: Iterable[Document]) -> None:
         """Write the signatures and sources of a part of what is held out."""
-        RowsWriter(self._path(f"signatures.{part:05d}")).write(self._scan(part, documents))
+        KeyTableWriter(self._path(f"signatures.{part:05d}")).write(self._scan(part, documents))
 
     def index(self, parts: int) -> int:
         """Write the index, as files `held-out.*` of the folder. Returns how many documents there are."""
         ends = [0]
-        sources = WholeFile(self._path("sources"))
+        sources = AtomicFile(self._path("sources"))
         try:
             for part in range(parts):
                 for line in self._path(f"sources.{part:05d}").read_bytes().splitlines():
@@ -53,39 +53,39 @@ class NearDuplicates:
             sources.commit()
         finally:
             sources.discard()
-        RowsWriter(self._path("lines")).write(iter([np.array(ends, "<i8")]))
+        KeyTableWriter(self._path("lines")).write(iter([np.array(ends, "<i8")]))
         of_parts = (np.fromfile(self._path(f"signatures.{part:05d}"), "<u4") for part in range(parts))
-        RowsWriter(self._path("signatures")).write(of_parts)
+        KeyTableWriter(self._path("signatures")).write(of_parts)
         rows, count = self._mapped("signatures", "<u4", HASHES), len(ends) - 1
-        RowsWriter(self._path("places")).write(
+        KeyTableWriter(self._path("places")).write(
             np.argsort(band_hashes(rows, band, _WIDTH), kind="stable")[None] for band in range(BANDS)
         )
         places = self._mapped("places", "<i8", count)
-        RowsWriter(self._path("bands")).write(
+        KeyTableWriter(self._path("bands")).write(
             band_hashes(rows, band, _WIDTH)[places[band]][None] for band in range(BANDS)
         )
         return count
 
-    def without(self, documents: Iterable[Document], counts: Counts) -> Iterator[Document]:
+    def without(self, documents: Iterable[Document], counts: StepStats) -> Iterator[Document]:
         """The documents that are near to none that is held out."""
-        for some, signs in signed(documents, self._config.shingle_words, HASHES):
+        for some, signs in with_signatures(documents, self._config.shingle_words, HASHES):
             near = self._nearest(signs)
             for number, document in enumerate(some):
-                counts.take(document.text_bytes)
+                counts.count_input(document.text_bytes)
                 if number in near:
                     place, similarity = near[number]
-                    example = f"{document.source} ~ {self._source(place)} ({similarity:.2f})"
-                    counts.drop("near a validation document", document.text_bytes, example)
+                    example = f"{document.id} ~ {self._source(place)} ({similarity:.2f})"
+                    counts.count_dropped("near a validation document", document.text_bytes, example)
                 else:
-                    counts.keep(document.text_bytes)
+                    counts.count_kept(document.text_bytes)
                     yield document
 
     def _scan(self, part: int, documents: Iterable[Document]) -> Iterator[Signatures]:
         """Their signatures; where they are from is written on the way."""
-        sources = WholeFile(self._path(f"sources.{part:05d}"))
+        sources = AtomicFile(self._path(f"sources.{part:05d}"))
         try:
-            for some, signs in signed(documents, self._config.shingle_words, HASHES):
-                sources.write("".join(f"{json.dumps(document.source)}\n" for document in some).encode())
+            for some, signs in with_signatures(documents, self._config.shingle_words, HASHES):
+                sources.write("".join(f"{json.dumps(document.id)}\n" for document in some).encode())
                 yield signs
             sources.commit()
         finally:

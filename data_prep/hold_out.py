@@ -4,16 +4,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from megatfm.data_prep.counts import Counts, why
+from megatfm.data_prep.counts import StepStats, format_drop_reasons
 from megatfm.data_prep.documents import Document, DocumentWriter, part_path, read_documents
 from megatfm.data_prep.files import matches_path
 from megatfm.data_prep.guard import NearDuplicates
-from megatfm.data_prep.progress import advancing
+from megatfm.data_prep.progress import track_progress
 from megatfm.data_prep.split import LEVELS, OF_DOCUMENTS, Split, plan_by_hash, plan_parts_of_files, plan_split
-from megatfm.data_prep.stages import Facts, Stages
+from megatfm.data_prep.stages import StageResult, StageRunner
 from megatfm.errors import UsageError
 
-NOTHING: Facts = {"level": "nothing", "names": [], "parts": []}
+NO_SPLIT: StageResult = {"level": "nothing", "names": [], "parts": []}
 """The plan where nothing is held out."""
 MANY = 10**6
 """Records from which on they are held out by their hashes, and no longer named one by one."""
@@ -25,38 +25,40 @@ NOTES = {
 }
 
 
-class HoldOut:
+class SplitStage:
     """Splits the documents that wait in a folder, in the parts of `name`, whose stage noted the bytes of each file in
     each part."""
 
-    def __init__(self, stages: Stages, folder: Path, name: str, parts: int) -> None:
+    def __init__(self, stages: StageRunner, folder: Path, name: str, parts: int) -> None:
         self._stages = stages
         self._config = stages.config
         self._input = folder
         self._name, self._parts = name, parts
 
-    def plan(self, basis: Facts) -> Facts:
+    def plan(self, basis: StageResult) -> StageResult:
         """Choose what is held out: the level, the names, and the parts that have some of it."""
         config = self._config.split
         share, seed = config.validation, config.seed
-        if not config.holds_out:
-            return NOTHING
+        if not config.has_validation_split:
+            return NO_SPLIT
 
-        def by_files() -> Facts:
+        def by_files() -> StageResult:
             sizes: Counter[str] = Counter()
-            for part in self._stages.results(self._name, basis, range(self._parts)):
+            for part in self._stages.task_results(self._name, basis, range(self._parts)):
                 sizes.update(part["files"])
-            split = _named(sizes, config.files) if config.files else plan_split(sizes, share, seed)
-            return _plan(split, self._stages.results(self._name, basis, range(self._parts)))
+            split = (
+                _split_by_patterns(sizes, config.files) if config.files else plan_split(sizes, share, seed)
+            )
+            return _plan(split, self._stages.task_results(self._name, basis, range(self._parts)))
 
-        def sources(number: int) -> Facts:
+        def sources(number: int) -> StageResult:
             sizes: dict[str, Counter[str]] = {level: Counter() for level in OF_DOCUMENTS}
             for document in read_documents(part_path(self._input, self._name, number)):
                 for level, of_level in sizes.items():
                     of_level[LEVELS[level](document)] += document.text_bytes
             return sizes
 
-        def by_sources(parts: Iterable[Facts]) -> Facts:
+        def by_sources(parts: Iterable[StageResult]) -> StageResult:
             split = _of_documents(parts, share, seed)
             if split is None:
                 raise UsageError(
@@ -71,18 +73,20 @@ class HoldOut:
             else self._stages.parts("plan-parts", basis, self._parts, sources, by_sources)
         )
 
-    def run(self, plan: Facts, size: int, basis: Facts) -> Facts:
+    def run(self, plan: StageResult, size: int, basis: StageResult) -> StageResult:
         """The rest, without near duplicates of what is held out, is for training. Both splits wait in the folder of the
         basis."""
         self._folder = self._stages.at(basis)
         self._near = NearDuplicates(self._config.near_duplicates, self._folder)
         split = Split(plan["level"], frozenset(plan["names"]), plan.get("below", 0), self._config.split.seed)
-        held_out = self._set_aside(plan, split, basis) if split else {"bytes": 0}
+        held_out = self._write_validation(plan, split, basis) if split else {"bytes": 0}
         with self._stages.reporter.stage("split", size) as advance:
 
-            def work(number: int) -> Facts:
-                counts = Counts(NearDuplicates.title)
-                documents = advancing(read_documents(part_path(self._input, self._name, number)), advance)
+            def work(number: int) -> StageResult:
+                counts = StepStats(NearDuplicates.title)
+                documents = track_progress(
+                    read_documents(part_path(self._input, self._name, number)), advance
+                )
                 rest = (document for document in documents if not split.holds_out(document))
                 with DocumentWriter(part_path(self._folder, "train", number)) as writer:
                     kept = self._near.without(rest, counts) if split else _counted(rest, counts)
@@ -91,10 +95,10 @@ class HoldOut:
                     writer.commit()
                 return {"steps": [counts.as_json()]}
 
-            def join(parts: Iterable[Facts]) -> Facts:
-                counts = Counts.joined([part["steps"][0] for part in parts])
+            def join(parts: Iterable[StageResult]) -> StageResult:
+                counts = StepStats.merge([part["steps"][0] for part in parts])
                 if not counts.documents_out:
-                    raise UsageError(f"no training document is left: {why([counts])}")
+                    raise UsageError(f"no training document is left: {format_drop_reasons([counts])}")
                 notes = [NOTES[split.level]] if split and split.level in NOTES else []
                 if self._config.split.files:
                     notes = []
@@ -108,13 +112,13 @@ class HoldOut:
 
             return self._stages.parts("split", basis, self._parts, work, join)
 
-    def _set_aside(self, plan: Facts, split: Split, basis: Facts) -> Facts:
+    def _write_validation(self, plan: StageResult, split: Split, basis: StageResult) -> StageResult:
         """What is held out waits as `validation`, and can be looked for."""
         with self._stages.reporter.stage("hold out", len(plan["parts"])) as advance:
 
-            def work(number: int) -> Facts:
+            def work(number: int) -> StageResult:
                 path = part_path(self._input, self._name, plan["parts"][number])
-                counts = Counts("held out")
+                counts = StepStats("held out")
                 with DocumentWriter(part_path(self._folder, "validation", number)) as writer:
                     held_out = filter(split.holds_out, read_documents(path))
                     self._near.scan(number, _written(held_out, writer, counts))
@@ -122,14 +126,14 @@ class HoldOut:
                 advance(1)
                 return {"bytes": counts.bytes_out}
 
-            def join(parts: Iterable[Facts]) -> Facts:
+            def join(parts: Iterable[StageResult]) -> StageResult:
                 self._near.index(len(plan["parts"]))
                 return {"bytes": sum(each["bytes"] for each in parts)}
 
             return self._stages.parts("held-out", basis, len(plan["parts"]), work, join)
 
 
-def _of_documents(parts: Iterable[Facts], share: float, seed: int) -> Split | None:
+def _of_documents(parts: Iterable[StageResult], share: float, seed: int) -> Split | None:
     """The split at a level of documents, given of each part by level the bytes of each name."""
     sizes: dict[str, Counter[str]] = {level: Counter() for level in OF_DOCUMENTS}
     for part in parts:
@@ -141,14 +145,14 @@ def _of_documents(parts: Iterable[Facts], share: float, seed: int) -> Split | No
     return plan_parts_of_files(sizes, share, seed)
 
 
-def _counted(documents: Iterable[Document], counts: Counts) -> Iterator[Document]:
+def _counted(documents: Iterable[Document], counts: StepStats) -> Iterator[Document]:
     for document in documents:
-        counts.take(document.text_bytes)
-        counts.keep(document.text_bytes)
+        counts.count_input(document.text_bytes)
+        counts.count_kept(document.text_bytes)
         yield document
 
 
-def _named(files: Iterable[str], patterns: Sequence[str]) -> Split:
+def _split_by_patterns(files: Iterable[str], patterns: Sequence[str]) -> Split:
     """The split that the user has made."""
     held_out = frozenset(name for name in files if matches_path(name, patterns))
     if not held_out:
@@ -159,7 +163,7 @@ def _named(files: Iterable[str], patterns: Sequence[str]) -> Split:
     return Split("file", held_out)
 
 
-def _plan(split: Split | None, parts: Iterable[Facts]) -> Facts:
+def _plan(split: Split | None, parts: Iterable[StageResult]) -> StageResult:
     """Of the parts those whose `files`, which may be documents, are held out."""
     if split is None:
         return {"level": None}
@@ -172,9 +176,9 @@ def _plan(split: Split | None, parts: Iterable[Facts]) -> Facts:
     return {"level": split.level, "names": sorted(split.held_out), **below, "parts": numbers}
 
 
-def _written(documents: Iterable[Document], writer: DocumentWriter, counts: Counts) -> Iterator[Document]:
+def _written(documents: Iterable[Document], writer: DocumentWriter, counts: StepStats) -> Iterator[Document]:
     """The documents, which are written and counted."""
     for document in documents:
         writer.add(document)
-        counts.keep(document.text_bytes)
+        counts.count_kept(document.text_bytes)
         yield document

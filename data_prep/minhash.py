@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from rensa import RMinHash
 
 from megatfm.data_prep.documents import Document
-from megatfm.data_prep.words import Hashes, mix, run_hashes, word_hashes
+from megatfm.data_prep.words import Hashes, ngram_hashes, splitmix64, word_hashes
 
 BATCH_BYTES = 2**18  # so that all arrays of a batch stay in the cache
 
@@ -26,12 +26,12 @@ def signatures(texts: Sequence[str], shingle_words: int, hashes: int, seed: int 
         words, offsets = word_hashes(
             [text if has else _spelled(text) for text, has in zip(texts, np.diff(offsets), strict=True)]
         )
-    runs, begins = run_hashes(words, offsets, shingle_words)
+    runs, begins = ngram_hashes(words, offsets, shingle_words)
     matrix = RMinHash.digest_matrix_from_flat_token_hashes(runs, begins.astype(np.uint64), hashes, seed)
     return np.array(matrix.to_rows(), "<u4").reshape(len(texts), hashes)
 
 
-def signed(
+def with_signatures(
     documents: Iterable[Document], shingle_words: int, hashes: int
 ) -> Iterator[tuple[list[Document], Signatures]]:
     """All documents with their signatures, a few at a time."""
@@ -51,7 +51,7 @@ def band_hashes(rows: NDArray[Any], band: int, width: int) -> Hashes:
     """[signatures]: one number for the `width` hashes of a band, equal for those that agree in all of them."""
     combined = np.full(len(rows), band, np.uint64)
     for column in range(band * width, (band + 1) * width):
-        combined = mix(combined ^ rows[:, column].astype(np.uint64))
+        combined = splitmix64(combined ^ rows[:, column].astype(np.uint64))
     return combined
 
 

@@ -16,19 +16,19 @@ from pathlib import Path
 
 from megatfm import tokenizers
 from megatfm.config.prep import PrepConfig
-from megatfm.data_prep.clean import Clean
-from megatfm.data_prep.encode import Encode
-from megatfm.data_prep.files import Listing
-from megatfm.data_prep.hold_out import HoldOut
+from megatfm.data_prep.clean import CleanStage
+from megatfm.data_prep.encode import TokenizeStage
+from megatfm.data_prep.files import InputFiles
+from megatfm.data_prep.hold_out import SplitStage
 from megatfm.data_prep.progress import Reporter
-from megatfm.data_prep.stages import Facts, Stages
+from megatfm.data_prep.stages import StageResult, StageRunner
 from megatfm.data_prep.summary import PrepSummary
 from megatfm.data_prep.take_ids import IdFiles
 from megatfm.data_prep.take_images import ImageFiles
-from megatfm.data_prep.take_over import NONE, SPLITS, Source, TakeOver
-from megatfm.data_prep.team import FINISH, Alone, Claims, Team
-from megatfm.data_prep.thin import Thin
-from megatfm.data_prep.work import Workspace, identity
+from megatfm.data_prep.take_over import EMPTY_SPLIT, SPLITS, ImportSource, ImportStage
+from megatfm.data_prep.team import FINISH, LocalExecutor, LockExecutor, TaskExecutor
+from megatfm.data_prep.thin import DedupStage
+from megatfm.data_prep.work import Workspace, config_identity
 from megatfm.errors import UsageError
 from megatfm.registry import import_plugins
 
@@ -43,7 +43,7 @@ LOSSY = "this tokenizer does not keep every text as it is, so there will be no b
 
 
 def run(
-    config: PrepConfig, reporter: Reporter | None = None, team: Callable[[Path], Team] | None = None
+    config: PrepConfig, reporter: Reporter | None = None, team: Callable[[Path], TaskExecutor] | None = None
 ) -> PrepSummary:
     """Prepare a corpus: text → repaired, deduplicated, split, tokenized → shards in `config.out`.
 
@@ -55,46 +55,46 @@ def run(
     import_plugins(config.plugins)
     _check_places(config)
     workspace = Workspace(config)
-    members = team(workspace.folder) if team else Alone()
-    shared = isinstance(members, Claims)
-    with workspace.lock(shared) if shared or members.number == 1 else nullcontext(True) as locked:
+    members = team(workspace.folder) if team else LocalExecutor()
+    shared = isinstance(members, LockExecutor)
+    with workspace.lock(shared) if shared or members.rank == 1 else nullcontext(True) as locked:
         if shared and not locked:
             raise UsageError(
                 f"{workspace.out}: no locks on this file system, but --part needs them: use mpirun"
             )
         if not locked:
-            reporter.say(f"{workspace.out}: no locks on this file system: let no other prep work here")
-        result = members.agreed(lambda: workspace.finished(shared))
+            reporter.log(f"{workspace.out}: no locks on this file system: let no other prep work here")
+        result = members.broadcast_result(lambda: workspace.finished(shared))
         if result is not None:
             return PrepSummary(workspace.place, result, already_done=True)
-        result = _prepare(workspace, Stages(config, workspace, reporter, members))
+        result = _prepare(workspace, StageRunner(config, workspace, reporter, members))
         return PrepSummary(workspace.place, result, already_done=False)
 
 
-def _prepare(workspace: Workspace, stages: Stages) -> Facts:
+def _prepare(workspace: Workspace, stages: StageRunner) -> StageResult:
     """The story: read and clean, thin out, hold out, tokenize, finish."""
-    config, values = stages.config, identity(stages.config)
-    listing = Listing(config.read, workspace.folder / "fetched")
+    config, values = stages.config, config_identity(stages.config)
+    listing = InputFiles(config.read, workspace.folder / "fetched")
     if config.split.files:
-        listing.put_first(config.split.files)
-    basis: Facts = {
+        listing.move_to_front(config.split.files)
+    basis: StageResult = {
         "files": listing.fingerprint(),
         "part_bytes": config.part_bytes,
         **{name: values[name] for name in ("version", "plugins", "read", "split", "steps") if name in values},
     }
-    if isinstance(stages.team, Claims) or stages.team.number == 1:
-        workspace.agree(basis, shared=isinstance(stages.team, Claims))
-    if config.read.takes_over:
+    if isinstance(stages.team, LockExecutor) or stages.team.rank == 1:
+        workspace.agree(basis, shared=isinstance(stages.team, LockExecutor))
+    if config.read.is_passthrough:
         return _finish(workspace, stages, _take_over(stages, listing, values, basis))
-    clean, folder = Clean(stages, listing).run(basis), stages.at(basis)
+    clean, folder = CleanStage(stages, listing).run(basis), stages.at(basis)
     if "duplicates" in values:
         basis["duplicates"] = values["duplicates"]
-    thin, folder = Thin(stages, folder, clean).run(basis), stages.at(basis)
-    hold_out = HoldOut(stages, folder, thin["name"], clean["parts"])
+    thin, folder = DedupStage(stages, folder, clean).run(basis), stages.at(basis)
+    hold_out = SplitStage(stages, folder, thin["name"], clean["parts"])
     plan = hold_out.plan(basis)
     basis["near_duplicates"] = values["near_duplicates"]
     split = hold_out.run(plan, thin["bytes"], basis)
-    encode = Encode(stages, stages.at(basis))
+    encode = TokenizeStage(stages, stages.at(basis))
     basis["tokenizer"] = values["tokenizer"]
     facts = encode.make_tokenizer(split, basis)
     provenance = {"config": values, "input_blake3": clean["blake3"], "libraries": _libraries(config, facts)}
@@ -109,33 +109,37 @@ def _prepare(workspace: Workspace, stages: Stages) -> Facts:
     }
     basis.update(values)
     for name in SPLITS:
-        empty = name == "validation" and not config.split.holds_out
-        result[name] = NONE if empty else encode.run(name, split[name], provenance, basis)
+        empty = name == "validation" and not config.split.has_validation_split
+        result[name] = EMPTY_SPLIT if empty else encode.run(name, split[name], provenance, basis)
 
     return _finish(workspace, stages, result)
 
 
-def _take_over(stages: Stages, listing: Listing, values: Facts, basis: Facts) -> Facts:
+def _take_over(
+    stages: StageRunner, listing: InputFiles, values: StageResult, basis: StageResult
+) -> StageResult:
     """The shorter story of token ids that were made elsewhere, and of images."""
     basis.update(values)
     config = stages.config
-    facts = stages.once("tokenizer", basis, Encode(stages, stages.at(basis)).copy_tokenizer, in_out=True)
+    facts = stages.once(
+        "tokenizer", basis, TokenizeStage(stages, stages.at(basis)).copy_tokenizer, in_out=True
+    )
     known = tokenizers.load(stages.out) if config.tokenizer.file is not None else None
-    source: Source
+    source: ImportSource
     if config.read.format == "images":
         source = ImageFiles(listing, known, config.part_bytes)
     else:
         assert known is not None  # as the config is checked
         source = IdFiles(listing, known)
 
-    def provenance(digest: str) -> Facts:
+    def provenance(digest: str) -> StageResult:
         return {"config": values, "input_blake3": digest, "libraries": _libraries(config, facts)}
 
     skipped = [f"{bad.where}: {bad.reason}" for bad in listing.bad]
-    found = TakeOver(stages, source).run(basis, provenance)
+    found = ImportStage(stages, source).run(basis, provenance)
     return {
         **found["provenance"],
-        "notes": [source.note],
+        "notes": [source.warning],
         "skipped_files": skipped + found["skipped_files"],
         "steps": found["steps"],
         "held_out": {"level": "document", "names": []},
@@ -144,17 +148,17 @@ def _take_over(stages: Stages, listing: Listing, values: Facts, basis: Facts) ->
     }
 
 
-def _finish(workspace: Workspace, stages: Stages, result: Facts) -> Facts:
+def _finish(workspace: Workspace, stages: StageRunner, result: StageResult) -> StageResult:
     """Commit the whole, once."""
 
-    def finish() -> Facts:
-        workspace.finish(result, clean=not isinstance(stages.team, Claims))
+    def finish() -> StageResult:
+        workspace.finish(result, clean=not isinstance(stages.team, LockExecutor))
         return result
 
-    return stages.team.once(FINISH, workspace.result, finish)
+    return stages.team.run_once(FINISH, workspace.result, finish)
 
 
-def _libraries(config: PrepConfig, tokenizer: Facts) -> dict[str, str]:
+def _libraries(config: PrepConfig, tokenizer: StageResult) -> dict[str, str]:
     """The versions of what took part."""
     names = {*LIBRARIES, *(["pillow"] if config.read.format == "images" else [])}
     if not tokenizer["kind"].startswith("sentencepiece"):

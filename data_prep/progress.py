@@ -11,7 +11,7 @@ from megatfm.data_prep.documents import Document
 
 SECONDS_BETWEEN_LINES = 10.0
 
-Advance = Callable[[int], None]
+UpdateProgress = Callable[[int], None]
 
 
 class Reporter:
@@ -20,12 +20,12 @@ class Reporter:
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         """Print a line as it is."""
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     @contextmanager
-    def stage(self, title: str, total: int) -> Iterator[Advance]:
+    def stage(self, title: str, total: int) -> Iterator[UpdateProgress]:
         """Show that a stage runs. The function that it yields is told of progress, in the unit of `total`."""
         begin = time.monotonic()
         if self.console.is_terminal:
@@ -40,22 +40,22 @@ class Reporter:
                 yield lambda amount: bar.advance(task, amount)
         else:
             yield self._lines(title, total)
-        self.say(f"{title}: done in {time.monotonic() - begin:.1f} s")
+        self.log(f"{title}: done in {time.monotonic() - begin:.1f} s")
 
-    def _lines(self, title: str, total: int) -> Advance:
+    def _lines(self, title: str, total: int) -> UpdateProgress:
         done, said = 0, (begin := time.monotonic())
 
-        def advance(amount: int) -> None:
+        def update(amount: int) -> None:
             nonlocal done, said
             done += amount
             if time.monotonic() - said >= SECONDS_BETWEEN_LINES:
                 said = time.monotonic()
-                self.say(f"{title}: {100 * done // max(total, 1)} %{_left(said - begin, done, total)}")
+                self.log(f"{title}: {100 * done // max(total, 1)} %{_format_eta(said - begin, done, total)}")
 
-        return advance
+        return update
 
 
-def _left(seconds: float, done: int, total: int) -> str:
+def _format_eta(seconds: float, done: int, total: int) -> str:
     """How long the rest will take if it goes on like that."""
     if not 0 < done < total:
         return ""
@@ -64,7 +64,7 @@ def _left(seconds: float, done: int, total: int) -> str:
     return f", about {hours} h {minutes} min left" if hours else f", about {minutes} min {left % 60} s left"
 
 
-def advancing(documents: Iterator[Document], advance: Advance) -> Iterator[Document]:
+def track_progress(documents: Iterator[Document], advance: UpdateProgress) -> Iterator[Document]:
     """The documents; `advance` is told of the bytes of each that is done."""
     for document in documents:
         yield document

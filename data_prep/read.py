@@ -4,15 +4,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megatfm.config.prep import ReadConfig
-from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.counts import StepStats
 from megatfm.data_prep.documents import Document
-from megatfm.data_prep.files import BadFile, Listing, TextFile
+from megatfm.data_prep.files import BadFile, InputFile, InputFiles
 from megatfm.data_prep.readers import Bad, BadFileError, reader
 from megatfm.data_prep.readers.text import cut_text, texts
 from megatfm.errors import MegatfmError
 
 
-class Read:
+class DocumentReader:
     """Turns files of a listing (`files`, else all) into documents of at most `limit` bytes.
 
     `bad`: files that were found to be bad before, so that they are counted; those of the listing, if left out.
@@ -20,12 +20,12 @@ class Read:
 
     def __init__(
         self,
-        listing: Listing,
+        listing: InputFiles,
         limit: int,
-        files: Sequence[TextFile] | None = None,
+        files: Sequence[InputFile] | None = None,
         bad: Sequence[BadFile] | None = None,
     ) -> None:
-        self.counts = Counts("read")
+        self.counts = StepStats("read")
         self._listing = listing
         self._config: ReadConfig = listing.config
         self._limit = limit
@@ -40,22 +40,22 @@ class Read:
             name = self._listing.format(file)
             with self._listing.local(file) as path:
                 for document in self._text(file, path) if name == "text" else self._records(file, path, name):
-                    self.counts.take(document.text_bytes)
+                    self.counts.count_input(document.text_bytes)
                     if document.text.strip():
-                        self.counts.keep(document.text_bytes)
+                        self.counts.count_kept(document.text_bytes)
                         yield document
                     else:
-                        self.counts.drop("is empty", document.text_bytes, document.source)
+                        self.counts.count_dropped("is empty", document.text_bytes, document.id)
             advance(file.size)
 
-    def _text(self, file: TextFile, path: Path) -> Iterator[Document]:
+    def _text(self, file: InputFile, path: Path) -> Iterator[Document]:
         """The parts of a text file, or none if it is bad. It is read twice: half of a file is never used, and a
         large one is never held as a whole."""
         try:
             parts = sum(1 for _ in texts(path, self._limit))
         except (OSError, BadFileError) as error:
             reason = f"can't be read ({error.strerror})" if isinstance(error, OSError) else str(error)
-            self._listing.on_bad(file.where, reason)
+            self._listing.on_bad(file.path, reason)
             self._drop(reason.partition(" at byte ")[0], file.size, f"{file.name}: {reason}")
             return
         self.counts.changed += parts > 1
@@ -67,10 +67,10 @@ class Read:
                     yield Document(f"{file.name}#{part}", text, record=file.name)
         except (OSError, BadFileError) as error:
             raise MegatfmError(
-                f"{file.where}: changed while it was read ({error}): run the same command again"
+                f"{file.path}: changed while it was read ({error}): run the same command again"
             ) from None
 
-    def _records(self, file: TextFile, path: Path, name: str) -> Iterator[Document]:
+    def _records(self, file: InputFile, path: Path, name: str) -> Iterator[Document]:
         """The records of a file; of those that can't be used the first is told of, and all are counted."""
         told = False
         try:
@@ -78,7 +78,7 @@ class Read:
                 source = f"{file.name}#{record.key}"
                 if isinstance(record, Bad):
                     if not told:
-                        self._listing.on_bad(file.where, f"record {record.key} {record.reason}")
+                        self._listing.on_bad(file.path, f"record {record.key} {record.reason}")
                     told = True
                     self._drop(f"{record.reason.partition(':')[0]}", 0, source)
                     continue
@@ -91,9 +91,9 @@ class Read:
                         place = f"{source}.{part}"
                         yield Document(place, text, record.url, fields=record.fields, record=source)
         except BadFileError as error:
-            self._listing.on_bad(file.where, str(error))
+            self._listing.on_bad(file.path, str(error))
             self._drop("breaks off", 0, f"{file.name}: {error}")
 
     def _drop(self, reason: str, size: int, example: str) -> None:
-        self.counts.take(size)
-        self.counts.drop(reason, size, example)
+        self.counts.count_input(size)
+        self.counts.count_dropped(reason, size, example)

@@ -10,10 +10,10 @@ from blake3 import blake3
 from megatfm.data_prep.documents import Document
 
 LEVELS: Mapping[str, Callable[[Document], str]] = {
-    "top-level package": lambda document: document.entry,
+    "top-level package": lambda document: document.top_level,
     "file": lambda document: document.file,
     "record": lambda document: document.unit,
-    "part of a file": lambda document: document.source,
+    "part of a file": lambda document: document.id,
 }
 """What is kept together, from the best protection against leaks to the least: none at all, between the parts of one
 text."""
@@ -49,7 +49,7 @@ def _bin(name: str, seed: int) -> int:
     return int.from_bytes(_digest(name, seed)[:2], "big")
 
 
-def choose(sizes: Mapping[str, int], share: float, seed: int) -> frozenset[str]:
+def choose_held_out(sizes: Mapping[str, int], share: float, seed: int) -> frozenset[str]:
     """Names to hold out, given the bytes of each: at most `share` of all bytes, at least half of that, or none.
 
     Names come in the order of a hash of (seed, name), so that a new one disturbs the others little; one that
@@ -72,7 +72,7 @@ def plan_split(files: Mapping[str, int], share: float, seed: int) -> Split | Non
         sizes: Counter[str] = Counter()
         for file, size in files.items():
             sizes[LEVELS[level](Document(file, ""))] += size
-        if held_out := choose(sizes, share, seed):
+        if held_out := choose_held_out(sizes, share, seed):
             return Split(level, held_out)
     return None
 
@@ -80,7 +80,7 @@ def plan_split(files: Mapping[str, int], share: float, seed: int) -> Split | Non
 def plan_parts_of_files(sizes: Mapping[str, Mapping[str, int]], share: float, seed: int) -> Split | None:
     """The split of documents, given by level the bytes of each name; None if there are too few."""
     for level in OF_DOCUMENTS:
-        if held_out := choose(sizes[level], share, seed):
+        if held_out := choose_held_out(sizes[level], share, seed):
             return Split(level, held_out)
     return None
 

@@ -6,16 +6,18 @@ from typing import Any
 
 from megatfm.config.prep import PrepConfig
 from megatfm.data_prep.progress import Reporter
-from megatfm.data_prep.team import Team
+from megatfm.data_prep.team import TaskExecutor
 from megatfm.data_prep.work import Workspace
 
-Facts = dict[str, Any]
+StageResult = dict[str, Any]
 
 
-class Stages:
+class StageRunner:
     """Runs stages for a team, in the folder for work in progress. `basis` is all that a stage depends on."""
 
-    def __init__(self, config: PrepConfig, workspace: Workspace, reporter: Reporter, team: Team) -> None:
+    def __init__(
+        self, config: PrepConfig, workspace: Workspace, reporter: Reporter, team: TaskExecutor
+    ) -> None:
         self.config = config
         self.reporter = reporter
         self.team = team
@@ -23,25 +25,25 @@ class Stages:
         self.folder: Path = workspace.folder
         self.at: Callable[[Mapping[str, Any]], Path] = workspace.folder_of
         """The folder in which files of a stage with this basis lie: of another basis they are elsewhere."""
-        self.send: Callable[[Path], None] = workspace.send
+        self.send: Callable[[Path], None] = workspace.upload
         self._workspace = workspace
 
-    def finished(self, name: str, basis: Facts, in_out: bool = False) -> Facts | None:
+    def load_result(self, name: str, basis: StageResult, in_out: bool = False) -> StageResult | None:
         """The result of a stage, if it is finished."""
-        return self.team.agreed(lambda: self._workspace.stage(name, basis, in_out))
+        return self.team.broadcast_result(lambda: self._workspace.stage(name, basis, in_out))
 
-    def results(self, name: str, basis: Facts, numbers: Iterable[int]) -> Iterator[Facts]:
+    def task_results(self, name: str, basis: StageResult, numbers: Iterable[int]) -> Iterator[StageResult]:
         """The results of these parts of a stage that is finished."""
         return (self._workspace.stage(f"{name}.{number:05d}", basis) or {} for number in numbers)
 
     def once(
         self,
         name: str,
-        basis: Facts,
-        work: Callable[[], Facts],
+        basis: StageResult,
+        work: Callable[[], StageResult],
         in_out: bool = False,
         tidy: Callable[[], None] = lambda: None,
-    ) -> Facts:
+    ) -> StageResult:
         """The result of a stage that is done by one process, unless it is finished.
 
         in_out: whether it writes into `out`, where it replaces what the stage of another basis wrote.
@@ -49,7 +51,7 @@ class Stages:
         """
         basis = dict(basis)
 
-        def commit() -> Facts:
+        def commit() -> StageResult:
             if in_out:
                 self._workspace.forget(name)
             result = work()
@@ -57,28 +59,28 @@ class Stages:
             tidy()
             return result
 
-        return self.team.once(name, lambda: self._workspace.stage(name, basis, in_out), commit)
+        return self.team.run_once(name, lambda: self._workspace.stage(name, basis, in_out), commit)
 
     def parts(
         self,
         name: str,
-        basis: Facts,
+        basis: StageResult,
         count: int,
-        work: Callable[[int], Facts],
-        join: Callable[[Iterable[Facts]], Facts],
+        work: Callable[[int], StageResult],
+        join: Callable[[Iterable[StageResult]], StageResult],
         in_out: bool = False,
         tidy: Callable[[], None] = lambda: None,
-    ) -> Facts:
+    ) -> StageResult:
         """The result of a stage that is done in parts, by all, and then joined by one, unless it is finished.
 
         `in_out` and `tidy` are those of `once`, for the joining.
         """
         basis = dict(basis)
-        if (found := self.finished(name, basis, in_out)) is not None:
-            self.reporter.say(f"{name}: finished by an earlier run")
+        if (found := self.load_result(name, basis, in_out)) is not None:
+            self.reporter.log(f"{name}: finished by an earlier run")
             return found
 
-        def part(number: int) -> Facts | None:
+        def task(number: int) -> StageResult | None:
             return self._workspace.stage(f"{name}.{number:05d}", basis)
 
         def do(number: int) -> None:
@@ -91,16 +93,16 @@ class Stages:
             is_there = (folder / f"{name}.{number:05d}.json").exists()
             return is_there or self._workspace.stage(name, basis, in_out) is not None
 
-        self.team.share(name, count, is_done, do)
-        return self.once(name, basis, lambda: join(_Parts(count, part)), in_out, tidy)
+        self.team.run_tasks(name, count, is_done, do)
+        return self.once(name, basis, lambda: join(_Parts(count, task)), in_out, tidy)
 
 
 class _Parts:
     """The results of all parts, each read from its file when its turn comes: all at once may be too much."""
 
-    def __init__(self, count: int, read: Callable[[int], Facts | None]) -> None:
+    def __init__(self, count: int, read: Callable[[int], StageResult | None]) -> None:
         self._count = count
         self._read = read
 
-    def __iter__(self) -> Iterator[Facts]:
+    def __iter__(self) -> Iterator[StageResult]:
         return (self._read(number) or {} for number in range(self._count))

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatfm.data.statistics import MOST_VALUES, said
+from megatfm.data.statistics import MOST_VALUES, countable_fields
 from megatfm.data_prep.documents import Document
 from megatfm.tokenizers import Tokenizer
 
@@ -34,9 +34,9 @@ class Statistics:
             bucket = max(0, tokens - 1).bit_length()
             self._lengths[bucket] = self._lengths.get(bucket, 0) + 1
             domain, language = more[1:3] if len(more) > 2 else ("", "")
-            fields = said(more[3]) if len(more) > 3 else {}
+            fields = countable_fields(more[3]) if len(more) > 3 else {}
             for name, totals in (
-                (Document(source, "").entry, self._sources),
+                (Document(source, "").top_level, self._sources),
                 (domain, self._domains),
                 (language, self._languages),
                 *(
@@ -87,7 +87,7 @@ class Statistics:
             **vocabulary,
         }
 
-    def holds(self) -> dict[str, Any]:
+    def token_shares(self) -> dict[str, Any]:
         """For the manifest: by domain, language and the values of fields, all tokens and the largest, as above."""
         found = {"domain": self._domains, "language": self._languages, **dict(self._countable())}
         return {
@@ -112,7 +112,7 @@ class Statistics:
     def _spelled(self, tokenizer: Tokenizer, token: int) -> str:
         """The text that a token stands for, as far as it is known."""
         known = self._bytes[token] if self._bytes else b""
-        return known.decode("utf-8", "backslashreplace") if known else tokenizer.piece(token)
+        return known.decode("utf-8", "backslashreplace") if known else tokenizer.id_to_piece(token)
 
 
 def _largest(totals: dict[str, list[int]]) -> list[list[Any]]:

@@ -15,17 +15,17 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from megatfm.data.files import WholeFile
-from megatfm.data_prep.counts import Counts, why
-from megatfm.data_prep.encode import Encode, members_path, tokens_path
+from megatfm.data.files import AtomicFile
+from megatfm.data_prep.counts import StepStats, format_drop_reasons
+from megatfm.data_prep.encode import TokenizeStage, members_path, tokens_path
 from megatfm.data_prep.files import matches_path
-from megatfm.data_prep.progress import Advance
-from megatfm.data_prep.stages import Facts, Stages
+from megatfm.data_prep.progress import UpdateProgress
+from megatfm.data_prep.stages import StageResult, StageRunner
 from megatfm.errors import UsageError
 from megatfm.tokenizers import Tokenizer
 
 SPLITS = ("train", "validation")
-NONE: Facts = {
+EMPTY_SPLIT: StageResult = {
     **dict.fromkeys(("documents", "text_bytes", "tokens", "shards", "bytes"), 0),
     "bytes_per_token": 0.0,
     "fingerprint": "",
@@ -34,7 +34,7 @@ NONE: Facts = {
 
 
 @dataclass(frozen=True, eq=False)
-class Taken:
+class ImportedDocument:
     """A document: where it was read, its ids [n], the bytes of the text that they stand for, and files beside it."""
 
     source: str
@@ -48,10 +48,10 @@ class Taken:
         return self.text_bytes + sum(map(len, self.members.values()))
 
 
-class Source(Protocol):
+class ImportSource(Protocol):
     """Where documents are taken from, in parts that don't depend on who reads which."""
 
-    note: str
+    warning: str
     """What the user should know."""
     parts: int
     bytes: int
@@ -63,20 +63,20 @@ class Source(Protocol):
         """The tokenizer of the ids; None if there are none."""
         ...
 
-    def documents(self, part: int, counts: Counts, advance: Advance) -> Iterator[Taken]:
+    def documents(self, part: int, counts: StepStats, advance: UpdateProgress) -> Iterator[ImportedDocument]:
         """The documents of a part; `counts` is told of those that are left out, `advance` of the bytes read."""
         ...
 
 
-class TakeOver:
+class ImportStage:
     """Writes the documents of a source as shards of both splits."""
 
-    def __init__(self, stages: Stages, source: Source) -> None:
+    def __init__(self, stages: StageRunner, source: ImportSource) -> None:
         self._stages = stages
         self._split = stages.config.split
         self._source = source
 
-    def run(self, basis: Facts, provenance: Callable[[str], Facts]) -> Facts:
+    def run(self, basis: StageResult, provenance: Callable[[str], StageResult]) -> StageResult:
         """`provenance` makes, of a hash of all documents, what the manifests say."""
         source, self._folder = self._source, self._stages.at(basis)
         with self._stages.reporter.stage("take over", source.bytes) as advance:
@@ -89,14 +89,14 @@ class TakeOver:
                 in_out=True,
             )
 
-    def _work(self, part: int, advance: Advance) -> Facts:
+    def _work(self, part: int, advance: UpdateProgress) -> StageResult:
         """Documents of a part wait for the shards to be written."""
-        counts, digests, known = Counts("read"), list[str](), len(self._source.skipped)
+        counts, digests, known = StepStats("read"), list[str](), len(self._source.skipped)
         with ExitStack() as stack:
-            outs = {name: stack.enter_context(_Waiting(self._folder, name, part)) for name in SPLITS}
+            outs = {name: stack.enter_context(_PendingDocuments(self._folder, name, part)) for name in SPLITS}
             for document in self._source.documents(part, counts, advance):
-                counts.take(document.size)
-                counts.keep(document.size)
+                counts.count_input(document.size)
+                counts.count_kept(document.size)
                 digests.append(_digest(document))
                 outs[SPLITS[self._holds_out(document.source)]].add(document)
             for out in outs.values():
@@ -108,19 +108,20 @@ class TakeOver:
             "skipped": self._source.skipped[known:],
         }
 
-    def _join(self, parts: Iterable[Facts], provenance: Callable[[str], Facts]) -> Facts:
-        counts = Counts.joined([part["steps"][0] for part in parts])
-        splits = SPLITS if self._split.holds_out else SPLITS[:1]
+    def _join(self, parts: Iterable[StageResult], provenance: Callable[[str], StageResult]) -> StageResult:
+        counts = StepStats.merge([part["steps"][0] for part in parts])
+        splits = SPLITS if self._split.has_validation_split else SPLITS[:1]
         empty = [name for name in splits if not any(part[name] for part in parts)]
         if empty:
             raise UsageError(
-                f"{self._stages.config.read.folder}: no document for {empty[0]} ({why([counts])}): add files, or "
+                f"{self._stages.config.read.folder}: no document for {empty[0]} "
+                f"({format_drop_reasons([counts])}): add files, or "
                 "change split.validation"
             )
         digest = blake3()
         for part in parts:
             digest.update("".join(part["blake3"]).encode())
-        made, encode = provenance(digest.hexdigest()), Encode(self._stages, self._folder)
+        made, encode = provenance(digest.hexdigest()), TokenizeStage(self._stages, self._folder)
         written = {
             name: encode.write_shards(
                 self._folder,
@@ -132,7 +133,7 @@ class TakeOver:
             for name in splits
         }
         return {
-            **{name: written.get(name, NONE) for name in SPLITS},
+            **{name: written.get(name, EMPTY_SPLIT) for name in SPLITS},
             "provenance": made,
             "steps": [counts.as_json()],
             "skipped_files": [line for part in parts for line in part["skipped"]],
@@ -146,15 +147,15 @@ class TakeOver:
         return int.from_bytes(digest, "big") < self._split.validation * 2**64
 
 
-class _Waiting:
+class _PendingDocuments:
     """The documents of a part and split while they wait: ids in one file, what lies beside them in another."""
 
     def __init__(self, folder: Path, name: str, part: int) -> None:
         self.documents: list[list[Any]] = []
-        self._ids = WholeFile(tokens_path(folder, name, part))
-        self._members = WholeFile(members_path(folder, name, part))
+        self._ids = AtomicFile(tokens_path(folder, name, part))
+        self._members = AtomicFile(members_path(folder, name, part))
 
-    def add(self, document: Taken) -> None:
+    def add(self, document: ImportedDocument) -> None:
         sizes = [[extension, len(data)] for extension, data in document.members.items()]
         self.documents.append(
             [document.source, len(document.ids), document.text_bytes, *([sizes] if sizes else [])]
@@ -167,7 +168,7 @@ class _Waiting:
         self._ids.commit()
         self._members.commit()
 
-    def __enter__(self) -> "_Waiting":
+    def __enter__(self) -> "_PendingDocuments":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -175,7 +176,7 @@ class _Waiting:
         self._members.discard()
 
 
-def _digest(document: Taken) -> str:
+def _digest(document: ImportedDocument) -> str:
     digest = blake3(np.ascontiguousarray(document.ids, "<i8").tobytes())
     for extension, data in document.members.items():
         digest.update(f"{extension}:{len(data)}:".encode())

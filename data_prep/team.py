@@ -23,62 +23,66 @@ POLL_SECONDS = 0.2
 FINISH = "finish"
 """The last stage, which commits the whole."""
 
-Result = dict[str, Any]
+StageResult = dict[str, Any]
 
 
-class Team(Protocol):
+class TaskExecutor(Protocol):
     """This process among those that work together; `number` counts from 1."""
 
-    number: int
+    rank: int
     size: int
 
-    def share(
+    def run_tasks(
         self, name: str, count: int, is_done: Callable[[int], bool], work: Callable[[int], None]
     ) -> None:
         """Do some of the parts 0 … count − 1, each once for all; returns when all are done."""
         ...
 
-    def once(self, name: str, find: Callable[[], Result | None], work: Callable[[], Result]) -> Result:
+    def run_once(
+        self, name: str, find: Callable[[], StageResult | None], work: Callable[[], StageResult]
+    ) -> StageResult:
         """What `find` gives, or `work` by one of the team; the same for all."""
         ...
 
-    def agreed(self, look: Callable[[], Result | None]) -> Result | None:
+    def broadcast_result(self, read: Callable[[], StageResult | None]) -> StageResult | None:
         """What all see: the same for those who must then do the same, that is, under MPI."""
         ...
 
 
-class Alone:
+class LocalExecutor:
     """A single process."""
 
-    number = size = 1
+    rank = size = 1
 
-    def share(
+    def run_tasks(
         self, name: str, count: int, is_done: Callable[[int], bool], work: Callable[[int], None]
     ) -> None:
         for part in range(count):
             if not is_done(part):
                 work(part)
 
-    def once(self, name: str, find: Callable[[], Result | None], work: Callable[[], Result]) -> Result:
+    def run_once(
+        self, name: str, find: Callable[[], StageResult | None], work: Callable[[], StageResult]
+    ) -> StageResult:
         found = find()
         return work() if found is None else found
 
-    def agreed(self, look: Callable[[], Result | None]) -> Result | None:
-        return look()
+    def broadcast_result(self, read: Callable[[], StageResult | None]) -> StageResult | None:
+        return read()
 
 
-class Claims:
+class LockExecutor:
     """Tasks that start when they like, and claim parts by locks that die with them: one that is killed leaves its
     part to the others, down to the last."""
 
     def __init__(self, number: int, size: int, folder: Path) -> None:
-        self.number, self.size = number, size
+        self.rank, self.size = number, size
         self._folder = folder
 
-    def share(
+    def run_tasks(
         self, name: str, count: int, is_done: Callable[[int], bool], work: Callable[[int], None]
     ) -> None:
-        first = (self.number - 1) * count // self.size  # each begins elsewhere, so that few meet
+        first = (self.rank - 1) * count // self.size  # each begins elsewhere, so that few meet
         left = [(first + part) % count for part in range(count)]
         while left := [part for part in left if not is_done(part)]:
             for part in left:
@@ -88,7 +92,9 @@ class Claims:
             if not all(map(is_done, left)):
                 time.sleep(POLL_SECONDS)
 
-    def once(self, name: str, find: Callable[[], Result | None], work: Callable[[], Result]) -> Result:
+    def run_once(
+        self, name: str, find: Callable[[], StageResult | None], work: Callable[[], StageResult]
+    ) -> StageResult:
         while (found := find()) is None:
             with self._claim(name) as mine:
                 if mine and (found := find()) is None:
@@ -97,8 +103,8 @@ class Claims:
                 time.sleep(POLL_SECONDS)
         return found
 
-    def agreed(self, look: Callable[[], Result | None]) -> Result | None:
-        return look()
+    def broadcast_result(self, read: Callable[[], StageResult | None]) -> StageResult | None:
+        return read()
 
     @contextmanager
     def _claim(self, name: str) -> Iterator[bool]:
@@ -116,32 +122,34 @@ class Claims:
             os.close(file)
 
 
-class Mpi:
+class MpiExecutor:
     """Ranks under mpirun: parts by turns, the rest by rank 0. A rank that fails ends all, as MPI does."""
 
     def __init__(self, world: Any) -> None:
         self._world = world
-        self.number, self.size = world.rank + 1, world.size
+        self.rank, self.size = world.rank + 1, world.size
 
-    def share(
+    def run_tasks(
         self, name: str, count: int, is_done: Callable[[int], bool], work: Callable[[int], None]
     ) -> None:
-        for part in range(self.number - 1, count, self.size):
+        for part in range(self.rank - 1, count, self.size):
             if not is_done(part):
                 work(part)
         self._wait()
 
-    def once(self, name: str, find: Callable[[], Result | None], work: Callable[[], Result]) -> Result:
+    def run_once(
+        self, name: str, find: Callable[[], StageResult | None], work: Callable[[], StageResult]
+    ) -> StageResult:
         result = None
-        if self.number == 1:
+        if self.rank == 1:
             found = find()
             result = work() if found is None else found
         self._wait()  # a broadcast alone would keep the others' cores busy until it comes
-        shared: Result = self._world.bcast(result)
+        shared: StageResult = self._world.bcast(result)
         return shared
 
-    def agreed(self, look: Callable[[], Result | None]) -> Result | None:
-        seen: Result | None = self._world.bcast(look() if self.number == 1 else None)
+    def broadcast_result(self, read: Callable[[], StageResult | None]) -> StageResult | None:
+        seen: StageResult | None = self._world.bcast(read() if self.rank == 1 else None)
         return seen
 
     def _wait(self) -> None:
@@ -151,7 +159,7 @@ class Mpi:
             time.sleep(0.01)
 
 
-def read_part(text: str) -> tuple[int, int]:
+def parse_task(text: str) -> tuple[int, int]:
     """`3/8` → (3, 8). Raises UsageError."""
     match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
     number, size = (int(match[1]), int(match[2])) if match else (0, 0)
@@ -168,7 +176,7 @@ _RANKS = (
 )
 
 
-def ranks(environment: Mapping[str, str]) -> tuple[int, int] | None:
+def mpi_rank_from_environment(environment: Mapping[str, str]) -> tuple[int, int] | None:
     """Our number, from 1, and how many mpirun started; None if it started one or none."""
     for rank, size in _RANKS:
         if rank in environment and int(environment.get(size, "1")) > 1:
@@ -176,7 +184,7 @@ def ranks(environment: Mapping[str, str]) -> tuple[int, int] | None:
     return None
 
 
-def has_locks(folder: Path) -> bool:
+def supports_flock(folder: Path) -> bool:
     """Whether files there can be locked, as claims need it; the folder is made."""
     try:
         folder.mkdir(parents=True, exist_ok=True)

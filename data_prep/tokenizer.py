@@ -10,7 +10,7 @@ from megatfm.config.prep import TokenizerConfig
 from megatfm.data.files import write_whole
 from megatfm.tokenizers import Tokenizer
 
-MODEL, JSON, CONFIG = tokenizers.NAMES
+MODEL, JSON, CONFIG = tokenizers.TOKENIZER_FILENAMES
 
 _TRAIN: dict[str, Callable[..., bytes]] = {
     "sentencepiece-bpe": tokenizers.train_sentencepiece,
@@ -22,10 +22,14 @@ _TRAIN: dict[str, Callable[..., bytes]] = {
 
 def make(config: TokenizerConfig, texts: Iterable[str]) -> dict[str, bytes]:
     """Name → content of the tokenizer's files. The texts are not read if there is nothing to train."""
-    reserve = {"vocab_size": config.vocab_size, "sentinels": config.sentinels, "modes": config.reserves_modes}
+    reserve = {
+        "vocab_size": config.vocab_size,
+        "sentinels": config.sentinels,
+        "modes": config.has_mode_tokens,
+    }
     train = partial(_TRAIN[config.kind], texts, **reserve)
     if config.file is not None:
-        files = tokenizers.files(config.file)
+        files = tokenizers.tokenizer_files(config.file)
     elif config.kind == "byte-bpe":
         files = _with_roles(train(pattern=config.pattern))
     elif config.kind == "wordpiece":
@@ -40,7 +44,7 @@ def make(config: TokenizerConfig, texts: Iterable[str]) -> dict[str, bytes]:
 
 def write(folder: Path, files: dict[str, bytes]) -> Tokenizer:
     """Put them into a folder in place of any other tokenizer's."""
-    for name in tokenizers.NAMES:
+    for name in tokenizers.TOKENIZER_FILENAMES:
         (folder / name).unlink(missing_ok=True)
     for name, content in files.items():
         write_whole(folder / name, content)
@@ -51,7 +55,9 @@ def _with_roles(data: bytes) -> dict[str, bytes]:
     """With the file from which transformers' AutoTokenizer knows which token plays which role."""
     tokenizer = tokenizers.HuggingFaceTokenizer(data)
     ids = {role: getattr(tokenizer, role) for role in ("bos", "eos", "pad", "unk", "mask", "cls", "sep")}
-    roles = {f"{role}_token": tokenizer.piece(token) for role, token in ids.items() if token is not None}
+    roles = {
+        f"{role}_token": tokenizer.id_to_piece(token) for role, token in ids.items() if token is not None
+    }
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,

@@ -12,13 +12,13 @@ import pyarrow
 from numpy.typing import NDArray
 
 from megatfm.tokenizers import SentencePieceTokenizer
-from megatfm.tokenizers.sentence_piece import SPACE_MARK, around_marks
+from megatfm.tokenizers.sentence_piece import SPACE_MARK, encode_between_metaspaces
 
-REMEMBERED = 2**21
+MAX_CACHED_WORDS = 2**21
 """Words in memory, after which it begins anew; about 300 MB."""
 LONGEST = 64
 """Bytes of a word that is remembered, at most."""
-TOGETHER = 64
+WORDS_PER_TEXT = 64
 """New words in a text for SentencePiece: few texts cost calls, long ones time, which grows faster than they do."""
 _CHUNK = 2**15  # of bytes, so that all arrays of one stay in the cache
 _NUL = "\0"
@@ -26,15 +26,17 @@ _NUL = "\0"
 Ids = list[NDArray[np.int32]]
 
 
-class WordMemory:
+class CachedWordEncoder:
     """The ids of texts, as `tokenizer.encode_batch` gives them."""
 
     unusual = ()
 
     def __init__(self, tokenizer: SentencePieceTokenizer) -> None:
         self._tokenizer = tokenizer
-        pieces = [tokenizer.piece(token).replace(SPACE_MARK, " ") for token in range(tokenizer.vocab_size)]
-        self._cuts = _cuts(pieces)
+        pieces = [
+            tokenizer.id_to_piece(token).replace(SPACE_MARK, " ") for token in range(tokenizer.vocab_size)
+        ]
+        self._cut_table = _cuts(pieces)
         # Between words that are encoded together stands a NUL, if that is one id whatever stands beside it.
         nul = tokenizer.encode_batch([_NUL], 1)[0]
         self._nul = int(nul[0]) if len(nul) == 1 and not any(_NUL in piece for piece in pieces) else None
@@ -42,7 +44,7 @@ class WordMemory:
         self._known: dict[bytes, bytes] = {}
 
     def __call__(self, texts: Sequence[str], threads: int) -> Ids:
-        return around_marks(texts, lambda parts: self._encode(parts, threads), self._mark)
+        return encode_between_metaspaces(texts, lambda parts: self._encode(parts, threads), self._mark)
 
     def _encode(self, texts: Sequence[str], threads: int) -> Ids:
         data, begins, first_words = self._cut([text.encode() for text in texts])
@@ -65,7 +67,10 @@ class WordMemory:
         for at in range(1, len(values), _CHUNK):
             some = values[at - 1 : at + _CHUNK].astype(np.intp)
             np.take(
-                self._cuts.ravel(), some[:-1] << 8 | some[1:], out=is_begin[at : at + _CHUNK], mode="clip"
+                self._cut_table.ravel(),
+                some[:-1] << 8 | some[1:],
+                out=is_begin[at : at + _CHUNK],
+                mode="clip",
             )
         places = np.cumsum([0, *map(len, texts)])[:-1]
         is_begin[places[places < len(data)]] = True
@@ -75,7 +80,7 @@ class WordMemory:
     def _lookup(self, words: list[bytes], threads: int) -> list[bytes]:
         """The ids of each of these words, as the bytes of int32."""
         known = self._known
-        if len(known) > REMEMBERED:
+        if len(known) > MAX_CACHED_WORDS:
             known.clear()
         new = [word for word in words if word not in known]
         known.update(zip(new, self._encode_words(new, threads), strict=True))
@@ -89,7 +94,7 @@ class WordMemory:
         texts = [word.decode() for word in words]
         if self._nul is None or any(_NUL in text for text in texts):
             return [ids.tobytes() for ids in self._tokenizer.encode_batch(texts, threads)]
-        groups = [texts[at : at + TOGETHER] for at in range(0, len(texts), TOGETHER)]
+        groups = [texts[at : at + WORDS_PER_TEXT] for at in range(0, len(texts), WORDS_PER_TEXT)]
         result: list[bytes] = []
         for ids in self._tokenizer.encode_batch([_NUL.join(group) for group in groups], threads):
             data, begin = ids.tobytes(), 0

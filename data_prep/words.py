@@ -65,7 +65,7 @@ def word_hashes(texts: Sequence[str]) -> tuple[Hashes, NDArray[np.int64]]:
     return _hash(joined, begins, ends - begins), np.searchsorted(begins, places)
 
 
-def run_hashes(words: Hashes, offsets: NDArray[np.int64], length: int) -> tuple[Hashes, NDArray[np.int64]]:
+def ngram_hashes(words: Hashes, offsets: NDArray[np.int64], length: int) -> tuple[Hashes, NDArray[np.int64]]:
     """The hashes of all runs of `length` words inside each text, and where each text's begin.
 
     A text of fewer words, but at least one, has one run: all of its words.
@@ -74,7 +74,7 @@ def run_hashes(words: Hashes, offsets: NDArray[np.int64], length: int) -> tuple[
     for at in range(length if len(combined) else 0):
         combined *= _BASE
         combined += words[at : at + len(combined)]
-    combined = mix(combined)
+    combined = splitmix64(combined)
     counts = np.diff(offsets)
     runs = np.where(counts >= length, counts - length + 1, (counts > 0).astype(np.int64))
     begins = np.concatenate([[0], np.cumsum(runs)])
@@ -84,19 +84,19 @@ def run_hashes(words: Hashes, offsets: NDArray[np.int64], length: int) -> tuple[
     source = np.repeat(offsets[:-1], runs) + inside
     result[full] = combined[source[full]]
     for text in np.flatnonzero((counts < length) & (counts > 0)):
-        result[begins[text]] = one_run(words[offsets[text] : offsets[text + 1]])
+        result[begins[text]] = ngram_hash(words[offsets[text] : offsets[text + 1]])
     return result, begins
 
 
-def one_run(words: Hashes) -> np.uint64:
+def ngram_hash(words: Hashes) -> np.uint64:
     """The hash of all these words as one run."""
     combined = np.zeros(1, np.uint64)
     for word in words:
         combined = combined * _BASE + word
-    return np.uint64(mix(combined)[0])
+    return np.uint64(splitmix64(combined)[0])
 
 
-def mix(values: Hashes) -> Hashes:
+def splitmix64(values: Hashes) -> Hashes:
     """Spread every bit over all (the finalizer of SplitMix64, Steele et al. 2014)."""
     values = values ^ (values >> _30)
     values *= _FIRST
@@ -110,11 +110,11 @@ def _hash(data: bytes, begins: NDArray[np.int64], lengths: NDArray[np.int64]) ->
     eights = np.ndarray(len(data) - 7, "<u8", data, strides=(1,))  # the eight bytes from each place on
     result = eights[begins] & _MASKS[np.minimum(lengths, 8)]
     result ^= lengths.astype(np.uint64) * _BASE
-    result = mix(result)
+    result = splitmix64(result)
     which = np.flatnonzero(lengths > 8)
     at, left = begins[which] + 8, lengths[which] - 8
     while len(which):
-        result[which] = mix(result[which] ^ (eights[at] & _MASKS[np.minimum(left, 8)]))
+        result[which] = splitmix64(result[which] ^ (eights[at] & _MASKS[np.minimum(left, 8)]))
         more = left > 8
         at, left, which = at[more] + 8, left[more] - 8, which[more]
     return result
@@ -135,7 +135,7 @@ def _encode(text: str) -> bytes:
     is_cut[1:] = is_single[1:] | is_single[:-1]
     if (kinds == _IN_LONG).any():
         is_long = kinds == _IN_LONG
-        pairs = mix(points[:-1].astype(np.uint64) << np.uint64(32) | points[1:].astype(np.uint64))
+        pairs = splitmix64(points[:-1].astype(np.uint64) << np.uint64(32) | points[1:].astype(np.uint64))
         is_cut[1:] |= (is_long[1:] != is_long[:-1]) | (is_long[1:] & (pairs % np.uint64(4) == 0))
     if is_cut.any():
         points = np.insert(points, np.flatnonzero(is_cut), _SPACE)
@@ -165,6 +165,6 @@ def _kinds() -> NDArray[np.uint8]:
 
 
 @cache
-def is_word() -> NDArray[np.bool_]:
+def word_character_table() -> NDArray[np.bool_]:
     """Of every code point, whether `\\w` matches it."""
     return np.array([chr(point).isalnum() or point == ord("_") for point in range(0x110000)], np.bool_)

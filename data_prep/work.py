@@ -20,21 +20,21 @@ from megatfm.config.prep_steps import PluginStepConfig
 from megatfm.data.files import write_whole
 from megatfm.data.manifest import MANIFEST
 from megatfm.data_prep.agreement import Agreement
-from megatfm.data_prep.away import RESULT, Away, local_folder
-from megatfm.data_prep.folders import corpora, remove_unlisted
+from megatfm.data_prep.away import RESULT_FILE, RemoteOutput, local_folder
+from megatfm.data_prep.folders import corpus_folders, remove_unlisted
 from megatfm.data_prep.report import render
 from megatfm.errors import MegatfmError, UsageError
 
 VERSION = 5
 """Raised when a change of the code changes what the same config makes."""
 
-WORK = ".work"
+WORK_DIR = ".work"
 SPLITS = ("train", "validation")
 REPORT = "report.html"
-MADE = (*tokenizers.NAMES, *SPLITS, REPORT)
+OUTPUT_NAMES = (*tokenizers.TOKENIZER_FILENAMES, *SPLITS, REPORT)
 
 # Settings that came later count only where they are set, so that what was prepared before stays what it is.
-LATER = {
+OMIT_IF_DEFAULT = {
     "read": ("format", "fields", "tokens", "repair_unicode"),
     "split": ("files", "by", "values"),
     "tokenizer": ("kind", "file", "modes", "pattern", "lowercase"),
@@ -42,12 +42,12 @@ LATER = {
 LATER_SECTIONS = ("plugins", "steps", "duplicates", "plain_tars")
 
 
-def identity(config: PrepConfig) -> dict[str, Any]:
+def config_identity(config: PrepConfig) -> dict[str, Any]:
     """What of a config determines the result."""
     values = config.model_dump(
         mode="json", exclude={"out", "scratch", "overwrite", "workers", "part_bytes", "memory_bytes"}
     )
-    for name, later in LATER.items():
+    for name, later in OMIT_IF_DEFAULT.items():
         section = getattr(config, name)
         for key in later:
             if getattr(section, key) == type(section).model_fields[key].default:
@@ -89,11 +89,15 @@ class Workspace:
 
     def __init__(self, config: PrepConfig) -> None:
         self.out = local_folder(config)
-        self.folder = self.out / WORK
-        self._away = Away(config.out, self.out, self.folder / "sent", MADE) if "://" in config.out else None
-        self.place: Path | str = self._away.url if self._away else self.out
+        self.folder = self.out / WORK_DIR
+        self._remote = (
+            RemoteOutput(config.out, self.out, self.folder / "sent", OUTPUT_NAMES)
+            if "://" in config.out
+            else None
+        )
+        self.place: Path | str = self._remote.url if self._remote else self.out
         self._config = config
-        self._identity = identity(config)
+        self._identity = config_identity(config)
         self._agreement = Agreement(self.folder)
 
     def agree(self, basis: Mapping[str, Any], shared: bool) -> None:
@@ -113,10 +117,10 @@ class Workspace:
         """The result of a finished prep with this config, or None if there is work to do. A UsageError if `out`
         holds anything else. With `shared`, nothing is removed that others may look at."""
         result = self.result()
-        if result is None and self._away:
-            self._away.begin(self._config.overwrite and not shared)
+        if result is None and self._remote:
+            self._remote.start(self._config.overwrite and not shared)
         elif result is None:
-            self._check_free()
+            self._check_only_own_files()
         elif self._config.overwrite and shared:
             raise UsageError(
                 f"{self.place}: overwrite=true, but several tasks can't replace it at once: delete it first"
@@ -135,8 +139,8 @@ class Workspace:
             )
         else:
             self._check_complete(result)
-            if self._away:
-                self._away.end()
+            if self._remote:
+                self._remote.remove_marker()
             shutil.rmtree(self._scratch, ignore_errors=True)
             return result
         self.folder.mkdir(exist_ok=True)
@@ -145,19 +149,19 @@ class Workspace:
     @property
     def _scratch(self) -> Path:
         """What only the stages need."""
-        return self.out if self._away else self.folder
+        return self.out if self._remote else self.folder
 
     def result(self) -> dict[str, Any] | None:
         """What `finish` wrote, if it has."""
-        result = self._away.read(RESULT) if self._away else _read(self.out / RESULT)
+        result = self._remote.read(RESULT_FILE) if self._remote else _read(self.out / RESULT_FILE)
         return (
             {**result, "config": migrate_prep(result["config"])} if result and "config" in result else result
         )
 
-    def send(self, path: Path) -> None:
+    def upload(self, path: Path) -> None:
         """A file below `out` is final: where `out` is a URL, it goes there."""
-        if self._away:
-            self._away.send(path)
+        if self._remote:
+            self._remote.send(path)
 
     def folder_of(self, basis: Mapping[str, Any]) -> Path:
         """The folder for what stages that depend on `basis` leave to later ones, named by a hash of it."""
@@ -191,30 +195,30 @@ class Workspace:
     def finish(self, result: Mapping[str, Any], clean: bool = True) -> None:
         """Commit the whole and remove what only the stages needed, unless others may still look at it."""
         write_whole(self.out / REPORT, render(result).encode())
-        if self._away:
-            self._send_rest(self._away, result)
+        if self._remote:
+            self._send_rest(self._remote, result)
         else:
             remove_unlisted(self.out, result)
-            _write(self.out / RESULT, result)
+            _write(self.out / RESULT_FILE, result)
         if clean:
             shutil.rmtree(self._scratch)
 
-    def _send_rest(self, away: Away, result: Mapping[str, Any]) -> None:
+    def _send_rest(self, away: RemoteOutput, result: Mapping[str, Any]) -> None:
         """The small files, and last the one that commits all."""
-        names = [path for path in map(self.out.joinpath, MADE) if path.is_file()]
+        names = [path for path in map(self.out.joinpath, OUTPUT_NAMES) if path.is_file()]
         for path in names:
             away.send(path, keep=True)
         shards = [
             f"{name}/{file}"
             for split in SPLITS
-            for name in corpora(result, split)
+            for name in corpus_folders(result, split)
             for shard in away.read(f"{name}/{MANIFEST}")["shards"]
             for file in (MANIFEST, shard["file"], shard["index"]["file"])
         ]
-        away.settle([*shards, *(path.name for path in names)])
-        _write(self.out / RESULT, result)
-        away.send(self.out / RESULT)
-        away.end()
+        away.remove_stale([*shards, *(path.name for path in names)])
+        _write(self.out / RESULT_FILE, result)
+        away.send(self.out / RESULT_FILE)
+        away.remove_marker()
 
     @contextmanager
     def lock(self, shared: bool = False) -> Iterator[bool]:
@@ -231,17 +235,17 @@ class Workspace:
         try:
             yield _locked(descriptor, self.out, shared)
             if shared and self.result() is not None:
-                _last_cleans(descriptor, self._scratch)
+                _remove_if_last(descriptor, self._scratch)
         finally:
             self._agreement.close()
             os.close(descriptor)
 
-    def _check_free(self) -> None:
+    def _check_only_own_files(self) -> None:
         found = {
             path.name for path in self.out.iterdir()
         }  # first, as another task may begin at the same time
-        names = (*MADE, RESULT)
-        ours = {WORK, *names, *(f".{name}.partial" for name in names)} if self.folder.is_dir() else set()
+        names = (*OUTPUT_NAMES, RESULT_FILE)
+        ours = {WORK_DIR, *names, *(f".{name}.partial" for name in names)} if self.folder.is_dir() else set()
         strangers = sorted(found - ours)
         if strangers:
             raise UsageError(
@@ -249,14 +253,14 @@ class Workspace:
             )
 
     def _check_complete(self, result: Mapping[str, Any]) -> None:
-        model, tokenizer_json, _ = tokenizers.NAMES
+        model, tokenizer_json, _ = tokenizers.TOKENIZER_FILENAMES
         kind = str(result["tokenizer"]["kind"])
         names = [
             *([model] if kind.startswith("sentencepiece") else []),
             *([tokenizer_json] if kind != "none" else []),
-            *(f"{name}/{MANIFEST}" for split in SPLITS for name in corpora(result, split)),
+            *(f"{name}/{MANIFEST}" for split in SPLITS for name in corpus_folders(result, split)),
         ]
-        there = self._away.has if self._away else lambda name: (self.out / name).exists()
+        there = self._remote.has if self._remote else lambda name: (self.out / name).exists()
         missing = [name for name in names if not there(name)]
         if missing:
             raise MegatfmError(
@@ -265,19 +269,19 @@ class Workspace:
 
     def _clear(self) -> None:
         """Remove an earlier result: its commit first, so that no half of it is ever taken for a whole."""
-        if self._away:
-            self._away.clear()
-            self._away.claim()
-        (self.out / RESULT).unlink(missing_ok=True)
+        if self._remote:
+            self._remote.remove_all()
+            self._remote.write_marker()
+        (self.out / RESULT_FILE).unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
-        for path in map(self.out.joinpath, MADE):
+        for path in map(self.out.joinpath, OUTPUT_NAMES):
             if path.is_dir():
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
 
 
-def _last_cleans(descriptor: int, folder: Path) -> None:
+def _remove_if_last(descriptor: int, folder: Path) -> None:
     """Remove a folder if nobody shares it any more. Of two who leave at once, one may have to ask again."""
     for _ in range(20):
         try:

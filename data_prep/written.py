@@ -12,21 +12,21 @@ from numpy.typing import NDArray
 
 from megatfm.data import Manifest, ShardWriter
 from megatfm.data.manifest import MANIFEST, TokenDtype
-from megatfm.data_prep.stages import Facts, Stages
+from megatfm.data_prep.stages import StageResult, StageRunner
 from megatfm.data_prep.statistics import Statistics
 from megatfm.errors import UsageError
 from megatfm.tokenizers import Tokenizer
 
-NO_TOKENIZER: Facts = {"kind": "none", "blake3": "none", "vocab_size": 0}
+NO_TOKENIZER: StageResult = {"kind": "none", "blake3": "none", "vocab_size": 0}
 """What is said of the tokenizer of a corpus without ids."""
 MOST_CORPORA = 100
 
 
-class Written(ExitStack):
+class SplitWriter(ExitStack):
     """Writes a split's documents into `out/NAME`, or those of each value of `split.by` into a folder of its own there.
     Without an encoder there are no ids."""
 
-    def __init__(self, stages: Stages, name: str, encoder: Tokenizer | None) -> None:
+    def __init__(self, stages: StageRunner, name: str, encoder: Tokenizer | None) -> None:
         super().__init__()
         self._stages, self._encoder = stages, encoder
         self._folder: Path = stages.out / name
@@ -58,7 +58,7 @@ class Written(ExitStack):
         for corpus, (parts, known) in mine.items():
             self._statistics[corpus].add(np.concatenate(parts), known)
 
-    def finish(self, provenance: Mapping[str, Any]) -> Facts:
+    def finish(self, provenance: Mapping[str, Any]) -> StageResult:
         """Commit all corpora. Returns what describes them together, and each."""
         found = {name: self._finish(name, provenance) for name in sorted(self._writers)}
         if not self._by:
@@ -85,9 +85,9 @@ class Written(ExitStack):
             },
         }
 
-    def _finish(self, name: str, provenance: Mapping[str, Any]) -> Facts:
+    def _finish(self, name: str, provenance: Mapping[str, Any]) -> StageResult:
         statistics = self._statistics[name]
-        holds = {"holds": found} if (found := statistics.holds()) else {}
+        holds = {"holds": found} if (found := statistics.token_shares()) else {}
         value = {"value": name} if name else {}
         manifest: Manifest = self._writers[name].finish({**provenance, **value, **holds})
         shards = manifest.shards
@@ -119,7 +119,7 @@ class Written(ExitStack):
             token_dtype=dtype,
             compress=not plain,
             pack=not plain,
-            final=self._stages.send,
+            on_file_written=self._stages.send,
         )
         self._writers[corpus] = self.enter_context(writer)
         return writer

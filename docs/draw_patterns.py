@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 
 from megatfm.layers.attention.patterns import (
+    AttentionPattern,
     BigBird,
     Chunked,
-    Compressed,
     Fixed,
     Full,
     Longformer,
-    Pattern,
-    Seen,
+    MemoryCompressedPattern,
+    PatternMask,
     Strided,
     Window,
 )
@@ -27,7 +27,7 @@ LENGTH, CELL, RANK = 32, 5, 8
 SEEN, MIXED = "#3f51b5", "#b5533f"
 """A token, and one key that is made of several."""
 
-PATTERNS: dict[str, Pattern] = {
+PATTERNS: dict[str, AttentionPattern] = {
     "full": Full(causal=True),
     "window": Window(7),
     "window-two-sides": Window(4, 4),
@@ -39,18 +39,18 @@ PATTERNS: dict[str, Pattern] = {
     "bigbird": BigBird(2, 1, 0, 2),
     "bigbird-etc": BigBird(2, 0, 3, 2),
     "longformer": Longformer(3, (0, 17)),
-    "compressed": Compressed(4),
+    "compressed": MemoryCompressedPattern(4),
 }
 PACKED = torch.tensor([0] * 11 + [1] * 5 + [2] * 16)
 
 
-def drawn(pattern: Pattern, documents: torch.Tensor | None = None) -> str:
+def drawn(pattern: AttentionPattern, documents: torch.Tensor | None = None) -> str:
     """A square of queries (down) and keys (to the right), dark where a query looks."""
     layout = SequenceMetadata(torch.arange(LENGTH)[None], None if documents is None else documents[None])
-    mask = Seen(pattern, layout).mask()
+    mask = PatternMask(pattern, layout).mask()
     if mask is None:
         mask = torch.ones(LENGTH, LENGTH).tril().bool()[None, None]
-    return svg(mask[0, 0].tolist(), pattern.factor if isinstance(pattern, Compressed) else 0)
+    return svg(mask[0, 0].tolist(), pattern.factor if isinstance(pattern, MemoryCompressedPattern) else 0)
 
 
 def svg(seen: list[list[bool]], summary: int = 0) -> str:

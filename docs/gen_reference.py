@@ -88,7 +88,7 @@ def _classes(kind: Any) -> Iterator[type[Section]]:
 
 def table(section: type[Section], names: Iterable[str]) -> str:
     """Of these keys of a section."""
-    rows, meanings = ["| Key | Type | Default | Meaning |", "|---|---|---|---|"], section.meanings()
+    rows, meanings = ["| Key | Type | Default | Meaning |", "|---|---|---|---|"], section.field_docs()
     for name in names:
         field = section.model_fields[name]
         cells = (

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import psutil
 
-from megatfm.errors import DONE, FAILED, LOCKED, NO_PROGRESS, REQUEUE, USAGE
-from megatfm.launchers.supervise import Child, supervise
-from megatfm.launchers.worker import CODES
+from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, EXIT_USAGE, LOCKED, NO_PROGRESS
+from megatfm.launchers.supervise import Child, supervisor
+from megatfm.launchers.worker import EXIT_CODE_DIR
 
 # Below the kernel's range for outgoing connections; another range than the one of tasks that srun starts.
 FIRST_PORT, N_PORTS = 22_000, 10_000
@@ -32,26 +32,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("command", nargs=argparse.REMAINDER, help="words for megatfm")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="megatfm-agent-") as codes:
-        early: list[int] = []
+        stopped_before_start: list[int] = []
 
         def deliver(pid: int, number: int) -> None:
-            if not to_workers(pid, number) and not any(Path(codes).iterdir()):  # there is nothing to save yet
-                early.append(number)
+            if not signal_workers(pid, number) and not any(
+                Path(codes).iterdir()
+            ):  # there is nothing to save yet
+                stopped_before_start.append(number)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
         agent = Child(
             "torchrun",
             torchrun(os.environ, args.processes, args.command),
-            {CODES: codes, "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGINT"},
-            deliver=deliver,
-            translate=lambda code: REQUEUE if early else exit_code_of(code, Path(codes)),
-            holds=True,
+            {EXIT_CODE_DIR: codes, "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGINT"},
+            forward_signal=deliver,
+            translate_exit_code=lambda code: (
+                EXIT_REQUEUE if stopped_before_start else common_exit_code(code, Path(codes))
+            ),
+            blocks_stop_signals=True,
         )
-        return supervise([agent])
+        return supervisor([agent])
 
 
-def torchrun(environment: Mapping[str, str], processes: int, words: Sequence[str]) -> list[str]:
+def torchrun(environment: Mapping[str, str], processes: int, argv: Sequence[str]) -> list[str]:
     """The torchrun command of this node. Ranks follow SLURM's order of nodes, so every restart has the same."""
     job, step = int(environment["SLURM_JOB_ID"]), int(environment["SLURM_STEP_ID"])
     return [
@@ -62,16 +66,16 @@ def torchrun(environment: Mapping[str, str], processes: int, words: Sequence[str
         f"--master-addr={environment['MASTER_ADDR']}",
         f"--master-port={FIRST_PORT + (31 * job + step) % N_PORTS}",
         "--max-restarts=0",  # the job restarts the run, on nodes that are known to be there
-        *("-m", "megatfm.launchers.worker", *words),
+        *("-m", "megatfm.launchers.worker", *argv),
     ]
 
 
-def to_workers(pid: int, number: int) -> bool:
+def signal_workers(pid: int, number: int) -> bool:
     """Send a signal to the workers below torchrun; whether it has any yet."""
     workers = list(_workers(pid))
-    for worker in workers:
+    for run_worker in workers:
         with contextlib.suppress(psutil.Error):  # it ends just now
-            worker.send_signal(number)
+            run_worker.send_signal(number)
     return bool(workers)
 
 
@@ -88,15 +92,15 @@ def _workers(pid: int) -> Iterator[psutil.Process]:
             continue
 
 
-def exit_code_of(code: int, folder: Path) -> int:
+def common_exit_code(code: int, folder: Path) -> int:
     """The code that the workers left, where all that left one agree; else 1."""
-    if code == DONE:
-        return DONE
+    if code == EXIT_OK:
+        return EXIT_OK
     texts = {path.read_text() for path in folder.iterdir()}
-    left = {int(text) if text.isdecimal() else FAILED for text in texts}  # empty: killed while it wrote
-    (agreed,) = left if len(left) == 1 else (FAILED,)
+    left = {int(text) if text.isdecimal() else EXIT_FAILED for text in texts}  # empty: killed while it wrote
+    (agreed,) = left if len(left) == 1 else (EXIT_FAILED,)
     # A worker that torchrun ended because another left with such a code could not leave its own.
-    return agreed if agreed in (USAGE, REQUEUE, NO_PROGRESS, LOCKED) else FAILED
+    return agreed if agreed in (EXIT_USAGE, EXIT_REQUEUE, NO_PROGRESS, LOCKED) else EXIT_FAILED
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from megatfm.errors import UsageError
 from megatfm.launchers import beside, cli
-from megatfm.launchers.job import State
-from megatfm.launchers.progress import Progress, look
+from megatfm.launchers.job import JobState
+from megatfm.launchers.progress import RunStatus, run_status
 from megatfm.registry import refuse_repeats
 
 POLL_SECONDS = 30.0
@@ -16,22 +16,22 @@ POLL_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
-class Submitted:
+class RunHandle:
     """What was submitted, by its run directory: another process can make one, of the same folder."""
 
-    folder: Path
+    run_dir: Path
 
     @property
-    def state(self) -> State:
+    def state(self) -> JobState:
         """How it is: a word such as PENDING, RUNNING, DONE or FAILED, and more in words."""
         return self.progress.state
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> RunStatus:
         """What `megatfm status` shows: step, loss, time left, restarts."""
-        return look(self.folder)
+        return run_status(self.run_dir)
 
-    def wait(self, timeout: float | None = None, every: float = POLL_SECONDS) -> State:
+    def wait(self, timeout: float | None = None, poll_interval: float = POLL_SECONDS) -> JobState:
         """Wait for the end, through restarts and all links of a chain. Raises TimeoutError after `timeout` seconds.
 
         A scheduler that doesn't answer is asked again.
@@ -42,15 +42,15 @@ class Submitted:
             if state.is_over:
                 return state
             if deadline is not None and time.monotonic() >= deadline:
-                raise TimeoutError(f"{self.folder}: still {state.word} after {timeout:g} s: {state.detail}")
-            time.sleep(every)
+                raise TimeoutError(f"{self.run_dir}: still {state.name} after {timeout:g} s: {state.reason}")
+            time.sleep(poll_interval)
 
     def cancel(self) -> str:
         """End all of its jobs; says which. Raises UsageError if none is left."""
-        return beside.cancel(self.folder)
+        return beside.cancel(self.run_dir)
 
 
-def submit(config: str | Path, *overrides: str, **flags: object) -> Submitted:
+def submit(config: str | Path, *overrides: str, **flags: object) -> RunHandle:
     """`megatfm launch CONFIG --slurm …`: overrides are its `key=value`, flags its flags, with `_` for `-`.
 
     `submit("mine.toml", "train.steps=100", nodes=2, gpus_per_node=8, time="24:00:00")`. True stands for a flag alone,
@@ -73,4 +73,4 @@ def submit(config: str | Path, *overrides: str, **flags: object) -> Submitted:
         )
     refuse_repeats(overrides)
     args.config, args.overrides = str(config), list(overrides)
-    return Submitted(cli.start(args)[1].run_dir)
+    return RunHandle(cli.launch(args)[1].run_dir)

@@ -11,12 +11,12 @@ import psutil
 
 from megatfm.errors import LockedError, UsageError
 from megatfm.launchers import scheduler
-from megatfm.launchers.files import LAUNCH, launched, number_of
+from megatfm.launchers.files import LAUNCH, number_of, read_launch_record
 from megatfm.launchers.job import Job
-from megatfm.launchers.queue import alive, evaluations_of, jobs_of
+from megatfm.launchers.queue import active_jobs, evaluation_job_ids, job_ids
 
 
-def check_free(job: Job) -> list[str]:
+def refuse_concurrent_launch(job: Job) -> list[str]:
     """Refuse a job beside another one that does the same; returns the evaluations that still live.
 
     Raises LockedError for a process, UsageError for a SLURM job. A queued job reads its config when it starts, and the
@@ -25,16 +25,16 @@ def check_free(job: Job) -> list[str]:
     run = job.run_dir
     if job.kind != "evaluate":
         check_no_process(run)
-    evaluations = alive(evaluations_of(run))
-    living = evaluations if job.kind == "evaluate" else alive(jobs_of(run))
+    evaluations = active_jobs(evaluation_job_ids(run))
+    living = evaluations if job.kind == "evaluate" else active_jobs(job_ids(run))
     for number, state in living.items():
         if state.is_unknown:
             raise UsageError(
-                f"{run}: can't tell whether job {number} still waits or runs ({state.detail}): try again, or where "
+                f"{run}: can't tell whether job {number} still waits or runs ({state.reason}): try again, or where "
                 f"SLURM answers; give this one another name; or, if that job is surely gone, delete {run / LAUNCH}"
             )
         what = "evaluates this run" if job.kind == "evaluate" else "is of this run"
-        doing = "runs" if state.word == "RUNNING" else f"is in the queue ({state.word})"
+        doing = "runs" if state.name == "RUNNING" else f"is in the queue ({state.name})"
         end = number if job.kind == "evaluate" else shlex.quote(str(run))
         other_name = "" if job.kind == "evaluate" else ", or give this one another name"
         raise UsageError(
@@ -45,19 +45,19 @@ def check_free(job: Job) -> list[str]:
 
 def check_no_process(run: Path) -> None:
     """Refuse a run that a process of this machine has launched. Raises LockedError."""
-    if other := process(run):
+    if other := launcher_process(run):
         raise LockedError(f"{run}: process {other.pid} runs this already: wait for it or give another name")
 
 
-def process(run: Path) -> psutil.Process | None:
+def launcher_process(run: Path) -> psutil.Process | None:
     """The process that launched a run, if it lives on this machine."""
-    note = launched(run)
-    if note.get("host") != socket.gethostname() or "pid" not in note:
+    launch_record = read_launch_record(run)
+    if launch_record.get("host") != socket.gethostname() or "pid" not in launch_record:
         return None
     try:
-        found = psutil.Process(int(number_of(note, "pid") or 0))
+        found = psutil.Process(int(number_of(launch_record, "pid") or 0))
         same = (
-            abs(found.create_time() - (number_of(note, "started") or 0)) < 1
+            abs(found.create_time() - (number_of(launch_record, "started") or 0)) < 1
         )  # else the number was used again
         return found if same and found.status() != psutil.STATUS_ZOMBIE else None
     except (psutil.Error, ValueError, OverflowError):
@@ -69,10 +69,10 @@ def cancel(run: Path) -> str:
 
     Raises UsageError if there is nothing to end.
     """
-    said, jobs = [], list(alive([*jobs_of(run), *evaluations_of(run)]))
+    said, jobs = [], list(active_jobs([*job_ids(run), *evaluation_job_ids(run)]))
     if jobs:
-        said.append(_end(jobs))
-    if found := process(run):
+        said.append(_scancel(jobs))
+    if found := launcher_process(run):
         try:
             found.send_signal(signal.SIGTERM)
         except psutil.AccessDenied:
@@ -83,16 +83,16 @@ def cancel(run: Path) -> str:
             pass  # ended at this moment
         said.append(f"told process {found.pid} to save and stop")
     if not said:
-        raise UsageError(f"{run}: {_nothing(run)}")
+        raise UsageError(f"{run}: {_why_nothing_runs(run)}")
     return ", ".join(said)
 
 
-def cancel_job(number: str) -> str:
+def cancel_job_id(number: str) -> str:
     """The same for the run that a SLURM job belongs to; of a job that evaluates, or that no run knows, itself alone.
 
     Raises UsageError for a job that is none of ours.
     """
-    record = scheduler.facts(number)
+    record = scheduler.show_job(number)
     script, log = Path(record.get("Command", "")), Path(record.get("StdOut", ""))
     run = log.parent.parent
     ours = script.parent == run / "slurm" and re.fullmatch(r"slurm-.*\.log", log.name)
@@ -101,24 +101,24 @@ def cancel_job(number: str) -> str:
             f"{number}: {'no job of `megatfm launch`' if record else 'SLURM knows no such job'}: give a run directory "
             f"or a job's number{f', or end it with `scancel {number}`' if record else ''}"
         )
-    if number in jobs_of(run):
+    if number in job_ids(run):
         return cancel(run)
-    if not (jobs := list(alive([number]))):
+    if not (jobs := list(active_jobs([number]))):
         raise UsageError(f"job {number} of {run} is over")
-    return _end(jobs)
+    return _scancel(jobs)
 
 
-def _end(jobs: Sequence[str]) -> str:
+def _scancel(jobs: Sequence[str]) -> str:
     scheduler.cancel(jobs)
     return f"cancelled job{'s' * (len(jobs) > 1)} {', '.join(jobs)}"
 
 
-def _nothing(run: Path) -> str:
-    note = launched(run)
-    if note.get("launcher") == "slurm" or note.get("evaluations"):
+def _why_nothing_runs(run: Path) -> str:
+    launch_record = read_launch_record(run)
+    if launch_record.get("launcher") == "slurm" or launch_record.get("evaluations"):
         return "none of its jobs is in the queue"
     if not (run / LAUNCH).exists():
         return "was not started by `megatfm launch`: stop its process by SIGTERM, and it saves"
-    if note.get("host") not in (None, socket.gethostname()):
-        return f"was started on {note['host']}: cancel it there"
+    if launch_record.get("host") not in (None, socket.gethostname()):
+        return f"was started on {launch_record['host']}: cancel it there"
     return "nothing runs"

@@ -9,16 +9,16 @@ from megatfm.config import Config, load, load_config
 from megatfm.config.prep import PrepConfig
 from megatfm.errors import UsageError
 from megatfm.launchers.job import Job, Kind, Launcher
-from megatfm.launchers.local import Local
-from megatfm.launchers.mpi import Mpi
-from megatfm.launchers.refusals import notes, problems
+from megatfm.launchers.local import LocalLauncher
+from megatfm.launchers.mpi import MpiLauncher
+from megatfm.launchers.refusals import launch_errors, launch_warnings
 from megatfm.launchers.site import Site, load_site
-from megatfm.launchers.slurm import Slurm
+from megatfm.launchers.slurm import SlurmLauncher
 from megatfm.registry import check_foreign_plugins
 
 SITE_FLAGS = ("partition", "account", "qos", "constraint", "max_restarts", "start")
 SBATCH_FLAGS = ("nodelist", "reservation", "begin", "dependency")
-SLURM_ONLY = (
+SLURM_FLAGS = (
     *(
         "mem",
         "exclude",
@@ -100,8 +100,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Start the run that parsed arguments describe; returns its exit code. Raises MegatfmError."""
     if not args.dry_run:
-        return start(args)[0]
-    launcher, job = _choose(args)
+        return launch(args)[0]
+    launcher, job = build_launch(args)
     files = launcher.render(job)
     for name, text in files.items():
         heading = f"# ==> {name} <==\n" if len(files) > 1 else ""
@@ -109,42 +109,44 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def start(args: argparse.Namespace) -> tuple[int, Job]:
+def launch(args: argparse.Namespace) -> tuple[int, Job]:
     """Run or submit what parsed arguments describe; the exit code, and what it was. Raises MegatfmError."""
-    launcher, job = _choose(args)
+    launcher, job = build_launch(args)
     return launcher.submit(job), job
 
 
-def _choose(args: argparse.Namespace) -> tuple[Launcher, Job]:
+def build_launch(args: argparse.Namespace) -> tuple[Launcher, Job]:
     """The launcher and the job; refuses flags that don't go together."""
     check_flags(args)
     nodes, max_nodes = _nodes(args.nodes)
-    kind, resolved, name = _what(args)
+    kind, resolved, name = resolve_job_config(args)
     gpus = args.gpus_per_node or 0
     job = Job(
-        config=str(args.config),
+        config_name=str(args.config),
         overrides=(*args.overrides, *["--trust-plugins"] * args.trust_plugins),
-        resolved=resolved,
+        config=resolved,
         name=args.job_name or name,
         kind=kind,
-        nodes=nodes,
+        min_nodes=nodes,
         max_nodes=max_nodes,
-        processes_per_node=next((n for n in (args.nproc, args.mpi) if n is not None), gpus or 1),
+        nproc_per_node=next((n for n in (args.nproc, args.mpi) if n is not None), gpus or 1),
         gpus_per_node=gpus,
         time_limit=args.time,
-        array=(8 if kind == "prep" else 1) if args.array is None else args.array,
-        chain=1 if args.chain is None else args.chain,
+        array_size=(8 if kind == "prep" else 1) if args.array is None else args.array,
+        chain_length=1 if args.chain is None else args.chain,
     )
     site = _site(args) if args.slurm else None
-    for problem in problems(job, site):
+    for problem in launch_errors(job, site):
         if not args.dry_run:
             raise UsageError(problem)
         print(f"note: this would be refused: {problem}", file=sys.stderr)
     if site:
-        for note in notes(job, site):
+        for note in launch_warnings(job, site):
             print(f"note: {note}", file=sys.stderr)
-        return Slurm(site), job
-    return (Local(args.max_restarts or 0) if args.mpi is None else Mpi(args.max_restarts or 0)), job
+        return SlurmLauncher(site), job
+    return (
+        LocalLauncher(args.max_restarts or 0) if args.mpi is None else MpiLauncher(args.max_restarts or 0)
+    ), job
 
 
 def check_flags(args: argparse.Namespace) -> None:
@@ -152,7 +154,7 @@ def check_flags(args: argparse.Namespace) -> None:
     if args.slurm and args.mpi is not None:
         raise UsageError("--slurm and --mpi: choose one; inside a SLURM job ranks are started by srun")
     if not args.slurm:
-        given = [f"--{name.replace('_', '-')}" for name in SLURM_ONLY if getattr(args, name) is not None]
+        given = [f"--{name.replace('_', '-')}" for name in SLURM_FLAGS if getattr(args, name) is not None]
         if given:
             raise UsageError(f"{', '.join(given)}: only with --slurm")
         if (args.nproc is None) == (args.mpi is None):
@@ -172,7 +174,7 @@ def check_flags(args: argparse.Namespace) -> None:
         raise UsageError(f"--max-restarts {args.max_restarts}: it must be 0 or more")
 
 
-def _what(args: argparse.Namespace) -> tuple[Kind, Config | PrepConfig, str]:
+def resolve_job_config(args: argparse.Namespace) -> tuple[Kind, Config | PrepConfig, str]:
     """What is to be done, its config, and a name for the job."""
     if args.prep:
         prep = load(PrepConfig, args.config, args.overrides)

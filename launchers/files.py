@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatfm.atomic import write_whole
+from megatfm.atomic import atomic_write
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
@@ -44,7 +44,7 @@ def texts_of(record: Mapping[str, Any], key: str) -> list[str]:
     return [str(each) for each in value] if isinstance(value, list) else []
 
 
-def launched(run: Path) -> dict[str, Any]:
+def read_launch_record(run: Path) -> dict[str, Any]:
     """How a run was started last: launcher, jobs or process, command; nothing where nobody noted it.
 
     `evaluations`: SLURM jobs that were submitted beside it, and may still live.
@@ -53,18 +53,22 @@ def launched(run: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def note_launch(run: Path, **facts: object) -> None:
+def write_launch_record(run: Path, **facts: object) -> None:
     """Leave in the run directory how it was started, for status, logs and cancel. Raises OSError."""
-    note = {"evaluations": texts_of(launched(run), "evaluations"), **facts}
-    write_whole(run / LAUNCH, json.dumps({**note, "time": time.time(), "command": sys.argv}, indent=1) + "\n")
+    note = {"evaluations": texts_of(read_launch_record(run), "evaluations"), **facts}
+    atomic_write(
+        run / LAUNCH, json.dumps({**note, "time": time.time(), "command": sys.argv}, indent=1) + "\n"
+    )
 
 
-def note_evaluation(run: Path, jobs: Sequence[str]) -> None:
+def record_evaluation_jobs(run: Path, jobs: Sequence[str]) -> None:
     """Leave these SLURM jobs beside what is noted of the run itself. Raises OSError."""
-    write_whole(run / LAUNCH, json.dumps({**launched(run), "evaluations": list(jobs)}, indent=1) + "\n")
+    atomic_write(
+        run / LAUNCH, json.dumps({**read_launch_record(run), "evaluations": list(jobs)}, indent=1) + "\n"
+    )
 
 
-def newest_step(run: Path) -> int:
+def latest_checkpoint_step(run: Path) -> int:
     """Step of the newest committed checkpoint, from its folder's name alone; 0 where there is none."""
     try:
         found = [_COMMITTED.fullmatch(path.name) for path in (run / "checkpoints").iterdir()]
@@ -78,14 +82,14 @@ def finished(run: Path, steps: int) -> bool:
 
     An exit code is not enough: srun leaves with 0 when its node is taken away.
     """
-    last = next(iter(last_records(run / EVENTS, 1)), {})
+    last = next(iter(tail_jsonl(run / EVENTS, 1)), {})
     return last.get("event") == "finished" and (number_of(last, "step") or 0) >= steps
 
 
-def last_records(path: Path, count: int) -> list[dict[str, Any]]:
+def tail_jsonl(path: Path, count: int) -> list[dict[str, Any]]:
     """The last whole JSON lines of a file, at most `count`, the oldest first."""
     records: list[dict[str, Any]] = []
-    for line in last_lines(path):
+    for line in reversed_lines(path):
         if len(records) == count:
             break
         try:
@@ -116,7 +120,7 @@ def start_of_last_lines(file: BinaryIO, count: int) -> int:
     return end if count <= 0 else 0
 
 
-def last_lines(path: Path) -> Iterator[str]:
+def reversed_lines(path: Path) -> Iterator[str]:
     """The lines at the end of a text file, the last one first; none where there is no such file."""
     if not path.is_file():
         return

@@ -11,7 +11,7 @@ AXES = ("dp_replicate", "tp", "pp", "cp")
 """Fixed axes; dp_shard takes the ranks that are left, or is fixed too."""
 
 
-def misfit(config: Config, processes: int) -> str | None:
+def layout_error(config: Config, processes: int) -> str | None:
     """Why a run can't train on so many processes; None if it can."""
     parallel, train = config.parallel, config.train
     if config.resilience.elastic:  # the run itself takes another layout and micro-batch where it must
@@ -27,7 +27,7 @@ def misfit(config: Config, processes: int) -> str | None:
         named = {**sizes, **({} if parallel.dp_shard == -1 else {"dp_shard": shard})}
         layout = " × ".join(f"{axis} {size}" for axis, size in named.items() if size > 1)
         return f"the layout {layout} does not divide {processes} processes"
-    within = shard * (parallel.ep_within // parallel.dp_shard)  # of both, the sign is dp_shard's
+    within = shard * (parallel.expert_mesh_size // parallel.dp_shard)  # of both, the sign is dp_shard's
     if within % parallel.ep:
         return f"parallel.ep = {parallel.ep} does not divide the {within} ranks over which experts lie"
     data_ranks = sizes["dp_replicate"] * shard
@@ -36,12 +36,12 @@ def misfit(config: Config, processes: int) -> str | None:
         if batch % (train.micro_batch * data_ranks):
             return (
                 f"{key} = {batch} is not a multiple of train.micro_batch = {train.micro_batch} on "
-                f"{data_ranks} data ranks{_smaller(math.gcd(*batches), train.micro_batch, data_ranks)}"
+                f"{data_ranks} data ranks{_suggest_micro_batch(math.gcd(*batches), train.micro_batch, data_ranks)}"
             )
     return None
 
 
-def _smaller(batch: int, micro_batch: int, data_ranks: int) -> str:
+def _suggest_micro_batch(batch: int, micro_batch: int, data_ranks: int) -> str:
     """A micro-batch that would do."""
     if batch % data_ranks:
         return ""
@@ -50,6 +50,6 @@ def _smaller(batch: int, micro_batch: int, data_ranks: int) -> str:
     return f" (train.micro_batch = {fits} would)"
 
 
-def most_nodes(config: Config, counts: Iterable[int], processes_per_node: int) -> int | None:
+def max_fitting_nodes(config: Config, counts: Iterable[int], processes_per_node: int) -> int | None:
     """The largest of these numbers of nodes on which the run fits; None if it fits on none."""
-    return max((n for n in counts if misfit(config, n * processes_per_node) is None), default=None)
+    return max((n for n in counts if layout_error(config, n * processes_per_node) is None), default=None)

@@ -18,7 +18,7 @@ from megatfm.launchers.progress import launcher_of
 POLL_SECONDS = 0.5
 LINE_BYTES = 4096
 """Of lines that the last look ended in; longer ones tell of trouble at their beginning."""
-TROUBLE = re.compile(
+ERROR_PATTERN = re.compile(
     r"\b(ERROR|CRITICAL|Traceback|Fatal Python error|Segmentation fault|Aborted|hangs?|hung|out of memory)\b"
 )
 _RANK = re.compile(r"(?:rank|worker)-(\d+)\.log")
@@ -38,7 +38,7 @@ class Tail:
         with contextlib.suppress(OSError), self.path.open("rb") as file:
             self.offset = start_of_last_lines(file, count)
 
-    def news(self) -> Iterator[str]:
+    def read_new_lines(self) -> Iterator[str]:
         """Whole lines that came since the last look. A file that became shorter is read from its start."""
         try:
             with self.path.open("rb") as file:
@@ -81,7 +81,7 @@ class Troubles:
                     # The line in which the last look ended is looked at again.
                     file.seek(max(0, size - TAIL_BYTES, seen - LINE_BYTES))
                     found = (
-                        TROUBLE.search(file.read(TAIL_BYTES + LINE_BYTES).decode(errors="replace"))
+                        ERROR_PATTERN.search(file.read(TAIL_BYTES + LINE_BYTES).decode(errors="replace"))
                         is not None
                     )
         except OSError:
@@ -90,7 +90,7 @@ class Troubles:
         return found
 
 
-def chosen(run: Path, everything: bool = False, troubles: Troubles | None = None) -> dict[Path, str]:
+def select_logs(run: Path, all_ranks: bool = False, troubles: Troubles | None = None) -> dict[Path, str]:
     """The files that matter, with a short label each: all of them, or those of ranks with trouble. What rank 0 writes
     is in the job's log too. troubles: what earlier looks have found."""
     launcher, troubles = launcher_of(run), troubles or Troubles()
@@ -100,7 +100,7 @@ def chosen(run: Path, everything: bool = False, troubles: Troubles | None = None
         match = _RANK.fullmatch(path.name)
         if not match:
             continue
-        if everything or (not jobs if match[1] == "0" else troubles.has(path)):
+        if all_ranks or (not jobs if match[1] == "0" else troubles.has(path)):
             files[path] = path.stem.replace("-", " ")
     return files
 
@@ -110,7 +110,7 @@ def _number(path: Path) -> int:
     return int(match[1]) if match else -1
 
 
-def show(
+def print_tails(
     run: Path, count: int, everything: bool = False, out: TextIO | None = None, *, to_the_end: bool = False
 ) -> list[Tail]:
     """Print the last `count` lines of each file; returns where to go on from.
@@ -118,11 +118,11 @@ def show(
     to_the_end: also a last line that isn't finished, which who goes on would print in two parts.
     """
     out, tails = out or sys.stdout, []
-    for path, label in chosen(run, everything).items():
+    for path, label in select_logs(run, everything).items():
         tail = Tail(path, label)
         tail.begin(count)
         print(f"==> {path} <==", file=out)
-        for line in tail.news():
+        for line in tail.read_new_lines():
             print(line, file=out)
         for line in tail.end() if to_the_end else ():
             print(line, file=out)
@@ -131,7 +131,7 @@ def show(
     return tails
 
 
-def follow(
+def follow_logs(
     run: Path,
     tails: list[Tail],
     everything: bool = False,
@@ -142,13 +142,13 @@ def follow(
     out, known, troubles = out or sys.stdout, {tail.path: tail for tail in tails}, Troubles()
     while True:
         ending = is_over()  # asked first, so that the last words are still shown
-        for path, label in chosen(run, everything, troubles).items():
+        for path, label in select_logs(run, everything, troubles).items():
             if path not in known:
                 known[path] = Tail(path, label)
                 print(f"==> {path} <==", file=out)
         width = max((len(tail.label) for tail in known.values()), default=0)
         for tail in known.values():
-            for line in itertools.chain(tail.news(), tail.end() if ending else ()):
+            for line in itertools.chain(tail.read_new_lines(), tail.end() if ending else ()):
                 print(f"{tail.label:<{width}} | {line}", file=out)
         out.flush()
         if ending:

@@ -16,7 +16,7 @@ from megatfm.errors import UsageError
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 TIME = re.compile(r"\d+((:\d+){0,2}|-\d+(:\d+){0,2})")
 
-TRAIN = (sys.executable, "-P", "-m", "megatfm", "train")
+MEGATFM_COMMAND = (sys.executable, "-P", "-m", "megatfm", "train")
 """How ranks are started. -P keeps the working directory off the path: a `queue.py` there would hide Python's own."""
 
 Kind = Literal["train", "prep", "evaluate"]
@@ -31,18 +31,18 @@ class Job:
     or holds characters that have no business in it.
     """
 
-    config: str
+    config_name: str
     overrides: tuple[str, ...]
-    resolved: Config | PrepConfig
+    config: Config | PrepConfig
     name: str
     kind: Kind = "train"
-    nodes: int = 1
+    min_nodes: int = 1
     max_nodes: int | None = None
-    processes_per_node: int = 1
+    nproc_per_node: int = 1
     gpus_per_node: int = 0
     time_limit: str | None = None
-    array: int = 1
-    chain: int = 1
+    array_size: int = 1
+    chain_length: int = 1
 
     def __post_init__(self) -> None:
         check_path(self.run_dir)
@@ -52,15 +52,15 @@ class Job:
             )
         if self.gpus_per_node < 0:
             raise UsageError(f"--gpus-per-node {self.gpus_per_node}: it must be 0 (no GPUs) or more")
-        counts = {"nodes": self.nodes, "processes": self.processes_per_node, "tasks": self.array}
-        for what, count in {**counts, "links of the chain": self.chain}.items():
+        counts = {"nodes": self.min_nodes, "processes": self.nproc_per_node, "tasks": self.array_size}
+        for what, count in {**counts, "links of the chain": self.chain_length}.items():
             if count < 1:
                 raise UsageError(f"number of {what} is {count}: it must be at least 1")
-        if self.max_nodes is not None and self.max_nodes < self.nodes:
-            raise UsageError(f"--nodes {self.nodes}-{self.max_nodes}: the least number comes first")
-        if self.gpus_per_node and self.processes_per_node != self.gpus_per_node:
+        if self.max_nodes is not None and self.max_nodes < self.min_nodes:
+            raise UsageError(f"--nodes {self.min_nodes}-{self.max_nodes}: the least number comes first")
+        if self.gpus_per_node and self.nproc_per_node != self.gpus_per_node:
             raise UsageError(
-                f"{self.processes_per_node} processes on {self.gpus_per_node} GPUs of a node: one process drives one "
+                f"{self.nproc_per_node} processes on {self.gpus_per_node} GPUs of a node: one process drives one "
                 "GPU, so leave --nproc out"
             )
         if self.time_limit is not None and not TIME.fullmatch(self.time_limit):
@@ -70,32 +70,32 @@ class Job:
             )
 
     @property
-    def most_nodes(self) -> int:
+    def largest_node_count(self) -> int:
         """Nodes that the run may grow to; where no range was asked for, those that it has."""
-        return self.max_nodes or self.nodes
+        return self.max_nodes or self.min_nodes
 
     @property
-    def processes(self) -> int:
+    def world_size(self) -> int:
         """Processes of the whole run, at most."""
-        return self.most_nodes * self.processes_per_node
+        return self.largest_node_count * self.nproc_per_node
 
     @property
     def run_dir(self) -> Path:
         """The run directory, absolute. A preparation has one beside what it makes."""
-        if isinstance(self.resolved, PrepConfig):
-            out = Path(self.resolved.out).absolute()
+        if isinstance(self.config, PrepConfig):
+            out = Path(self.config.out).absolute()
             return out.with_name(f"{out.name}.jobs")
-        return Path(self.resolved.run_dir or Path("runs") / self.resolved.name).absolute()
+        return Path(self.config.run_dir or Path("runs") / self.config.name).absolute()
 
     @property
     def command(self) -> list[str]:
         """What every process runs."""
-        return [*words(self.kind), self.config, *self.overrides]
+        return [*megatfm_command(self.kind), self.config_name, *self.overrides]
 
 
-def words(kind: Kind, python: str | None = None) -> list[str]:
+def megatfm_command(kind: Kind, python: str | None = None) -> list[str]:
     """The command line of megatfm for a kind of job."""
-    return [python or TRAIN[0], *TRAIN[1:-1], kind]
+    return [python or MEGATFM_COMMAND[0], *MEGATFM_COMMAND[1:-1], kind]
 
 
 def python_path() -> dict[str, str]:
@@ -132,22 +132,22 @@ UNKNOWN = "UNKNOWN"
 
 
 @dataclass(frozen=True)
-class State:
+class JobState:
     """What the one who runs a job says of it: a word such as RUNNING, more in words, and since when (seconds)."""
 
-    word: str
-    detail: str = ""
+    name: str
+    reason: str = ""
     since: float | None = None
 
     @property
     def is_over(self) -> bool:
         """Whether the job has surely ended for good: one that waits to be started again has not."""
-        return self.word.partition(" by ")[0] in OVER  # sacct: "CANCELLED by 1000"
+        return self.name.partition(" by ")[0] in OVER  # sacct: "CANCELLED by 1000"
 
     @property
     def is_unknown(self) -> bool:
         """Whether nobody can tell how it is."""
-        return self.word == UNKNOWN
+        return self.name == UNKNOWN
 
 
 class Launcher(Protocol):
@@ -161,7 +161,7 @@ class Launcher(Protocol):
         """Run or queue the job. Returns the exit code of the command."""
         ...
 
-    def status(self, run: Path) -> State:
+    def status(self, run: Path) -> JobState:
         """How the job of a run is."""
         ...
 

@@ -19,23 +19,30 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-from megatfm.atomic import write_whole
+from megatfm.atomic import atomic_write
 from megatfm.config import load_config
-from megatfm.errors import DONE, FAILED, NO_PROGRESS, REQUEUE, USAGE, MegatfmError
+from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, EXIT_USAGE, NO_PROGRESS, MegatfmError
 from megatfm.launchers import scheduler
 from megatfm.launchers.files import (
     EVENTS,
     finished,
-    last_records,
-    newest_step,
+    latest_checkpoint_step,
     number_of,
     read_json,
+    tail_jsonl,
     texts_of,
 )
-from megatfm.launchers.fit import misfit, most_nodes
-from megatfm.launchers.preparation import work_done
-from megatfm.launchers.queue import job_state, jobs_of
-from megatfm.launchers.restarts import FINAL, FRUITLESS_STOPS, RESTARTS, UNFINISHED, Attempt, Restarts
+from megatfm.launchers.fit import layout_error, max_fitting_nodes
+from megatfm.launchers.preparation import prep_progress
+from megatfm.launchers.queue import job_ids, job_state
+from megatfm.launchers.restarts import (
+    FINAL_EXIT_REASONS,
+    MAX_STOPS_WITHOUT_PROGRESS,
+    RESTARTS,
+    UNFINISHED,
+    Attempt,
+    AttemptLog,
+)
 
 PREFIX = "megatfm job: "
 LOG_BYTES = 2**24
@@ -73,30 +80,30 @@ def main(argv: Sequence[str] | None = None) -> int:
             action.add_argument("--requeue", action=argparse.BooleanOptionalAction, required=True)
     args = parser.parse_args(argv)
     try:
-        return {"begin": begin, "end": end, "again": again}[args.action](args)
+        return {"begin": prolog, "end": epilog, "again": again}[args.action](args)
     except (MegatfmError, OSError) as error:
-        say(f"error: {error}")
-        return error.exit_code if isinstance(error, MegatfmError) else FAILED
+        log(f"error: {error}")
+        return error.exit_code if isinstance(error, MegatfmError) else EXIT_FAILED
 
 
-def begin(args: argparse.Namespace) -> int:
+def prolog(args: argparse.Namespace) -> int:
     """Note the attempt; print the nodes to use, or nothing when the run is finished or must not go on."""
     config = load_config(args.config)
-    nodes = scheduler.hostnames(os.environ["SLURM_JOB_NODELIST"])
-    restarts, now = Restarts(args.run), time.time()
-    if newest_step(args.run) >= config.train.steps and finished(args.run, config.train.steps):
-        say(f"the run is finished: all of its {config.train.steps} steps are done")
-        return DONE
+    nodes = scheduler.expand_nodelist(os.environ["SLURM_JOB_NODELIST"])
+    restarts, now = AttemptLog(args.run), time.time()
+    if latest_checkpoint_step(args.run) >= config.train.steps and finished(args.run, config.train.steps):
+        log(f"the run is finished: all of its {config.train.steps} steps are done")
+        return EXIT_OK
     job = os.environ["SLURM_JOB_ID"]
-    group = submission(args.run, job)
-    if before := restarts.open(group):
-        lost = blame(args.log, args.run, before.time)
-        reason = lost.how or "lost with its job script"
+    group = submission_id(args.run, job)
+    if next_started_at := restarts.unfinished_attempt(group):
+        lost = find_failure_cause(args.log, args.run, next_started_at.time)
+        reason = lost.reason or "lost with its job script"
         restarts.end(
             replace(
-                before,
+                next_started_at,
                 ended=now,
-                asked=lost.by_slurm,
+                asked=lost.ended_by_slurm,
                 reason=reason,
                 failed_host=lost.host,
                 failed_rank=lost.rank,
@@ -104,200 +111,218 @@ def begin(args: argparse.Namespace) -> int:
         )
     attempt = restarts.begin(Attempt(now, group, job, _restart(), nodes))
     number = sum(each.submission == group for each in restarts.attempts)
-    say(f"attempt {number}: job {job}, from step {attempt.first_step}, on {', '.join(nodes)}")
-    if spent := restarts.spent(group, args.max_restarts):
+    log(f"attempt {number}: job {job}, from step {attempt.first_step}, on {', '.join(nodes)}")
+    if spent := restarts.restart_limit_reason(group, args.max_restarts):
         # Reached when SLURM itself requeued the job, so that nobody could say so before.
-        return _give_up(args, restarts, attempt, spent)
-    bad = set(restarts.offenders(now)) & set(nodes)
+        return _stop_without_progress(args, restarts, attempt, spent)
+    bad = set(restarts.faulty_hosts(now)) & set(nodes)
     usable = [node for node in nodes if node not in bad]
-    if bad and most_nodes(config, range(args.min_nodes, len(usable) + 1), args.processes_per_node) is None:
-        say(f"{', '.join(sorted(bad))}: failed before, but there are too few other nodes to do without")
+    if (
+        bad
+        and max_fitting_nodes(config, range(args.min_nodes, len(usable) + 1), args.processes_per_node) is None
+    ):
+        log(f"{', '.join(sorted(bad))}: failed before, but there are too few other nodes to do without")
         usable = nodes
     elif bad:
-        say(f"{', '.join(sorted(bad))}: left out, since the run failed there before")
-    count = most_nodes(config, range(args.min_nodes, len(usable) + 1), args.processes_per_node)
+        log(f"{', '.join(sorted(bad))}: left out, since the run failed there before")
+    count = max_fitting_nodes(config, range(args.min_nodes, len(usable) + 1), args.processes_per_node)
     if count is None:
-        why = misfit(config, len(usable) * args.processes_per_node)
-        restarts.end(replace(attempt, code=USAGE, ended=now, reason=why or "too few nodes"))
-        say(f"error: the run fits on none of {args.min_nodes} to {len(usable)} nodes: on the last, {why}")
-        return USAGE
+        why = layout_error(config, len(usable) * args.processes_per_node)
+        restarts.end(replace(attempt, code=EXIT_USAGE, ended=now, reason=why or "too few nodes"))
+        log(f"error: the run fits on none of {args.min_nodes} to {len(usable)} nodes: on the last, {why}")
+        return EXIT_USAGE
     if count < len(nodes):
-        say(
-            f"trains on {count} of {len(nodes)} nodes: {misfit(config, len(usable) * args.processes_per_node) or ''}"
+        log(
+            f"trains on {count} of {len(nodes)} nodes: "
+            f"{layout_error(config, len(usable) * args.processes_per_node) or ''}"
         )
     print(count, usable[0], ",".join(usable[:count]))
-    return DONE
+    return EXIT_OK
 
 
-def end(args: argparse.Namespace) -> int:
+def epilog(args: argparse.Namespace) -> int:
     """Note how the attempt ended, and see to the next one."""
-    restarts, job = Restarts(args.run), os.environ["SLURM_JOB_ID"]
-    begun = restarts.of_job(job, _restart())
+    restarts, job = AttemptLog(args.run), os.environ["SLURM_JOB_ID"]
+    begun = restarts.attempt_of_job(job, _restart())
     if begun is None:
         raise MegatfmError(f"{args.run / RESTARTS}: nothing is noted of job {job}: was the file removed?")
     code = args.code
     asked = args.asked or (
         "USR1" if code == 128 + signal.SIGUSR1 else ""
     )  # of which a rank died while it started
-    if code in (DONE, REQUEUE) or asked:  # asked to stop, it may have done its last step
+    if code in (EXIT_OK, EXIT_REQUEUE) or asked:  # asked to stop, it may have done its last step
         has_finished = finished(args.run, load_config(args.config).train.steps)
-        code = DONE if has_finished else code or FAILED
+        code = EXIT_OK if has_finished else code or EXIT_FAILED
     attempt = replace(begun, ended=time.time(), code=code, asked=bool(asked))
-    if code in FINAL:
-        restarts.end(replace(attempt, asked=False, reason=FINAL[code]))
-        say(f"the run ended with {code}: {FINAL[code]}")
-        if code in (DONE, USAGE, NO_PROGRESS):
-            _drop_links(args.run, job)
+    if code in FINAL_EXIT_REASONS:
+        restarts.end(replace(attempt, asked=False, reason=FINAL_EXIT_REASONS[code]))
+        log(f"the run ended with {code}: {FINAL_EXIT_REASONS[code]}")
+        if code in (EXIT_OK, EXIT_USAGE, NO_PROGRESS):
+            _cancel_later_chain_jobs(args.run, job)
         return int(code)
-    if asked or code == REQUEUE:
+    if asked or code == EXIT_REQUEUE:
         attempt = replace(attempt, reason=f"stopped by {asked or 'a signal'}")
     else:
-        following = restarts.after(begun)
-        found = blame(args.log, args.run, begun.time, following.time if following else None)
-        reason = found.how or (f"exit code {code}" if args.code else UNFINISHED)
+        following = restarts.next_attempt(begun)
+        found = find_failure_cause(args.log, args.run, begun.time, following.time if following else None)
+        reason = found.reason or (f"exit code {code}" if args.code else UNFINISHED)
         attempt = replace(attempt, failed_host=found.host, failed_rank=found.rank, reason=reason)
     attempt = restarts.end(attempt)
-    say(f"{attempt.reason}; the newest checkpoint is of step {attempt.step}")
-    if spent := restarts.spent(attempt.submission, args.max_restarts):
-        return _give_up(args, restarts, attempt, spent)
-    _go_on(args, restarts, attempt)
-    return FAILED if attempt.failed else REQUEUE
+    log(f"{attempt.reason}; the newest checkpoint is of step {attempt.step}")
+    if spent := restarts.restart_limit_reason(attempt.submission, args.max_restarts):
+        return _stop_without_progress(args, restarts, attempt, spent)
+    _requeue_or_chain(args, restarts, attempt)
+    return EXIT_FAILED if attempt.is_failure else EXIT_REQUEUE
 
 
 def again(args: argparse.Namespace) -> int:
     """Requeue a task of a preparation that was stopped, unless stop after stop no part was finished by any task."""
     job, task = os.environ["SLURM_JOB_ID"], os.environ["SLURM_ARRAY_TASK_ID"]
     note, submitted = args.run / "slurm" / f"stops.{task}.json", os.environ["SLURM_ARRAY_JOB_ID"]
-    before, work = read_json(note, {}), work_done(args.run)
-    same = isinstance(before, dict) and (before.get("job"), before.get("work")) == (submitted, work)
-    stops = 1 + (before["stops"] if same and isinstance(before.get("stops"), int) else 0)
-    write_whole(note, json.dumps({"job": submitted, "work": work, "stops": stops}) + "\n")
-    if stops > (FRUITLESS_STOPS if work else UNSEEN_STOPS):
-        say(
+    next_started_at, work = read_json(note, {}), prep_progress(args.run)
+    same = isinstance(next_started_at, dict) and (
+        next_started_at.get("job"),
+        next_started_at.get("work"),
+    ) == (submitted, work)
+    stops = 1 + (next_started_at["stops"] if same and isinstance(next_started_at.get("stops"), int) else 0)
+    atomic_write(note, json.dumps({"job": submitted, "work": work, "stops": stops}) + "\n")
+    if stops > (MAX_STOPS_WITHOUT_PROGRESS if work else UNSEEN_STOPS):
+        log(
             f"no progress: task {task} was stopped {stops} times in a row, and no part was finished: give more --time"
         )
         return NO_PROGRESS
-    if job_state(job).word == "RUNNING":  # else it was cancelled
+    if job_state(job).name == "RUNNING":  # else it was cancelled
         scheduler.requeue(job)
-        say(f"task {task} is requeued: it goes on when its turn comes")
-    return REQUEUE
+        log(f"task {task} is requeued: it goes on when its turn comes")
+    return EXIT_REQUEUE
 
 
-def _go_on(args: argparse.Namespace, restarts: Restarts, attempt: Attempt) -> None:
+def _requeue_or_chain(args: argparse.Namespace, restarts: AttemptLog, attempt: Attempt) -> None:
     """Requeue, or leave it to the next link; either way not on a node that failed twice."""
     job = attempt.job
-    found = scheduler.facts(job)
+    found = scheduler.show_job(job)
     state = found.get("JobState", "")
-    out_of_time = (scheduler.seconds(found.get("RunTime", "")) or 0) >= (
-        scheduler.seconds(found.get("TimeLimit", "")) or sys.maxsize
+    out_of_time = (scheduler.parse_time(found.get("RunTime", "")) or 0) >= (
+        scheduler.parse_time(found.get("TimeLimit", "")) or sys.maxsize
     )
     requeued = int(found.get("Restarts", "0")) > attempt.restart
     if not requeued and (state == "CANCELLED" or (state == "COMPLETING" and not out_of_time)):
-        say(f"job {job} was cancelled, so nothing goes on")
+        log(f"job {job} was cancelled, so nothing goes on")
         return
-    following = links_after(args.run, job)
+    following = later_chain_jobs(args.run, job)
     if requeued:
-        say(f"SLURM has requeued job {job}")
+        log(f"SLURM has requeued job {job}")
         following = [job]
     elif args.requeue:
         scheduler.requeue(job)
-        say(f"job {job} is requeued: it goes on from its checkpoint when its turn comes")
+        log(f"job {job} is requeued: it goes on from its checkpoint when its turn comes")
         following = [job]
     elif following:
-        say(f"the next link of the chain, job {following[0]}, goes on from here")
+        log(f"the next link of the chain, job {following[0]}, goes on from here")
     else:
-        say("this site requeues nothing, and the chain has no further link: start the same command again")
-    if (hosts := restarts.offenders(time.time())) and following:
+        log("this site requeues nothing, and the chain has no further link: start the same command again")
+    if (hosts := restarts.faulty_hosts(time.time())) and following:
         _exclude(following, hosts, found)
 
 
 def _exclude(jobs: Sequence[str], hosts: Sequence[str], found: dict[str, str]) -> None:
     """Keep jobs off hosts, if enough others are left for them ever to start."""
     try:
-        before = found.get("ExcNodeList", "(null)")  # what the site leaves out, which an update would forget
-        excluded = {*hosts, *(scheduler.hostnames(before) if before != "(null)" else ())}
+        next_started_at = found.get(
+            "ExcNodeList", "(null)"
+        )  # what the site leaves out, which an update would forget
+        excluded = {
+            *hosts,
+            *(scheduler.expand_nodelist(next_started_at) if next_started_at != "(null)" else ()),
+        }
         left = scheduler.usable_nodes(found.get("Partition", "")) - excluded
         needed = int(re.match(r"\d+", found.get("NumNodes", "1"))[0])  # type: ignore[index]
         if len(left) < needed:
-            say(
+            log(
                 f"{', '.join(hosts)}: failed twice, but only {len(left)} other nodes are usable: not excluded"
             )
             return
         for job in jobs:
-            scheduler.exclude(job, sorted(excluded))
-        say(f"{', '.join(hosts)}: failed twice, so excluded from now on")
+            scheduler.set_excluded_nodes(job, sorted(excluded))
+        log(f"{', '.join(hosts)}: failed twice, so excluded from now on")
     except MegatfmError as error:
-        say(f"could not exclude {', '.join(hosts)}: {error}")
+        log(f"could not exclude {', '.join(hosts)}: {error}")
 
 
-def _give_up(args: argparse.Namespace, restarts: Restarts, attempt: Attempt, why: str) -> int:
-    say(f"no progress: {why}. Mend the cause, then launch again")
+def _stop_without_progress(args: argparse.Namespace, restarts: AttemptLog, attempt: Attempt, why: str) -> int:
+    log(f"no progress: {why}. Mend the cause, then launch again")
     restarts.end(replace(attempt, ended=time.time(), code=NO_PROGRESS, reason=why))
-    _drop_links(args.run, attempt.job)
+    _cancel_later_chain_jobs(args.run, attempt.job)
     return NO_PROGRESS
 
 
-def submission(run: Path, job: str) -> str:
+def submission_id(run: Path, job: str) -> str:
     """What a job's restarts are counted over: the first link of its chain, or itself."""
-    jobs = jobs_of(run)
+    jobs = job_ids(run)
     return jobs[0] if job in jobs else job
 
 
-def links_after(run: Path, job: str) -> list[str]:
+def later_chain_jobs(run: Path, job: str) -> list[str]:
     """The jobs of a chain that were submitted after this one."""
-    jobs = jobs_of(run)
+    jobs = job_ids(run)
     return jobs[jobs.index(job) + 1 :] if job in jobs else []
 
 
-def _drop_links(run: Path, job: str) -> None:
-    if following := links_after(run, job):
+def _cancel_later_chain_jobs(run: Path, job: str) -> None:
+    if following := later_chain_jobs(run, job):
         with contextlib.suppress(MegatfmError):  # gone already
             scheduler.cancel(following)
-        say(f"took the rest of the chain out of the queue: {', '.join(following)}")
+        log(f"took the rest of the chain out of the queue: {', '.join(following)}")
 
 
 @dataclass(frozen=True)
-class Blame:
+class FailureCause:
     """What a log tells of an attempt's end: where it failed first, how, and whether SLURM itself ended it."""
 
     host: str | None = None
     rank: int | None = None
-    how: str = ""
-    by_slurm: bool = False
+    reason: str = ""
+    ended_by_slurm: bool = False
 
 
-def blame(log: Path, run: Path, since: float, before: float | None = None) -> Blame:
+def find_failure_cause(
+    log: Path, run: Path, started_at: float, next_started_at: float | None = None
+) -> FailureCause:
     """How the attempt that began at `since` ended, by the run's own events, else by what srun said in the log.
 
     before: when the next attempt began, whose events are none of this one's.
     """
     text = _since_mark(log)
-    cut, until = "", before or sys.float_info.max
+    cut, until = "", next_started_at or sys.float_info.max
     if ended := _ENDED.search(text):  # what SLURM then kills has done nothing wrong
         cut, until = (
             (ended[2] or "cancelled").strip(),
             min(until, datetime.fromisoformat(ended[1]).timestamp()),
         )
         text = text[: ended.start()]
-    for event in reversed(last_records(run / EVENTS, 8)):
-        if event.get("event") == "failed" and since <= (number_of(event, "time") or 0) < until:
+    for event in reversed(tail_jsonl(run / EVENTS, 8)):
+        if event.get("event") == "failed" and started_at <= (number_of(event, "time") or 0) < until:
             hosts, ranks = texts_of(event, "hosts"), texts_of(event, "ranks")
             known = len(set(hosts)) == 1 and ranks and ranks[0].isdecimal()
             host, rank = (hosts[0], int(ranks[0])) if known else (None, None)
-            return Blame(host, rank, str(event.get("detail", "failed")))
+            return FailureCause(host, rank, str(event.get("detail", "failed")))
     if lost := _LOST_NODE.search(text):
-        return Blame(lost[1], None, f"node {lost[1]} failed")
+        return FailureCause(lost[1], None, f"node {lost[1]} failed")
     if refused := {match[1]: match[2] for match in _NOT_LAUNCHED.finditer(text)}:
         # srun then kills the tasks that did start, on nodes that are in order.
         how = "; ".join(f"node {node} could not start its tasks: {why}" for node, why in refused.items())
-        return Blame(next(iter(refused)) if len(refused) == 1 else None, None, how)
+        return FailureCause(next(iter(refused)) if len(refused) == 1 else None, None, how)
     tasks = list(_SRUN.finditer(text))
     guilty = [match for match in tasks if _SIGNALLED.search(match[3])]
     if not guilty and len({match[1] for match in tasks}) > 1:
-        return Blame(how=f"{tasks[0][3]} on several nodes")  # nobody can say who began
+        return FailureCause(reason=f"{tasks[0][3]} on several nodes")  # nobody can say who began
     if first := next(iter(guilty or tasks), None):
-        return Blame(first[1], int(first[2]), f"rank {first[2]} on {first[1]}: {first[3]}")
-    return Blame(how=f"ended by SLURM: {cut.lower()}", by_slurm=cut != "NODE FAILURE") if cut else Blame()
+        return FailureCause(first[1], int(first[2]), f"rank {first[2]} on {first[1]}: {first[3]}")
+    return (
+        FailureCause(reason=f"ended by SLURM: {cut.lower()}", ended_by_slurm=cut != "NODE FAILURE")
+        if cut
+        else FailureCause()
+    )
 
 
 def _since_mark(log: Path) -> str:
@@ -316,7 +341,7 @@ def _restart() -> int:
     return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 
 
-def say(line: str) -> None:
+def log(line: str) -> None:
     """Print a line for the job's log, marked as the launcher's, at once: to stderr."""
     print(PREFIX + line, file=sys.stderr, flush=True)
 

@@ -6,15 +6,15 @@ import shlex
 import socket
 
 from megatfm.errors import MegatfmError
-from megatfm.launchers.foreground import Foreground
+from megatfm.launchers.foreground import ForegroundLauncher
 from megatfm.launchers.job import Job, python_path
-from megatfm.launchers.supervise import Child, supervise
+from megatfm.launchers.supervise import Child, supervisor
 
 # Below the kernel's range for outgoing connections, so that nobody's connection takes the port before rank 0 does.
 PORTS = range(12_000, 32_000)
 
 
-class Local(Foreground):
+class LocalLauncher(ForegroundLauncher):
     """Starts the ranks as children. Rank 0 has this terminal, the others write to RUN/logs/rank-K.log."""
 
     name = "local"
@@ -23,34 +23,34 @@ class Local(Foreground):
         """One line of shell a rank."""
         lines = []
         for child in self._children(job, PORTS[0]):
-            settings = " ".join(f"{key}={shlex.quote(value)}" for key, value in child.environment.items())
+            env = " ".join(f"{key}={shlex.quote(value)}" for key, value in child.environment.items())
             output = f" >>{shlex.quote(str(child.log))} 2>&1" if child.log else ""
-            lines.append(f"{settings} {shlex.join(child.command)}{output} &")
+            lines.append(f"{env} {shlex.join(child.command)}{output} &")
         return {"launch.sh": "\n".join([*lines, "wait", ""])}
 
     def submit(self, job: Job) -> int:
         """Run to the end; returns the ranks' common exit code."""
-        return self.run(job, lambda: supervise(self._children(job, free_port())))
+        return self.run(job, lambda: supervisor(self._children(job, free_port())))
 
     def _children(self, job: Job, port: int) -> list[Child]:
-        ranks = range(job.processes)
+        ranks = range(job.world_size)
         if job.kind == "prep":  # they take parts of the work from one another, and need no address
             return [
                 Child(
                     f"worker {rank + 1}",
-                    [*job.command, "--part", f"{rank + 1}/{job.processes}"],
-                    defaults(job.processes),
+                    [*job.command, "--part", f"{rank + 1}/{job.world_size}"],
+                    default_env(job.world_size),
                     job.run_dir / "logs" / f"worker-{rank + 1}.log" if rank else None,
                 )
                 for rank in ranks
             ]
         shared = {
-            "WORLD_SIZE": str(job.processes),
-            "LOCAL_WORLD_SIZE": str(job.processes),
+            "WORLD_SIZE": str(job.world_size),
+            "LOCAL_WORLD_SIZE": str(job.world_size),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),  # needs no name service
-            **defaults(job.processes),
+            **default_env(job.world_size),
         }
         return [
             Child(
@@ -58,19 +58,19 @@ class Local(Foreground):
                 job.command,
                 {"RANK": str(rank), "LOCAL_RANK": str(rank), **shared},
                 job.run_dir / "logs" / f"rank-{rank}.log" if rank else None,
-                holds=job.kind == "train",
+                blocks_stop_signals=job.kind == "train",
             )
             for rank in ranks
         ]
 
 
-def defaults(processes: int) -> dict[str, str]:
+def default_env(processes: int) -> dict[str, str]:
     """Settings of a rank on this machine that the user's own environment overrules."""
-    settings = {
+    env = {
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // processes)),
         "PYTHONUNBUFFERED": "1",  # the log of a rank that is killed holds its last words
     }
-    return {key: os.environ.get(key, value) for key, value in settings.items()} | python_path()
+    return {key: os.environ.get(key, value) for key, value in env.items()} | python_path()
 
 
 def free_port() -> int:

@@ -4,39 +4,39 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from megatfm.launchers.files import launched
-from megatfm.launchers.job import State
+from megatfm.launchers.files import read_launch_record
+from megatfm.launchers.job import JobState
 
 _PART = re.compile(r"([a-z-]+)\.\d{5}\.json")
 
 
-def is_preparation(run: Path) -> bool:
+def is_prep_run(run: Path) -> bool:
     """Whether a folder is of `megatfm launch` for a corpus; False for one that nothing launched."""
-    return launched(run).get("kind") == "prep"
+    return read_launch_record(run).get("kind") == "prep"
 
 
-def corpus_of(run: Path) -> Path:
+def corpus_dir(run: Path) -> Path:
     """What a preparation makes: its own folder lies beside that, as NAME.jobs."""
     return run.with_name(run.name.removesuffix(".jobs"))
 
 
-def believed(run: Path, state: State) -> State:
+def prep_job_state(run: Path, state: JobState) -> JobState:
     """The state of a preparation's jobs, or what the corpus says: only its prep.json tells that all is done."""
-    if (corpus_of(run) / "prep.json").is_file():
-        return replace(state, word="DONE") if state.is_over else state
-    if state.is_over and state.word in ("COMPLETED", "DONE", "GONE"):
-        return State("FAILED", f"{state.detail}; the corpus is not finished: start the same command again")
+    if (corpus_dir(run) / "prep.json").is_file():
+        return replace(state, name="DONE") if state.is_over else state
+    if state.is_over and state.name in ("COMPLETED", "DONE", "GONE"):
+        return JobState("FAILED", f"{state.reason}; the corpus is not finished: start the same command again")
     return state
 
 
-def work_done(run: Path) -> str:
+def prep_progress(run: Path) -> str:
     """The stage at which a preparation is, and how many of its parts are done; nothing where there is none."""
-    if (corpus_of(run) / "prep.json").is_file():
+    if (corpus_dir(run) / "prep.json").is_file():
         return "the corpus is finished"
     parts: dict[str, int] = {}
     newest = 0.0, ""
     try:
-        for path in (corpus_of(run) / ".work").rglob("*.json"):  # below a folder for each set of settings
+        for path in (corpus_dir(run) / ".work").rglob("*.json"):  # below a folder for each set of settings
             if match := _PART.fullmatch(path.name):
                 parts[match[1]] = parts.get(match[1], 0) + 1
                 newest = max(newest, (path.stat().st_mtime, match[1]))

@@ -8,8 +8,8 @@ from megatfm.config.deepspeed_json import derive
 from megatfm.config.prep import PrepConfig
 from megatfm.errors import UsageError
 from megatfm.launchers import scheduler
-from megatfm.launchers.files import finished, newest_step
-from megatfm.launchers.fit import misfit, most_nodes
+from megatfm.launchers.files import finished, latest_checkpoint_step
+from megatfm.launchers.fit import layout_error, max_fitting_nodes
 from megatfm.launchers.job import Job
 from megatfm.launchers.site import FROM_SHELL, Site
 
@@ -17,7 +17,7 @@ START_SECONDS = 120
 """What a start takes, and by how much SLURM may signal too early (a minute)."""
 
 
-def problems(job: Job, site: Site | None) -> Iterator[str]:
+def launch_errors(job: Job, site: Site | None) -> Iterator[str]:
     """Why a job must not be started, a line each. site: of a SLURM job."""
     if job.kind == "train" and (problem := _misfit(job, site is not None)):
         yield problem
@@ -27,22 +27,22 @@ def problems(job: Job, site: Site | None) -> Iterator[str]:
         yield from missing_paths(job)
         yield from _json_problem(job)
     if site:
-        yield from _no_time(job, site)
+        yield from _time_limit_errors(job, site)
 
 
 def _finished(job: Job) -> str | None:
     """What a job would say after its wait, of a run that has done all of its steps."""
-    assert isinstance(job.resolved, Config)
-    run, steps = job.run_dir, job.resolved.train.steps
-    if newest_step(run) < steps or not finished(run, steps):
+    assert isinstance(job.config, Config)
+    run, steps = job.run_dir, job.config.train.steps
+    if latest_checkpoint_step(run) < steps or not finished(run, steps):
         return None
     return (
         f"{run}: the run is finished: all of its {steps} steps are done: give the new one another name, as name="
-        f"{job.resolved.name}-2, or go on with more train.steps (and resume.allow=schedule)"
+        f"{job.config.name}-2, or go on with more train.steps (and resume.allow=schedule)"
     )
 
 
-def notes(job: Job, site: Site) -> Iterator[str]:
+def launch_warnings(job: Job, site: Site) -> Iterator[str]:
     """What a SLURM job will meet, and its user may want."""
     if site.container:
         for problem in missing_paths(job):
@@ -55,7 +55,7 @@ def notes(job: Job, site: Site) -> Iterator[str]:
             f"partition {partition.name} is closed ({partition.state}): the job waits until it opens; `sinfo` shows "
             "others, for --partition"
         )
-    limit, _ = _limit(job, partition)
+    limit, _ = _time_limit(job, partition)
     if limit is not None and job.kind != "evaluate" and 0 < limit - site.stop_seconds < START_SECONDS:
         yield (
             f"{limit - site.stop_seconds} s are left to start and to train before the job is told to save, "
@@ -63,15 +63,16 @@ def notes(job: Job, site: Site) -> Iterator[str]:
         )
 
 
-def _no_time(job: Job, site: Site) -> Iterator[str]:
+def _time_limit_errors(job: Job, site: Site) -> Iterator[str]:
     """A job that SLURM would take and never start, or tell to stop as soon as it starts."""
     partition = scheduler.partition(site.partition)
-    limit, whose = _limit(job, partition)
+    limit, whose = _time_limit(job, partition)
     if limit is None:
         return
-    if partition and partition.longest is not None and limit > partition.longest:
+    if partition and partition.max_time is not None and limit > partition.max_time:
         yield (
-            f"--time {job.time_limit} is above the limit of partition {partition.name}, {_minutes(partition.longest)}: "
+            f"--time {job.time_limit} is above the limit of partition {partition.name}, "
+            f"{_minutes(partition.max_time)}: "
             "the job would wait for ever; give less (a run goes on in the next job), or another --partition"
         )
     if job.kind != "evaluate" and limit <= site.stop_seconds:
@@ -81,13 +82,13 @@ def _no_time(job: Job, site: Site) -> Iterator[str]:
         )
 
 
-def _limit(job: Job, partition: scheduler.Partition | None) -> tuple[int | None, str]:
+def _time_limit(job: Job, partition: scheduler.Partition | None) -> tuple[int | None, str]:
     """The time limit of a job in seconds, if there is one, and what sets it."""
     if job.time_limit is not None:
-        return scheduler.seconds(job.time_limit), f"--time {job.time_limit}"
-    if partition is None or partition.usual is None:
+        return scheduler.parse_time(job.time_limit), f"--time {job.time_limit}"
+    if partition is None or partition.default_time is None:
         return None, ""
-    usual = partition.usual
+    usual = partition.default_time
     return usual, f"the time limit of partition {partition.name} for jobs without --time, {_minutes(usual)},"
 
 
@@ -97,7 +98,7 @@ def _minutes(seconds: int) -> str:
 
 def _json_problem(job: Job) -> Iterator[str]:
     """What DeepSpeed's engine would refuse of a JSON of the user's own when it is built."""
-    config = job.resolved
+    config = job.config
     if job.kind == "train" and isinstance(config, Config) and config.deepspeed.json_file:
         try:
             derive(config, config.train.precision)
@@ -119,7 +120,7 @@ def missing_paths(job: Job) -> Iterator[str]:
 
 def _paths(job: Job) -> Iterator[tuple[str, str, str]]:
     """Key, path, and what a folder must hold."""
-    config = job.resolved
+    config = job.config
     if isinstance(config, PrepConfig):
         given = {"read.folder": config.read.folder, "tokenizer.file": config.tokenizer.file}
         yield from ((key, path, "") for key, path in given.items() if path)
@@ -146,23 +147,23 @@ def _paths(job: Job) -> Iterator[tuple[str, str, str]]:
 
 def _misfit(job: Job, on_nodes: bool) -> str | None:
     """What the layout and the batch make impossible; None if the run fits some of its numbers of nodes."""
-    assert isinstance(job.resolved, Config)
-    counts = range(job.nodes, job.most_nodes + 1)
-    if most_nodes(job.resolved, counts, job.processes_per_node) is not None:
+    assert isinstance(job.config, Config)
+    counts = range(job.min_nodes, job.largest_node_count + 1)
+    if max_fitting_nodes(job.config, counts, job.nproc_per_node) is not None:
         return None
-    why = misfit(job.resolved, job.processes)
-    where = f"{job.nodes} to {job.max_nodes} nodes" if job.max_nodes else f"{job.processes} processes"
-    return f"the run does not fit {where}: {why}{_fitting(job, job.resolved, on_nodes)}"
+    why = layout_error(job.config, job.world_size)
+    where = f"{job.min_nodes} to {job.max_nodes} nodes" if job.max_nodes else f"{job.world_size} processes"
+    return f"the run does not fit {where}: {why}{_suggest_node_count(job, job.config, on_nodes)}"
 
 
-def _fitting(job: Job, config: Config, on_nodes: bool) -> str:
+def _suggest_node_count(job: Job, config: Config, on_nodes: bool) -> str:
     """Numbers of nodes or processes near the wanted one that would do."""
-    each, wanted = (job.processes_per_node, job.most_nodes) if on_nodes else (1, job.processes)
+    each, wanted = (job.nproc_per_node, job.largest_node_count) if on_nodes else (1, job.world_size)
     near: Iterator[int] = (
         count
         for distance in range(1, 64)
         for count in (wanted - distance, wanted + distance)
-        if count > 0 and misfit(config, count * each) is None
+        if count > 0 and layout_error(config, count * each) is None
     )
     found = next(near, None)
     if found is None:

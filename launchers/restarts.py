@@ -12,14 +12,14 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from megatfm.atomic import write_whole
-from megatfm.errors import DONE, FAILED, LOCKED, NO_PROGRESS, REQUEUE, USAGE
-from megatfm.launchers.files import newest_step
+from megatfm.atomic import atomic_write
+from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, EXIT_USAGE, LOCKED, NO_PROGRESS
+from megatfm.launchers.files import latest_checkpoint_step
 
 RESTARTS = "restarts.json"
-FINAL = {
-    DONE: "done",
-    USAGE: "the command line or the config asks for what can't be",
+FINAL_EXIT_REASONS = {
+    EXIT_OK: "done",
+    EXIT_USAGE: "the command line or the config asks for what can't be",
     NO_PROGRESS: "restarts gain no new checkpoint",
     LOCKED: "another job trains this run",
 }
@@ -27,10 +27,10 @@ FINAL = {
 
 UNFINISHED = "it left with 0, but the run has not recorded that it is finished"
 
-FRUITLESS_STOPS = 10
+MAX_STOPS_WITHOUT_PROGRESS = 10
 """Stops by a signal in a row that saved nothing, say a time limit shorter than the start: more are no accident."""
-OFFENCES = 2
-FORGIVEN_SECONDS = 7 * 86400.0  # by then a broken node was repaired, or drained by the site
+MAX_HOST_FAILURES = 2
+HOST_FAILURE_WINDOW_S = 7 * 86400.0  # by then a broken node was repaired, or drained by the site
 
 
 @dataclass(frozen=True)
@@ -57,23 +57,25 @@ class Attempt:
     ended: float | None = None
 
     @property
-    def gained(self) -> bool:
+    def made_progress(self) -> bool:
         """Whether it left a newer checkpoint than it began with."""
         return self.step > self.first_step
 
     @property
-    def failed(self) -> bool:
+    def is_failure(self) -> bool:
         """Whether it ended by itself, and not well."""
-        return self.ended is not None and self.code not in (DONE, REQUEUE) and not self.asked
+        return self.ended is not None and self.code not in (EXIT_OK, EXIT_REQUEUE) and not self.asked
 
     @property
-    def word(self) -> str:
+    def state_name(self) -> str:
         """What `status` calls its end. Who was asked to stop has stopped, even if it died of the signal."""
-        words = {DONE: "DONE", REQUEUE: "STOPPED", NO_PROGRESS: "NO PROGRESS"}
-        return words.get(FAILED if self.code is None else self.code, "STOPPED" if self.asked else "FAILED")
+        words = {EXIT_OK: "DONE", EXIT_REQUEUE: "STOPPED", NO_PROGRESS: "NO PROGRESS"}
+        return words.get(
+            EXIT_FAILED if self.code is None else self.code, "STOPPED" if self.asked else "FAILED"
+        )
 
 
-class Restarts:
+class AttemptLog:
     """The attempts at a run, the oldest first."""
 
     def __init__(self, run: Path) -> None:
@@ -85,64 +87,64 @@ class Restarts:
 
     def begin(self, attempt: Attempt) -> Attempt:
         """Note that an attempt begins; returns it with the step that it begins at."""
-        attempt = replace(attempt, first_step=newest_step(self.run))
+        attempt = replace(attempt, first_step=latest_checkpoint_step(self.run))
         self.attempts = [*self._read(), attempt]
         self._save()
         return attempt
 
     def end(self, attempt: Attempt) -> Attempt:
         """Note how an attempt ended; returns it with the step that it came to."""
-        ended = replace(attempt, step=newest_step(self.run))
+        ended = replace(attempt, step=latest_checkpoint_step(self.run))
         self.attempts = [
             ended if (each.job, each.time) == (attempt.job, attempt.time) else each for each in self._read()
         ]
         self._save()
         return ended
 
-    def open(self, submission: str) -> Attempt | None:
+    def unfinished_attempt(self, submission: str) -> Attempt | None:
         """The last attempt of a submission if nobody has noted its end."""
         last = next((each for each in reversed(self.attempts) if each.submission == submission), None)
         return last if last and last.ended is None else None
 
-    def of_job(self, job: str, restart: int) -> Attempt | None:
+    def attempt_of_job(self, job: str, restart: int) -> Attempt | None:
         """The attempt of one start of a job, whatever came after it: its script may outlive the next one's begin."""
         mine = [each for each in self.attempts if (each.job, each.restart) == (job, restart)]
         return mine[-1] if mine else None
 
-    def after(self, attempt: Attempt) -> Attempt | None:
+    def next_attempt(self, attempt: Attempt) -> Attempt | None:
         """The first attempt that began after this one."""
         return next((each for each in self.attempts if each.time > attempt.time), None)
 
-    def spent(self, submission: str, max_restarts: int) -> str | None:
+    def restart_limit_reason(self, submission: str, max_restarts: int) -> str | None:
         """Why a submission shall not be tried again; None if it may be."""
-        failures, stops = self.fruitless(submission)
+        failures, stops = self.count_without_progress(submission)
         if failures > max_restarts:
             why = f"{failures} attempts in a row failed" if failures > 1 else "it failed"
-        elif stops > FRUITLESS_STOPS:
+        elif stops > MAX_STOPS_WITHOUT_PROGRESS:
             why = f"{stops} attempts in a row were stopped"
         else:
             return None
-        said = f"{why} without a new checkpoint after step {newest_step(self.run)}"
+        said = f"{why} without a new checkpoint after step {latest_checkpoint_step(self.run)}"
         if failures <= max_restarts:
             return f"{said}: they need more time to start and save, by more --time or a lower stop_seconds"
-        last = next((each.reason for each in reversed(self.attempts) if each.failed), "")
+        last = next((each.reason for each in reversed(self.attempts) if each.is_failure), "")
         return said + (f"; the last: {last}" if last else "")
 
-    def fruitless(self, submission: str) -> tuple[int, int]:
+    def count_without_progress(self, submission: str) -> tuple[int, int]:
         """Failures and stops of a submission since its last attempt that gained a checkpoint."""
         failures = stops = 0
         for attempt in reversed([each for each in self.attempts if each.submission == submission]):
-            if attempt.gained:
+            if attempt.made_progress:
                 break
-            failures += attempt.failed
-            stops += attempt.ended is not None and not attempt.failed
+            failures += attempt.is_failure
+            stops += attempt.ended is not None and not attempt.is_failure
         return failures, stops
 
-    def offenders(self, now: float) -> list[str]:
+    def faulty_hosts(self, now: float) -> list[str]:
         """Hosts on which the run failed twice or more of late."""
-        recent = [each for each in self.attempts if each.time > now - FORGIVEN_SECONDS]
+        recent = [each for each in self.attempts if each.time > now - HOST_FAILURE_WINDOW_S]
         counts = Counter(each.failed_host for each in recent if each.failed_host)
-        return sorted(host for host, count in counts.items() if count >= OFFENCES)
+        return sorted(host for host, count in counts.items() if count >= MAX_HOST_FAILURES)
 
     def _read(self) -> list[Attempt]:
         """Afresh before each change: a link of a chain and the one before it may both be writing."""
@@ -167,7 +169,7 @@ class Restarts:
         return attempts
 
     def _save(self) -> None:
-        write_whole(self.run / RESTARTS, dump(self.attempts))
+        atomic_write(self.run / RESTARTS, dump(self.attempts))
 
 
 _ATTEMPT = TypeAdapter(Attempt)

@@ -12,14 +12,14 @@ TIMEOUT_SECONDS = 60.0  # a dead slurmctld would hang its commands for longer
 _FACT = re.compile(r"(\w[\w:/]*)=(.*?)(?= \w[\w:/]*=|$)")
 
 
-def call(*words: str, environment: Mapping[str, str] | None = None) -> str:
+def run_slurm_command(*argv: str, environment: Mapping[str, str] | None = None) -> str:
     """What a command of SLURM prints. Raises UsageError where there is none, MegatfmError when it refuses.
 
     environment: all of its variables, in place of ours.
     """
     try:
         done = subprocess.run(
-            words,
+            argv,
             capture_output=True,
             text=True,
             errors="replace",
@@ -27,21 +27,19 @@ def call(*words: str, environment: Mapping[str, str] | None = None) -> str:
             env=environment,
         )
     except FileNotFoundError:
-        raise UsageError(f"{words[0]} is not on PATH: run this on a login node of the cluster") from None
+        raise UsageError(f"{argv[0]} is not on PATH: run this on a login node of the cluster") from None
     except subprocess.TimeoutExpired:
-        raise MegatfmError(
-            f"{words[0]} gave no answer in {TIMEOUT_SECONDS:.0f} s: is slurmctld up?"
-        ) from None
+        raise MegatfmError(f"{argv[0]} gave no answer in {TIMEOUT_SECONDS:.0f} s: is slurmctld up?") from None
     if done.returncode:
         said = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
-        raise MegatfmError(f"{' '.join(words[:3])}: {said}")
+        raise MegatfmError(f"{' '.join(argv[:3])}: {said}")
     return done.stdout
 
 
-def facts(job: str) -> dict[str, str]:
+def show_job(job: str) -> dict[str, str]:
     """What `scontrol show job` says of a job; nothing once SLURM has forgotten it."""
     try:
-        text = call("scontrol", "-o", "show", "job", job)
+        text = run_slurm_command("scontrol", "-o", "show", "job", job)
     except MegatfmError as error:
         if isinstance(error, UsageError) or "Invalid job id" not in str(error):
             raise
@@ -49,16 +47,16 @@ def facts(job: str) -> dict[str, str]:
     return {key: value.strip() for key, value in _FACT.findall(text.splitlines()[0])} if text.strip() else {}
 
 
-def hostnames(nodes: str) -> list[str]:
+def expand_nodelist(nodes: str) -> list[str]:
     """The hosts of SLURM's compressed list, e.g. `gpu[07-09,12]`."""
     if re.fullmatch(r"[\w.-]+(,[\w.-]+)*", nodes):
         return nodes.split(",")
-    if not (names := call("scontrol", "show", "hostnames", nodes).split()):
+    if not (names := run_slurm_command("scontrol", "show", "hostnames", nodes).split()):
         raise MegatfmError(f"scontrol show hostnames {nodes}: names no host")
     return names
 
 
-def seconds(text: str) -> int | None:
+def parse_time(text: str) -> int | None:
     """A time as SLURM writes and takes it: minutes, [hours:]minutes:seconds, days-hours[:minutes[:seconds]].
 
     None for UNLIMITED and the like.
@@ -78,20 +76,22 @@ class Partition:
 
     name: str
     state: str
-    longest: int | None
-    usual: int | None
+    max_time: int | None
+    default_time: int | None
 
 
 def partition(name: str | None) -> Partition | None:
     """A partition, or the one that jobs go to by default; None where SLURM doesn't say, as without its commands."""
     try:
-        lines = call("scontrol", "-o", "show", "partition", *([name] if name else [])).splitlines()
+        lines = run_slurm_command(
+            "scontrol", "-o", "show", "partition", *([name] if name else [])
+        ).splitlines()
     except MegatfmError:
         return None
     for line in lines:
         found = {key: value.strip() for key, value in _FACT.findall(line)}
         if "PartitionName" in found and (name or found.get("Default") == "YES"):
-            longest, usual = seconds(found.get("MaxTime", "")), seconds(found.get("DefaultTime", ""))
+            longest, usual = parse_time(found.get("MaxTime", "")), parse_time(found.get("DefaultTime", ""))
             return Partition(found["PartitionName"], found.get("State", "UP"), longest, usual or longest)
     return None
 
@@ -99,7 +99,7 @@ def partition(name: str | None) -> Partition | None:
 def usable_nodes(partition: str) -> set[str]:
     """Nodes of a partition that could run a job now or later: not down, drained or failing."""
     usable = set()
-    for line in call("sinfo", "-h", "-N", "-p", partition, "-o", "%N %t").splitlines():
+    for line in run_slurm_command("sinfo", "-h", "-N", "-p", partition, "-o", "%N %t").splitlines():
         name, _, state = line.strip().partition(" ")  # a node that is just being added has no state
         if state and not re.match(r"down|drain|drng|fail|unk|maint|.*\*$", state):
             usable.add(name)
@@ -113,7 +113,7 @@ def submit(script: str, dependency: str = "") -> str:
     """
     option = [f"--dependency={dependency}"] if dependency else []
     ours = {name: value for name, value in os.environ.items() if name not in overruling()}
-    return call("sbatch", "--parsable", *option, script, environment=ours)
+    return run_slurm_command("sbatch", "--parsable", *option, script, environment=ours)
 
 
 def overruling() -> list[str]:
@@ -123,15 +123,15 @@ def overruling() -> list[str]:
 
 def requeue(job: str) -> None:
     """Back into the queue, also from within the job: it goes on from its checkpoint when its turn comes."""
-    call("scontrol", "requeue", job)
+    run_slurm_command("scontrol", "requeue", job)
 
 
-def exclude(job: str, hosts: Sequence[str]) -> None:
+def set_excluded_nodes(job: str, hosts: Sequence[str]) -> None:
     """Keep a pending job off some nodes."""
-    call("scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(hosts)}")
+    run_slurm_command("scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(hosts)}")
 
 
 def cancel(jobs: Sequence[str]) -> None:
     """End jobs, and take those that wait out of the queue."""
     if jobs:
-        call("scancel", *jobs)
+        run_slurm_command("scancel", *jobs)

@@ -9,20 +9,20 @@ from pathlib import Path
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
-from megatfm.atomic import write_whole
+from megatfm.atomic import atomic_write
 from megatfm.config import Config, to_toml
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.launchers import scheduler, snapshot
-from megatfm.launchers.beside import check_free
-from megatfm.launchers.files import note_evaluation, note_launch
-from megatfm.launchers.job import Job, State, words
-from megatfm.launchers.queue import jobs_of, queue_state
+from megatfm.launchers.beside import refuse_concurrent_launch
+from megatfm.launchers.files import record_evaluation_jobs, write_launch_record
+from megatfm.launchers.job import Job, JobState, megatfm_command
+from megatfm.launchers.queue import job_ids, run_job_state
 from megatfm.launchers.site import Site
 
 TEMPLATES = {"train": "pretrain", "prep": "data_prep", "evaluate": "evaluate"}
 
 
-class Slurm:
+class SlurmLauncher:
     """Renders a template of `slurm/` for a site and hands it to sbatch."""
 
     def __init__(self, site: Site) -> None:
@@ -44,12 +44,12 @@ class Slurm:
             keep_trailing_newline=True,
         ).get_template(name)
         agent = self.site.start == "torchrun" and job.kind == "train"
-        tasks = 1 if agent else job.processes_per_node
+        tasks = 1 if agent else job.nproc_per_node
         cpus = self.site.cpus_per_task
-        cpus = cpus * job.processes_per_node if cpus and agent else cpus
-        of_srun = cpus or (1 if job.max_nodes else None)
+        cpus = cpus * job.nproc_per_node if cpus and agent else cpus
+        srun_cpus = cpus or (1 if job.max_nodes else None)
         folder, run = _sbatch_path(Path.cwd()), _sbatch_path(job.run_dir)
-        number = "%A_%a" if job.kind == "prep" else "%j"
+        job_id_pattern = "%A_%a" if job.kind == "prep" else "%j"
         options, dependencies = self._options()
         script = template.render(
             job=job,
@@ -59,20 +59,20 @@ class Slurm:
             environment=self._environment(),
             cpus_per_task=(cpus or 1) * tasks if job.max_nodes else cpus,
             # srun does not take it from the job by itself (SLURM 22.05 and later).
-            srun=[*([f"--cpus-per-task={of_srun}"] if of_srun else []), *self.site.srun],
+            srun=[*([f"--cpus-per-task={srun_cpus}"] if srun_cpus else []), *self.site.srun],
             command=[*self.site.container, *self._command(job)],
             python=sys.executable,
-            pythonpath=self._folder(job) / snapshot.take(job.resolved.plugins).name,
-            node_range=f"{job.nodes}-{job.max_nodes}" if job.max_nodes else str(job.nodes),
+            pythonpath=self._slurm_dir(job) / snapshot.collect_code(job.config.plugins).dir_name,
+            node_range=f"{job.min_nodes}-{job.max_nodes}" if job.max_nodes else str(job.min_nodes),
             tasks_per_node=tasks,
             # In a chain, the next link goes on; on nodes lost, SLURM itself requeues where that is allowed.
-            requeue="--requeue" if self.site.requeue and job.chain == 1 else "--no-requeue",
-            config=self._folder(job) / "config.toml",
+            requeue="--requeue" if self.site.requeue and job.chain_length == 1 else "--no-requeue",
+            config=self._slurm_dir(job) / "config.toml",
             folder=folder,
             run=run,
-            log=f"{run}/logs/slurm-{number}.log",
+            log=f"{run}/logs/slurm-{job_id_pattern}.log",
         )
-        config = job.resolved
+        config = job.config
         if isinstance(config, Config):
             config = config.model_copy(update={"run_dir": str(job.run_dir)})
         files = {f"{name}.sbatch": script}
@@ -81,39 +81,44 @@ class Slurm:
 
     def submit(self, job: Job) -> int:
         """Write code, config and script into RUN/slurm/, queue the job, say its number and where to look."""
-        folder, files = self._folder(job), self.render(job)
-        beside, (_, dependencies) = check_free(job), self._options()
+        folder, files = self._slurm_dir(job), self.render(job)
+        beside, (_, dependencies) = refuse_concurrent_launch(job), self._options()
         try:
             (job.run_dir / "logs").mkdir(parents=True, exist_ok=True)  # sbatch would lose the log without it
             folder.mkdir(exist_ok=True)
-            code = snapshot.take(job.resolved.plugins).write(folder)
+            code = snapshot.collect_code(job.config.plugins).copy_to(folder)
             if code.name not in next(iter(files.values())):
                 raise MegatfmError("the code changed while it was copied: submit again")
             for name, text in files.items():
-                write_whole(folder / name, text)
+                atomic_write(folder / name, text)
             script = folder / next(iter(files))
             jobs: list[str] = []
-            for _ in range(job.chain):
+            for _ in range(job.chain_length):
                 jobs.append(_sbatch(script, _following(dependencies, jobs)))
                 if job.kind == "evaluate":
-                    note_evaluation(job.run_dir, [*beside, *jobs])
+                    record_evaluation_jobs(job.run_dir, [*beside, *jobs])
                 else:  # after each, so that the first knows of the others as soon as can be
-                    facts = {"launcher": "slurm", "kind": job.kind, "array": job.array, "code": code.name}
-                    note_launch(job.run_dir, **facts, jobs=jobs)
+                    facts = {
+                        "launcher": "slurm",
+                        "kind": job.kind,
+                        "array": job.array_size,
+                        "code": code.name,
+                    }
+                    write_launch_record(job.run_dir, **facts, jobs=jobs)
         except OSError as error:
             raise MegatfmError(
                 f"{error.filename or folder}: can't write the job's files: {error.strerror}"
             ) from error
-        self._say(job, jobs)
+        self._print_summary(job, jobs)
         return 0
 
-    def status(self, run: Path) -> State:
+    def status(self, run: Path) -> JobState:
         """What squeue or, after the job, scontrol or the run's own record says."""
-        return queue_state(run)
+        return run_job_state(run)
 
     def logs(self, run: Path) -> list[Path]:
         """The batch log of the job that ran last, or of each task of its array."""
-        for job in reversed(jobs_of(run)):
+        for job in reversed(job_ids(run)):
             found = sorted((run / "logs").glob(f"slurm-{job}.log")) or sorted(
                 (run / "logs").glob(f"slurm-{job}_*.log")
             )
@@ -121,14 +126,14 @@ class Slurm:
                 return found
         return []
 
-    def _folder(self, job: Job) -> Path:
+    def _slurm_dir(self, job: Job) -> Path:
         return job.run_dir / "slurm"
 
     def _command(self, job: Job) -> list[str]:
-        megatfm = words(job.kind, self.site.python)
+        megatfm = megatfm_command(job.kind, self.site.python)
         if job.kind == "evaluate":
             return [*megatfm, str(job.run_dir), *job.overrides]
-        config = str(self._folder(job) / "config.toml")
+        config = str(self._slurm_dir(job) / "config.toml")
         if job.kind == "train" and self.site.start == "torchrun":
             agent = [
                 megatfm[0],
@@ -136,7 +141,7 @@ class Slurm:
                 "-m",
                 "megatfm.launchers.agent",
                 "--processes",
-                str(job.processes_per_node),
+                str(job.nproc_per_node),
             ]
             return [*agent, "train", config]
         return [*megatfm, config]
@@ -156,21 +161,23 @@ class Slurm:
             **self.site.environment,
         }
 
-    def _say(self, job: Job, jobs: list[str]) -> None:
-        run, number = job.run_dir, ", ".join(jobs)
+    def _print_summary(self, job: Job, jobs: list[str]) -> None:
+        run, job_id_pattern = job.run_dir, ", ".join(jobs)
         if job.kind == "prep":
-            what = f"{job.array} tasks"
+            what = f"{job.array_size} tasks"
         else:
-            nodes = f"{job.nodes}-{job.max_nodes}" if job.max_nodes else str(job.nodes)
-            what = f"{job.processes} processes on {nodes} nodes"
+            nodes = f"{job.min_nodes}-{job.max_nodes}" if job.max_nodes else str(job.min_nodes)
+            what = f"{job.world_size} processes on {nodes} nodes"
         log = f"{run}/logs/slurm-{jobs[0]}{'_*' if job.kind == 'prep' else ''}.log"
-        print(f"job{'s' * (len(jobs) > 1)} {number} {'are' if len(jobs) > 1 else 'is'} queued: {what}")
+        print(
+            f"job{'s' * (len(jobs) > 1)} {job_id_pattern} {'are' if len(jobs) > 1 else 'is'} queued: {what}"
+        )
         print(f"  state    megatfm status {run}")
         print(f"  log      megatfm logs -f {run}    ({log})")
         if job.kind == "train":
             print(f"  metrics  {run}/metrics.jsonl")
         print(f"  cancel   megatfm cancel {run}")
-        if not self.site.requeue and job.chain == 1 and job.kind == "train":
+        if not self.site.requeue and job.chain_length == 1 and job.kind == "train":
             print(
                 "  note     jobs are not requeued at this site: --chain N queues N jobs that follow one another"
             )
@@ -199,10 +206,10 @@ def _sbatch(script: Path, dependency: str) -> str:
         raise UsageError(f"{error}, or look at the script with --dry-run") from None
     except MegatfmError as error:
         raise MegatfmError(f"sbatch refused {script}: {str(error).partition(': ')[2]}") from None
-    number = said.strip().split(";")[0]
-    if not number.isdecimal():
+    job_id_pattern = said.strip().split(";")[0]
+    if not job_id_pattern.isdecimal():
         raise MegatfmError(f"sbatch refused {script}: {' '.join(said.split())}")
-    return number
+    return job_id_pattern
 
 
 def _sbatch_path(path: Path) -> str:

@@ -19,10 +19,10 @@ from pathlib import Path
 from blake3 import blake3
 
 from megatfm import version
-from megatfm.atomic import write_whole
+from megatfm.atomic import atomic_write
 from megatfm.errors import UsageError
 
-LEFT_OUT = {"__pycache__", "testcluster", "runs", "corpora"}
+EXCLUDED = {"__pycache__", "testcluster", "runs", "corpora"}
 INSTALLED = {"site-packages", "dist-packages"}
 PLUGIN_BYTES = 64 * 2**20
 """A plugin is code: more is data that lies in its folder by mistake."""
@@ -36,7 +36,7 @@ class Snapshot:
     files: dict[str, Path]
 
     @property
-    def name(self) -> str:
+    def dir_name(self) -> str:
         """`code-` and a hash of all names and contents."""
         digest = blake3()
         for name, path in self.files.items():
@@ -44,9 +44,9 @@ class Snapshot:
             digest.update(path.read_bytes())
         return f"code-{digest.hexdigest()[:12]}"
 
-    def write(self, folder: Path) -> Path:
+    def copy_to(self, folder: Path) -> Path:
         """Copy into `folder`/NAME unless it is there already; returns that. Raises OSError."""
-        place = folder / self.name
+        place = folder / self.dir_name
         if place.is_dir():
             return place
         partial = place.with_name(f".{place.name}.{os.getpid()}")
@@ -54,7 +54,7 @@ class Snapshot:
             for name, path in self.files.items():
                 (partial / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, partial / name)
-            write_whole(partial / ORIGIN, json.dumps(origin(), indent=1) + "\n")
+            atomic_write(partial / ORIGIN, json.dumps(code_origin(), indent=1) + "\n")
             with contextlib.suppress(FileExistsError):  # another submission was faster
                 partial.rename(place)
         finally:
@@ -62,7 +62,7 @@ class Snapshot:
         return place
 
 
-def take(plugins: Sequence[str]) -> Snapshot:
+def collect_code(plugins: Sequence[str]) -> Snapshot:
     """What would be copied for a run with these plugins, and what lies beside them that they import.
 
     Plugins that were installed are part of the environment, and stay where they are. Raises UsageError for a plugin
@@ -71,7 +71,7 @@ def take(plugins: Sequence[str]) -> Snapshot:
     roots = {"megatfm": Path(version.__file__).parent}
     for plugin in plugins:
         name = plugin.partition(".")[0]
-        path = _place(name)
+        path = _find_module(name)
         if path is None:
             raise UsageError(
                 f"plugins: can't find {name!r}: install it, or start from the folder that holds it"
@@ -92,7 +92,7 @@ def _add(name: str, path: Path, roots: dict[str, Path]) -> None:
     roots[name] = path
     sources = [path] if path.is_file() else [file for file in _walk(path) if file.suffix == ".py"]
     for other in sorted(set().union(*map(_imported, sources)) - set(roots)):
-        beside = _place(other) if any(path.parent.glob(f"{other}*")) else None
+        beside = _find_module(other) if any(path.parent.glob(f"{other}*")) else None
         if beside is not None and beside.parent == path.parent:
             _add(other, beside, roots)
 
@@ -121,7 +121,7 @@ def _check_size(name: str, root: Path, files: Sequence[Path]) -> None:
         )
 
 
-def origin() -> dict[str, object]:
+def code_origin() -> dict[str, object]:
     """Where the code came from, for people: version, and commit and changed files where it is a git checkout."""
     root = Path(version.__file__).parents[1]
     said: dict[str, object] = {"megatfm": version.__version__, "copied_from": str(root)}
@@ -134,7 +134,7 @@ def origin() -> dict[str, object]:
     return said
 
 
-def _place(name: str) -> Path | None:
+def _find_module(name: str) -> Path | None:
     """The folder of a package, or the file of a module; None if it can't be found. Imports nothing new."""
     try:
         spec = importlib.util.find_spec(name)
@@ -151,7 +151,7 @@ def _walk(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
     """Files below a folder: none that is hidden, of a run or of a corpus. Links are followed, but not up again."""
     above |= {folder.resolve()}
     for path in folder.iterdir():
-        if path.name in LEFT_OUT or path.name.startswith(".") or path.suffix == ".pyc":
+        if path.name in EXCLUDED or path.name.startswith(".") or path.suffix == ".pyc":
             continue
         if path.is_dir():
             if path.resolve() not in above:

@@ -12,14 +12,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from megatfm.atomic import never_through_a_link
-from megatfm.errors import DONE, FAILED, LOCKED, NO_PROGRESS, REQUEUE, USAGE, MegatfmError
+from megatfm.atomic import open_nofollow
+from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, EXIT_USAGE, LOCKED, NO_PROGRESS, MegatfmError
 
 POLL_SECONDS = 0.02
 SETTLE_SECONDS = 2.0  # after the first failure: others may end by themselves and say why
 GRACE_SECONDS = 5.0  # from SIGTERM to SIGKILL
 TAIL_LINES = 8
-COMMON_CODES = (DONE, USAGE, REQUEUE, NO_PROGRESS, LOCKED)  # mean something when all ranks agree on them
+COMMON_CODES = (
+    EXIT_OK,
+    EXIT_USAGE,
+    EXIT_REQUEUE,
+    NO_PROGRESS,
+    LOCKED,
+)  # mean something when all ranks agree on them
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 PR_SET_PDEATHSIG = 1
 
@@ -28,7 +34,7 @@ PR_SET_PDEATHSIG = 1
 class Child:
     """One process to start. Without a log it inherits this terminal.
 
-    `environment` is added to ours. `stop_signal` replaces every signal that is forwarded; `death_signal` is what
+    `environment` is added to ours. `stop_signal` replaces every signal that is forwarded; `parent_death_signal` is what
     the process gets when we are killed ourselves. `deliver(pid, signal)` forwards to others than the process itself;
     `translate` says what its exit code means. `holds`: it starts with the signals that ask to stop blocked, and hears
     them when it is ready (`megatfm train` does).
@@ -39,37 +45,37 @@ class Child:
     environment: dict[str, str] = field(default_factory=dict)
     log: Path | None = None
     stop_signal: signal.Signals | None = None
-    death_signal: signal.Signals = signal.SIGKILL
-    deliver: Callable[[int, int], None] | None = None
-    translate: Callable[[int], int] | None = None
-    holds: bool = False
+    parent_death_signal: signal.Signals = signal.SIGKILL
+    forward_signal: Callable[[int, int], None] | None = None
+    translate_exit_code: Callable[[int], int] | None = None
+    blocks_stop_signals: bool = False
 
     @property
     def is_plain(self) -> bool:
         """Whether it is what it seems: one process, which writes here and takes every signal as it comes."""
-        return not (self.log or self.stop_signal or self.deliver)
+        return not (self.log or self.stop_signal or self.forward_signal)
 
 
-def supervise(children: Sequence[Child]) -> int:
+def supervisor(children: Sequence[Child]) -> int:
     """Run all children to their end; returns the code that they agree on (0, 2, 75, 76 or 77), else 1.
 
     SIGTERM, SIGINT and SIGUSR1 are passed on once each; a second SIGINT ends the children. When one fails, the
     others are ended within seconds and one line on stderr names the first that failed, with the end of its log.
     """
-    team = _Team(children)
-    with team.taking_signals():
+    team = _Children(children)
+    with team.capture_signals():
         try:
             team.start()
-            while team.living:
+            while team.running:
                 time.sleep(POLL_SECONDS)
-                team.pass_signals_on()
-                team.look()
+                team.forward_signals()
+                team.poll()
         finally:
             team.kill()
     return team.exit_code()
 
 
-class _Team:
+class _Children:
     def __init__(self, children: Sequence[Child]) -> None:
         self.children = children
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -87,7 +93,7 @@ class _Team:
         self._has_keyboard = self._in_front or not terminal
 
     @property
-    def living(self) -> list[Child]:
+    def running(self) -> list[Child]:
         return [
             child
             for child in self.children
@@ -95,7 +101,7 @@ class _Team:
         ]
 
     @contextlib.contextmanager
-    def taking_signals(self) -> Iterator[None]:
+    def capture_signals(self) -> Iterator[None]:
         """Collect signals instead of dying of them; the loop passes them on."""
 
         def receive(number: int, _: FrameType | None) -> None:
@@ -118,7 +124,7 @@ class _Team:
             try:
                 if child.log:
                     child.log.parent.mkdir(parents=True, exist_ok=True)
-                    output = open(child.log, "ab", opener=never_through_a_link)  # noqa: SIM115
+                    output = open(child.log, "ab", opener=open_nofollow)  # noqa: SIM115
                     self.log_starts[child.name] = output.tell()
                 self.processes[child.name] = subprocess.Popen(
                     child.command,
@@ -135,7 +141,7 @@ class _Team:
                 if output:
                     output.close()
 
-    def pass_signals_on(self) -> None:
+    def forward_signals(self) -> None:
         while self._received:
             number = self._received.pop(0)
             if number in self._forwarded:
@@ -145,44 +151,48 @@ class _Team:
             self._forwarded.add(number)
             if number == signal.SIGINT and self._in_front and os.tcgetpgrp(0) == os.getpgrp():
                 continue  # typed at the terminal, which has told the child itself
-            for child in self.living:
+            for child in self.running:
                 process, wanted = self.processes[child.name], child.stop_signal or number
-                if child.deliver:
-                    child.deliver(process.pid, wanted)
+                if child.forward_signal:
+                    child.forward_signal(process.pid, wanted)
                 else:
                     process.send_signal(wanted)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """See who ended, and end the others when one failed: gently, then for good."""
         now = time.monotonic()
-        ended = {child.name: child for child in self.living if self.processes[child.name].poll() is not None}
+        ended = {child.name: child for child in self.running if self.processes[child.name].poll() is not None}
         if not self._ending:
             for name, child in ended.items():
                 code = self.processes[name].returncode
-                self.codes[name] = child.translate(code) if child.translate else self._meaning(child, code)
-        failed = [name for name in ended if self.codes.get(name, 0) not in (DONE, REQUEUE)]
+                self.codes[name] = (
+                    child.translate_exit_code(code)
+                    if child.translate_exit_code
+                    else self._translate_code(child, code)
+                )
+        failed = [name for name in ended if self.codes.get(name, 0) not in (EXIT_OK, EXIT_REQUEUE)]
         if failed and self.first_failed is None:
             # Of those that ended between two looks, one killed by a signal can't have been a victim of the others;
             # one that is stopped is what the others ended for.
-            stopped = [child.name for child in self.living if _is_stopped(self.processes[child.name].pid)]
+            stopped = [child.name for child in self.running if _is_stopped(self.processes[child.name].pid)]
             self.first_failed = next(iter(stopped), min(failed, key=lambda name: self.codes[name] >= 0))
             self._end_at = min(self._end_at, now + SETTLE_SECONDS)
         if now >= self._end_at and not self._ending:
             self._ending = True
             self._kill_at = now + GRACE_SECONDS
-            for child in self.living:
+            for child in self.running:
                 self.processes[child.name].send_signal(signal.SIGTERM)
         if now >= self._kill_at:
             self.kill()
 
-    def _meaning(self, child: Child, code: int) -> int:
+    def _translate_code(self, child: Child, code: int) -> int:
         """Its exit code; who died of the signal that we passed on, before it could take it, has stopped."""
         passed_on = {int(child.stop_signal or number) for number in self._forwarded}
-        return REQUEUE if {-code, code - 128} & passed_on else code
+        return EXIT_REQUEUE if {-code, code - 128} & passed_on else code
 
     def kill(self) -> None:
         """SIGKILL to the groups of all children that still live."""
-        for child in self.living:
+        for child in self.running:
             process = self.processes[child.name]
             with contextlib.suppress(ProcessLookupError):
                 if self._in_front:
@@ -194,16 +204,16 @@ class _Team:
     def exit_code(self) -> int:
         """The exit code; says who failed first."""
         common = set(self.codes.values())
-        code = common.pop() if len(common) == 1 else FAILED
+        code = common.pop() if len(common) == 1 else EXIT_FAILED
         if code not in COMMON_CODES:
-            code = FAILED
+            code = EXIT_FAILED
         # A mistake that all ranks see is on the terminal already, said by the first child.
-        said_already = code in (USAGE, NO_PROGRESS, LOCKED) and self.children[0].name in self.codes
+        said_already = code in (EXIT_USAGE, NO_PROGRESS, LOCKED) and self.children[0].name in self.codes
         if self.first_failed and not said_already:
-            print(self._obituary(self.first_failed), file=sys.stderr, flush=True)
+            print(self._failure_message(self.first_failed), file=sys.stderr, flush=True)
         return code
 
-    def _obituary(self, name: str) -> str:
+    def _failure_message(self, name: str) -> str:
         code = self.codes.get(name)
         if code is None:
             how = "stopped, and never continued"
@@ -245,13 +255,13 @@ def _signal_name(number: int) -> str:
 def _before_exec(child: Child) -> Callable[[], None]:
     """What a child does before exec: hold signals, and have the kernel end it when we are killed (Linux only)."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    parent, held = os.getpid(), (signal.SIGUSR1, signal.SIGTERM) if child.holds else ()
+    parent, held = os.getpid(), (signal.SIGUSR1, signal.SIGTERM) if child.blocks_stop_signals else ()
 
     def prepare() -> None:
         if held:
             signal.pthread_sigmask(signal.SIG_BLOCK, held)
         if libc:
-            libc.prctl(PR_SET_PDEATHSIG, int(child.death_signal))
+            libc.prctl(PR_SET_PDEATHSIG, int(child.parent_death_signal))
         if os.getppid() != parent:  # killed before the line above
             os._exit(1)
 

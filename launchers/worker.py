@@ -4,7 +4,7 @@ import os
 import runpy
 from pathlib import Path
 
-CODES = "MEGATFM_EXIT_CODES"
+EXIT_CODE_DIR = "MEGATFM_EXIT_CODES"
 """Variable that names the folder."""
 
 
@@ -14,7 +14,7 @@ def main() -> None:
         runpy.run_module("megatfm", run_name="__main__", alter_sys=True)
     except SystemExit as left:
         code = left.code if isinstance(left.code, int) else int(left.code is not None)
-        (Path(os.environ[CODES]) / os.environ["RANK"]).write_text(str(code))
+        (Path(os.environ[EXIT_CODE_DIR]) / os.environ["RANK"]).write_text(str(code))
         raise
 
 

@@ -10,16 +10,21 @@ from torch import Tensor, nn
 from megatfm import checkpoint, tokenizers
 from megatfm.config import Config, ModelConfig, load_config
 from megatfm.convert.folder import is_hf_folder
-from megatfm.convert.load import begins_of, padding_of, sentence_options, text_parts
+from megatfm.convert.load import (
+    begins_of,
+    pad_token_id_of,
+    sentence_transformer_options,
+    text_generation_fields,
+)
 from megatfm.convert.load import load_model as load_hf
-from megatfm.convert.pair import is_pair
-from megatfm.convert.tokenizer_files import place_in
+from megatfm.convert.pair import is_electra_folder
+from megatfm.convert.tokenizer_files import tokenizer_path
 from megatfm.describe.description import flops_per_token
-from megatfm.errors import DONE, MegatfmError, UsageError
+from megatfm.errors import EXIT_OK, MegatfmError, UsageError
 from megatfm.evaluate.evaluate import evaluate_run
-from megatfm.generate.continuation import sample, search
-from megatfm.generate.encode import Pooling, TextEncoder, warn_of_padding
-from megatfm.generate.load import Loaded, load_model, with_tokenizer
+from megatfm.generate.continuation import generate_text, generate_text_beam
+from megatfm.generate.encode import Pooling, SentenceEmbedder, warn_unmarked_padding
+from megatfm.generate.load import TextModel, attach_tokenizer, load_model
 from megatfm.generate.prompt import BEGIN, SENTINEL
 from megatfm.generate.sampling import Sampling
 from megatfm.registry import refuse_repeats
@@ -46,7 +51,7 @@ def fit(config: Config | str | Path, *overrides: str) -> Path:
             "megatfm.Config.model_validate({...})"
         )
     folder = run_folder(config)
-    if train(config, flops_per_token) != DONE:
+    if train(config, flops_per_token) != EXIT_OK:
         raise MegatfmError(
             f"{folder}: was stopped by a signal, and has saved: the same call goes on from there"
         )
@@ -66,10 +71,10 @@ def load(
     trust_plugins: import the packages that the config of a run or a checkpoint names in `plugins`, whoever made it.
     Raises UsageError where nothing can be opened, MegatfmError where something is damaged or does not fit.
     """
-    if is_hf_folder(path) or is_pair(path):
+    if is_hf_folder(path) or is_electra_folder(path):
         module = load_hf(path, device, dtype=dtype)
-        if (pad := padding_of(path)) is not None:
-            warn_of_padding(module, pad)
+        if (pad := pad_token_id_of(path)) is not None:
+            warn_unmarked_padding(module, pad)
         return Model(module, Path(path))
     module = load_model(path, device, dtype=dtype, trust_plugins=trust_plugins)
     return Model(module, Path(path), trust_plugins=trust_plugins)
@@ -84,8 +89,8 @@ class Model:
 
     def __init__(self, module: nn.Module, path: Path, *, trust_plugins: bool = False) -> None:
         self.module, self.path, self.trust_plugins = module, path, trust_plugins
-        self._loaded: Loaded | None = None
-        self._encoder: TextEncoder | None = None
+        self._loaded: TextModel | None = None
+        self._encoder: SentenceEmbedder | None = None
 
     def __repr__(self) -> str:
         config = self.module.config
@@ -139,9 +144,9 @@ class Model:
                 raise UsageError(f"{key} = {value!r}: choose one of {', '.join(known)}")
         loaded = self._with_tokenizer()
         if beams:
-            return search(loaded, prompt, max_tokens, beams, length_penalty, begin, sentinel)
+            return generate_text_beam(loaded, prompt, max_tokens, beams, length_penalty, begin, sentinel)
         sampling = Sampling(temperature, top_k, top_p, seed, vocab_size=loaded.tokenizer.vocab_size)
-        (text,) = sample(loaded, prompt, sampling, max_tokens, 1, begin=begin, sentinel=sentinel)
+        (text,) = generate_text(loaded, prompt, sampling, max_tokens, 1, begin=begin, sentinel=sentinel)
         return text
 
     def encode(
@@ -160,7 +165,7 @@ class Model:
         """
         if self._encoder is None:
             self._encoder = self._text_encoder()
-        return self._encoder.encode(sentences, pooling=pooling, normalize=normalize, batch=batch)
+        return self._encoder.encode(sentences, pooling=pooling, normalize=normalize, batch_size=batch)
 
     def evaluate(
         self, sets: Mapping[str, str | Path] | None = None, *, compressors: bool = False
@@ -179,20 +184,22 @@ class Model:
             for name, result in results["sets"].items()
         }
 
-    def _text_encoder(self) -> TextEncoder:
+    def _text_encoder(self) -> SentenceEmbedder:
         if is_hf_folder(self.path):
-            options = sentence_options(self.path, self.module)
-            begins = begins_of(self.path, tokenizer := tokenizers.load(place_in(self.path)))
-            return TextEncoder(self.module, tokenizer, begins=begins, **options)
+            options = sentence_transformer_options(self.path, self.module)
+            begins = begins_of(self.path, tokenizer := tokenizers.load(tokenizer_path(self.path)))
+            return SentenceEmbedder(self.module, tokenizer, begins=begins, **options)
         loaded = self._with_tokenizer()
         longest = loaded.config.model.position.limit or loaded.config.data.sequence_length
-        return TextEncoder(self.module, loaded.tokenizer, max_tokens=longest, begins=loaded.begins)
+        return SentenceEmbedder(
+            self.module, loaded.tokenizer, max_tokens=longest, begins=loaded.prompt_prefix_ids
+        )
 
-    def _with_tokenizer(self) -> Loaded:
-        if self._loaded is None and (is_hf_folder(self.path) or is_pair(self.path)):
-            self._loaded = Loaded(self.module, **text_parts(self.path))
+    def _with_tokenizer(self) -> TextModel:
+        if self._loaded is None and (is_hf_folder(self.path) or is_electra_folder(self.path)):
+            self._loaded = TextModel(self.module, **text_generation_fields(self.path))
         elif self._loaded is None:
-            self._loaded = with_tokenizer(self.module, checkpoint.find_checkpoint(self.path))
+            self._loaded = attach_tokenizer(self.module, checkpoint.find_checkpoint(self.path))
         return self._loaded
 
 

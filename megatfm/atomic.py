@@ -7,13 +7,13 @@ import secrets
 from pathlib import Path
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
+def atomic_write(path: Path, content: str | bytes) -> None:
     """Write a file beside its place, force it to the disk, and give it its name. Raises OSError.
 
     However the process ends, the name holds what it held before or all of `content`. Several processes may write the
     same file: the last one's stays. A link in the place of a draft is not followed.
     """
-    draft = draft_of(path)
+    draft = temporary_path(path)
     try:
         draft.unlink(missing_ok=True)
         with draft.open("xb") as file:
@@ -25,11 +25,11 @@ def write_whole(path: Path, content: str | bytes) -> None:
         with contextlib.suppress(OSError):
             draft.unlink()
         raise
-    sync_folder(path.parent)
+    fsync_directory(path.parent)
 
 
-def never_through_a_link(path: str, flags: int) -> int:
-    """For `open(path, "ab", opener=never_through_a_link)`: a symbolic link in the file's place is refused.
+def open_nofollow(path: str, flags: int) -> int:
+    """For `open(path, "ab", opener=open_nofollow)`: a symbolic link in the file's place is refused.
 
     Raises OSError.
     """
@@ -42,7 +42,7 @@ def never_through_a_link(path: str, flags: int) -> int:
         raise OSError(errno.ELOOP, said, path) from None
 
 
-def sync_folder(folder: Path) -> None:
+def fsync_directory(folder: Path) -> None:
     """Force the names in a folder to the disk: a file's own fsync does not cover its name. Raises OSError.
 
     Does nothing on file systems that know no fsync of folders, where the names are as safe as they get.
@@ -57,6 +57,6 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def draft_of(path: Path) -> Path:
+def temporary_path(path: Path) -> Path:
     """A name for a file until it is whole, which no other process takes: containers may share host and process id."""
     return path.with_name(f".{path.name}.{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}.partial")

@@ -22,7 +22,7 @@ COMMANDS = {
     "launch": ("megatfm.commands.launch", "start training on this machine, under MPI or as a SLURM job"),
     "status": ("megatfm.commands.status", "how runs are: queue, step, loss, speed, time left, restarts"),
     "logs": ("megatfm.commands.logs", "the logs of a run that matter; -f follows them"),
-    "cancel": ("megatfm.commands.cancel", "end the job of a run; it saves first"),
+    "cancel": ("megatfm.commands.cancel", "end the job of a run, which saves if it is given the time"),
     "generate": ("megatfm.commands.generate", "sample text from a run"),
     "convert": ("megatfm.commands.convert", "to and from the Hugging Face format"),
     "evaluate": ("megatfm.commands.evaluate", "loss and bits per byte of a run, beside gzip and xz"),
@@ -51,7 +51,7 @@ code, or raises a MegatfmError, whose line is printed and whose code is the exit
 OF_LAUNCH = ("--nproc", "--nodes", "--slurm", "--mpi", "--gpus-per-node")
 """Flags of `launch` that are looked for at `train`."""
 
-HELD = (signal.SIGUSR1, signal.SIGTERM)
+BLOCKED_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 """What asks training to stop waits until it can be heard: before its handlers are there, it would be death."""
 
 
@@ -59,14 +59,14 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit with a code of `megatfm.errors`, or 130 when interrupted."""
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] == ["train"]:
-        signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
+        signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
     parser = build_parser(words[0] if words else "")
     args = parser.parse_args(words)
     try:
         code = args.run(args)
         sys.stdout.flush()
     except BrokenPipeError:
-        if not _nobody_reads():
+        if not _stdout_is_closed():
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 128 + signal.SIGPIPE
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     sys.exit(code)
 
 
-def _nobody_reads() -> bool:
+def _stdout_is_closed() -> bool:
     """Whether the other end of the output is closed: whoever read, as in `megatfm … | head`, has read enough."""
     output = select.poll()
     output.register(sys.stdout.fileno())

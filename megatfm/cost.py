@@ -10,20 +10,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-MEMORY = "encoder_tokens"
+ENCODER_TOKENS = "encoder_tokens"
 """The input whose tokens cross-attention looks at."""
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenCounts:
     """What goes through a part: so many tokens of a row. memory: tokens of the memory that cross-attention looks at.
     predicted: the share of the tokens that the objective predicts, where that is known."""
 
     n: float
-    memory: float = 0.0
-    predicted: float | None = None
+    encoder_tokens: float = 0.0
+    target_fraction: float | None = None
 
-    def of(self, n: float) -> Tokens:
+    def with_count(self, n: float) -> TokenCounts:
         """The same of another number of tokens."""
         return replace(self, n=n)
 
@@ -37,38 +37,38 @@ class Cost:
     not meet, as those of experts that were not chosen for it.
     """
 
-    products: float = 0.0
-    vectors: float = 0.0
-    attention: float = 0.0
-    seen: float = 0.0
-    idle: int = 0
+    matmul_macs: float = 0.0
+    vector_macs: float = 0.0
+    attention_macs: float = 0.0
+    visible_attention_macs: float = 0.0
+    inactive_parameters: int = 0
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(
-            self.products + other.products,
-            self.vectors + other.vectors,
-            self.attention + other.attention,
-            self.seen + other.seen,
-            self.idle + other.idle,
+            self.matmul_macs + other.matmul_macs,
+            self.vector_macs + other.vector_macs,
+            self.attention_macs + other.attention_macs,
+            self.visible_attention_macs + other.visible_attention_macs,
+            self.inactive_parameters + other.inactive_parameters,
         )
 
 
-def cost_of(module: Any, tokens: Tokens) -> Cost:
+def module_cost(module: Any, tokens: TokenCounts) -> Cost:
     """Of a module (of torch) and all in it."""
     said = getattr(module, "cost", None)
-    found: Cost = said(tokens) if said is not None else by_rule(module, tokens)
+    found: Cost = said(tokens) if said is not None else default_cost(module, tokens)
     return found
 
 
-def by_rule(module: Any, tokens: Tokens) -> Cost:
+def default_cost(module: Any, tokens: TokenCounts) -> Cost:
     """The same for a module that says nothing itself, or that differs in the number of tokens only."""
     roles = getattr(module, "roles", {})
     own = {key: p for key, p in module.named_parameters(recurse=False) if key not in roles}
     matrices = sum(p.numel() for p in own.values() if p.dim() > 1)
     others = sum(p.numel() for p in own.values() if p.dim() <= 1)
-    return costs_of(module.children(), tokens) + Cost(matrices * tokens.n, others * tokens.n)
+    return total_cost(module.children(), tokens) + Cost(matrices * tokens.n, others * tokens.n)
 
 
-def costs_of(modules: Iterable[Any], tokens: Tokens) -> Cost:
+def total_cost(modules: Iterable[Any], tokens: TokenCounts) -> Cost:
     """The sum over modules through which the same tokens go."""
-    return sum((cost_of(module, tokens) for module in modules), Cost())
+    return sum((module_cost(module, tokens) for module in modules), Cost())

@@ -4,12 +4,12 @@ Whoever restarts a run (a job script, torchrun, `megatfm launch`) decides by the
 whether the same command may help if it is started again.
 """
 
-DONE = 0
-FAILED = 1
+EXIT_OK = 0
+EXIT_FAILED = 1
 """A crash, a lost rank, a full disk: worth another try."""
-USAGE = 2
+EXIT_USAGE = 2
 """The command line or the config asks for what can't be: another try says the same."""
-REQUEUE = 75
+EXIT_REQUEUE = 75
 """Saved, and stopped by a signal (sysexits' EX_TEMPFAIL): the same command goes on from there."""
 NO_PROGRESS = 76
 """Restarts gained no new checkpoint, so one more would not either."""
@@ -20,13 +20,13 @@ LOCKED = 77
 class MegatfmError(Exception):
     """Something failed while running: a damaged file, a full disk, a lost rank. The command exits with 1."""
 
-    exit_code = FAILED
+    exit_code = EXIT_FAILED
 
 
 class UsageError(MegatfmError):
     """The command line, the config or the layout asks for what can't be done. The command exits with 2."""
 
-    exit_code = USAGE
+    exit_code = EXIT_USAGE
 
 
 class NoProgressError(MegatfmError):

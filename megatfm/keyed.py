@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Part = int | str
+KeyPart = int | str
 
 
 class PieceKey(NamedTuple):
@@ -26,39 +26,39 @@ class PieceKey(NamedTuple):
     """Number of the piece in its document."""
 
     @property
-    def planned(self) -> NDArray[np.uint64]:
+    def without_epoch(self) -> NDArray[np.uint64]:
         """The piece's `piece_keys` [1], the same in every epoch."""
         return piece_keys(self.seed, np.array([self.sample]), np.array([self.piece]))
 
 
-def bits(*key: Part) -> np.random.Philox:
+def bit_generator(*key: KeyPart) -> np.random.Philox:
     """The Philox bit generator of a key, e.g. `bits(seed, "order", epoch)`."""
     plain = tuple(part if isinstance(part, str) else operator.index(part) for part in key)
     digest = hashlib.blake2b(repr(plain).encode(), digest_size=16).digest()
     return np.random.Philox(key=int.from_bytes(digest, "little"))
 
 
-def raw(n: int, *key: Part) -> NDArray[np.uint64]:
+def random_uint64(n: int, *key: KeyPart) -> NDArray[np.uint64]:
     """`n` uniform 64-bit integers [n] of a key."""
-    return np.asarray(bits(*key).random_raw(n), dtype=np.uint64)
+    return np.asarray(bit_generator(*key).random_raw(n), dtype=np.uint64)
 
 
-def uniform(n: int, *key: Part) -> NDArray[np.float64]:
+def uniform(n: int, *key: KeyPart) -> NDArray[np.float64]:
     """`n` uniform numbers [n] in [0, 1) of a key, from the upper 53 bits."""
-    return fractions(raw(n, *key))
+    return to_unit_interval(random_uint64(n, *key))
 
 
-def fractions(numbers: NDArray[np.uint64]) -> NDArray[np.float64]:
+def to_unit_interval(numbers: NDArray[np.uint64]) -> NDArray[np.float64]:
     """Uniform numbers in [0, 1) from uniform 64-bit integers, by their upper 53 bits."""
     return (numbers >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def permutation(n: int, *key: Part) -> NDArray[np.int64]:
+def permutation(n: int, *key: KeyPart) -> NDArray[np.int64]:
     """A uniform permutation [n] of 0 … n-1 of a key."""
-    return np.argsort(raw(n, *key), kind="stable").astype(np.int64)
+    return np.argsort(random_uint64(n, *key), kind="stable").astype(np.int64)
 
 
-def hashes(key: tuple[Part, ...], *columns: NDArray[Any]) -> NDArray[np.uint64]:
+def hash_rows(key: tuple[KeyPart, ...], *columns: NDArray[Any]) -> NDArray[np.uint64]:
     """One uniform 64-bit integer for each row of integer `columns` [n] (one number stands for a column of it).
 
     For many keys at once, where a generator for each would be slow: SplitMix64's finaliser (Steele, Lea & Flood
@@ -72,22 +72,22 @@ def hashes(key: tuple[Part, ...], *columns: NDArray[Any]) -> NDArray[np.uint64]:
 
 def piece_keys(seed: int, samples: NDArray[Any], pieces: NDArray[Any]) -> NDArray[np.uint64]:
     """A key for each piece [n] that is the same in all epochs: what the packing is planned with."""
-    return hashes((seed, "pieces"), samples, pieces)
+    return hash_rows((seed, "pieces"), samples, pieces)
 
 
 def row_keys(seed: int, positions: NDArray[Any]) -> NDArray[np.int64]:
     """A key ≥ 0 for each global position [n] of the order of rows: what dropout and sampling are drawn from."""
-    return (hashes((seed, "row"), positions) >> np.uint64(1)).astype(np.int64)
+    return (hash_rows((seed, "row"), positions) >> np.uint64(1)).astype(np.int64)
 
 
-def part_keys(seed: int, positions: NDArray[Any], parts: NDArray[Any]) -> NDArray[np.int64]:
+def short_row_keys(seed: int, positions: NDArray[Any], parts: NDArray[Any]) -> NDArray[np.int64]:
     """A key ≥ 0 for each of the shorter rows [n] into which the rows at these positions are cut."""
-    return (hashes((seed, "part of a row"), positions, parts) >> np.uint64(1)).astype(np.int64)
+    return (hash_rows((seed, "part of a row"), positions, parts) >> np.uint64(1)).astype(np.int64)
 
 
 @lru_cache(maxsize=64, typed=True)
-def _first(*key: Part) -> int:
-    return int(raw(1, *key)[0])
+def _first(*key: KeyPart) -> int:
+    return int(random_uint64(1, *key)[0])
 
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # so that 0 is no fixed point

@@ -62,11 +62,11 @@ def refuse_repeats(overrides: Sequence[str]) -> None:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`" (did you mean 'x'?)"` when a known word is near, else an empty string."""
-    near = _nearest(word, list(known))
+    near = _closest(word, list(known))
     return f" (did you mean {near!r}?)" if near else ""
 
 
-def _nearest(word: str, known: Sequence[str]) -> str | None:
+def _closest(word: str, known: Sequence[str]) -> str | None:
     """Near is what differs in signs and capitals alone, begins as the word does, begins it, or is spelled almost so."""
     bare = {each: _letters(each) for each in known}
     wanted = _letters(word)
@@ -89,7 +89,7 @@ def import_plugins(packages: Iterable[str]) -> None:
     Raises UsageError that names the package, and where its code stopped, when it can't be imported.
     """
     for package in packages:
-        look_for_plugins([package], [Path.cwd()])
+        add_plugin_folders([package], [Path.cwd()])
         try:
             importlib.import_module(package)
         except UsageError:
@@ -134,7 +134,7 @@ def check_foreign_plugins(names: Iterable[str], source: str | Path, *, trusted: 
         )
 
 
-def look_for_plugins(packages: Iterable[str], folders: Sequence[Path]) -> None:
+def add_plugin_folders(packages: Iterable[str], folders: Sequence[Path]) -> None:
     """Make packages importable that are in one of these folders, the first that has it, and nowhere else.
 
     What is installed, or on PYTHONPATH, is found before. A folder comes last on the path, so that it hides nothing.

@@ -28,11 +28,11 @@ settings.load_profile("megatfm")
 CLUSTER = "tests/e2e/slurm/"
 INDEPENDENT = {"tests/parity/test_combinations.py"}
 """Files of many small tests that any process may run."""
-SUMMARY = "scontrol show job"
+JOB_REPORT_PROPERTY = "scontrol show job"
 """A property of a test's report whose values are shown at the end."""
 
 
-class Together(LoadScopeScheduling):
+class FileScheduling(LoadScopeScheduling):
     """Tests share what is made once for their file, those on a SLURM cluster the cluster; some share nothing."""
 
     def _split_scope(self, nodeid: str) -> str:
@@ -43,9 +43,9 @@ class Together(LoadScopeScheduling):
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Together:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FileScheduling:
     """(xdist_group marks have no effect with pytest 9.2 and xdist 3.8.)"""
-    return Together(config, log)
+    return FileScheduling(config, log)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -55,10 +55,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         f"{report.nodeid.partition('::')[2]}: {value}"
         for report in reports
         for key, value in getattr(report, "user_properties", ())
-        if key == SUMMARY
+        if key == JOB_REPORT_PROPERTY
     ]
     if lines:
-        terminalreporter.section(SUMMARY)
+        terminalreporter.section(JOB_REPORT_PROPERTY)
         for line in dict.fromkeys(lines):
             terminalreporter.line(line)
 

@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,7 +29,16 @@ MODULES = ("megatfm", "megatfm.data_prep", "torch.distributed.run")
 """What is forked when a forked process starts it with `python -m`; all else is executed as it would be."""
 
 
-class Command:
+def last_of_each_key(words: Iterable[object]) -> list[object]:
+    """Words of a command, in which a later override replaces an earlier one: a key is given once."""
+    by_key = {}
+    for place, word in enumerate(words):
+        key, equals, _ = str(word).partition("=")
+        by_key[key if equals and not key.startswith("-") else place] = word
+    return list(by_key.values())
+
+
+class ForkedCommand:
     """A running `python -m megatfm …`, or another module or file; what it and its children say is in a file."""
 
     def __init__(
@@ -41,7 +50,7 @@ class Command:
         *,
         program: str = "megatfm",
     ) -> None:
-        self.said_at = said
+        self.output_path = said
         said.write_bytes(b"")
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
@@ -52,9 +61,9 @@ class Command:
         self.process.start()
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         """All that it wrote, to either output."""
-        return self.said_at.read_text(errors="replace")
+        return self.output_path.read_text(errors="replace")
 
     @property
     def pid(self) -> int:
@@ -65,15 +74,15 @@ class Command:
         """Wait until a file has so many lines; it is a failure to end before."""
         deadline = time.monotonic() + seconds
         while not path.exists() or path.read_bytes().count(b"\n") < count:
-            assert self.process.is_alive(), self.said
-            assert time.monotonic() < deadline, self.said
+            assert self.process.is_alive(), self.output
+            assert time.monotonic() < deadline, self.output
             time.sleep(0.02)
 
     def wait(self, seconds: float = 240) -> int:
         """Its exit code, as a shell's `$?` without 128 for signals."""
         self.process.join(seconds)
         code = self.process.exitcode
-        assert code is not None, f"still running after {seconds:g} s:\n{self.said}"
+        assert code is not None, f"still running after {seconds:g} s:\n{self.output}"
         return code
 
     def end(self) -> None:
@@ -86,12 +95,12 @@ class Command:
 
 def megatfm(*words: object, said: Path, cwd: Path | None = None, code: int = 0, **variables: str) -> str:
     """Run a command of megatfm to its end, which has to come with this code; returns what it wrote."""
-    command = Command(words, said, cwd, {**os.environ, **variables})
+    command = ForkedCommand(words, said, cwd, {**os.environ, **variables})
     try:
-        assert command.wait() == code, f"megatfm {' '.join(map(str, words))}\n{command.said}"
+        assert command.wait() == code, f"megatfm {' '.join(map(str, words))}\n{command.output}"
     finally:
         command.end()
-    return command.said
+    return command.output
 
 
 # ------------------------------------------------------------------------------------------------ in the process

@@ -36,7 +36,8 @@ def named(parallel: ParallelConfig) -> str:
         words.append("replicas")
     if parallel.ep > 1:
         words.append(
-            f"ep{parallel.ep}" + (f" of {parallel.ep_within}" if parallel.ep_within > parallel.ep else "")
+            f"ep{parallel.ep}"
+            + (f" of {parallel.expert_mesh_size}" if parallel.expert_mesh_size > parallel.ep else "")
         )
     if parallel.dp_shard > 1:
         words.append(f"zero{parallel.zero}")

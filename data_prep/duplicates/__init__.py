@@ -11,17 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatfm.config.prep_steps import DuplicatesConfig
-from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.counts import StepStats
 from megatfm.data_prep.documents import Document
-from megatfm.data_prep.duplicates.index import Facts, Index, Rows, RunTasks
-from megatfm.data_prep.duplicates.near import Near
-from megatfm.data_prep.duplicates.pieces import Lines, Paragraphs
-from megatfm.data_prep.duplicates.substrings import Substrings
+from megatfm.data_prep.duplicates.index import DedupContext, Facts, KeyTable, RunTasks
+from megatfm.data_prep.duplicates.near import MinhashDedup
+from megatfm.data_prep.duplicates.pieces import LineDedup, ParagraphDedup
+from megatfm.data_prep.duplicates.substrings import SubstringDedup
 
-__all__ = ["SEARCHES", "Index", "Rows", "RunTasks", "Search", "make"]
+__all__ = ["DEDUP_METHODS", "DedupContext", "DedupMethod", "KeyTable", "RunTasks", "make"]
 
 
-class Search(Protocol):
+class DedupMethod(Protocol):
     """One kind of duplicates. The result is the same however the corpus is cut into parts."""
 
     title: str
@@ -30,29 +30,29 @@ class Search(Protocol):
 
     def __init__(self, config: Any) -> None: ...
 
-    def scan(self, documents: Iterable[Document]) -> Iterator[NDArray[Any]]:
+    def compute_keys(self, documents: Iterable[Document]) -> Iterator[NDArray[Any]]:
         """The rows of a part, in its order, a few documents at a time."""
         ...
 
-    def find(self, rows: Rows, index: Index) -> Facts:
+    def find_duplicates(self, rows: KeyTable, index: DedupContext) -> Facts:
         """Mark the rows of all parts that go, as `index.marks`. Returns `each`, the rows of a file of marks."""
         ...
 
-    def thin(
-        self, documents: Iterable[Document], marks: NDArray[np.uint8], counts: Counts
+    def remove_duplicates(
+        self, documents: Iterable[Document], marks: NDArray[np.uint8], counts: StepStats
     ) -> Iterator[Document]:
         """What is left of the documents of a part, given the marks of its rows."""
         ...
 
 
-SEARCHES: dict[str, type[Search]] = {
-    "lines": Lines,
-    "paragraphs": Paragraphs,
-    "near": Near,
-    "substrings": Substrings,
+DEDUP_METHODS: dict[str, type[DedupMethod]] = {
+    "lines": LineDedup,
+    "paragraphs": ParagraphDedup,
+    "near": MinhashDedup,
+    "substrings": SubstringDedup,
 }
 
 
-def make(config: DuplicatesConfig) -> Search:
+def make(config: DuplicatesConfig) -> DedupMethod:
     """The search that a table of `[[duplicates]]` asks for."""
-    return SEARCHES[config.name](config)
+    return DEDUP_METHODS[config.name](config)

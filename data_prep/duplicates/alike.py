@@ -15,19 +15,26 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatfm.data.files import writing
+from megatfm.data.files import disk_errors_as_megatfm_errors
 from megatfm.data_prep.duplicates.buckets import JOIN_BYTES, RECORD, Buckets, Edges, Slice, ordered
-from megatfm.data_prep.duplicates.index import Division, Facts, Index, Rows, RowsWriter, read_array
+from megatfm.data_prep.duplicates.index import (
+    DedupContext,
+    Facts,
+    KeyTable,
+    KeyTableWriter,
+    Partitioning,
+    read_array,
+)
 from megatfm.data_prep.duplicates.partitions import PartitionsWriter, read_partition, slices
 from megatfm.data_prep.minhash import band_hashes
-from megatfm.data_prep.progress import Advance
+from megatfm.data_prep.progress import UpdateProgress
 
 # What a task holds of a row, as tracemalloc measures it: the signatures, or the edges, one for each band at most.
 _SORT_BYTES, _SIGN_BYTES, _EDGE_BYTES = 96, 4, 80
 _EDGE = np.dtype("<u8")
 
 
-def mark_alike(rows: Rows, index: Index, bands: int, similarity: float) -> Facts:
+def mark_near_duplicates(rows: KeyTable, index: DedupContext, bands: int, similarity: float) -> Facts:
     """Mark all rows but the first of each cluster, as `index.marks`; a row is a signature of `bands`.
 
     Returns `each`, the rows of a file of marks.
@@ -36,20 +43,20 @@ def mark_alike(rows: Rows, index: Index, bands: int, similarity: float) -> Facts
 
 
 class _Search:
-    def __init__(self, rows: Rows, index: Index, bands: int, similarity: float) -> None:
+    def __init__(self, rows: KeyTable, index: DedupContext, bands: int, similarity: float) -> None:
         self._rows, self._index, self._bands = rows, index, bands
         self._similarity = similarity
         sort_bytes = max(_SORT_BYTES + _SIGN_BYTES * rows.columns, _EDGE_BYTES * bands)
-        self._divided = Division.of(len(rows), index.memory_bytes, sort_bytes, JOIN_BYTES)
+        self._divided = Partitioning.of(len(rows), index.memory_bytes, sort_bytes, JOIN_BYTES)
 
     def run(self) -> Facts:
-        divided, run, total = self._divided, self._index.run, len(self._rows)
+        divided, run, total = self._divided, self._index.run_tasks, len(self._rows)
         run("sort", divided.chunks, total, self._sort)
         run("join", self._bands * divided.ranges, total * self._bands, self._join)
         run("gather", divided.chunks, total, self._gather)
-        return run("cluster", 1, total, self._cluster, lambda _: {"each": divided.each})
+        return run("cluster", 1, total, self._cluster, lambda _: {"each": divided.chunk_rows})
 
-    def _sort(self, chunk: int, advance: Advance) -> Facts:
+    def _sort(self, chunk: int, advance: UpdateProgress) -> Facts:
         begin, end = self._divided.chunk(chunk)
         signs = self._rows.read(begin, end)
         width = self._rows.columns // self._bands
@@ -65,11 +72,11 @@ class _Search:
         advance(end - begin)
         return {}
 
-    def _join(self, number: int, advance: Advance) -> Facts:
+    def _join(self, number: int, advance: UpdateProgress) -> Facts:
         divided = self._divided
         ranges, of_band = divided.ranges, number % divided.ranges
         parts = [
-            Slice(self._index.path("sorted", chunk), chunk * divided.each, begin, end)
+            Slice(self._index.path("sorted", chunk), chunk * divided.chunk_rows, begin, end)
             for chunk in range(divided.chunks)
             for begin, end in slices(self._index.path("sorted", chunk), self._bands * ranges, number)
         ]
@@ -79,18 +86,18 @@ class _Search:
         )
         with PartitionsWriter(self._index.path("joined", number), divided.chunks) as writer:
             for edges in buckets.edges(parts, low, high):
-                edges = tree(edges)
+                edges = spanning_forest(edges)
                 edges = edges[np.argsort(edges[:, 1])]
                 writer.add(self._packed(edges), divided.by_chunk(edges[:, 1]))
             writer.commit()
         advance(divided.total // ranges)
         return {}
 
-    def _gather(self, chunk: int, advance: Advance) -> Facts:
+    def _gather(self, chunk: int, advance: UpdateProgress) -> Facts:
         found = np.empty(0, _EDGE)
         for some in self._in_batches(self._joined(chunk)):
             found = np.unique(np.concatenate([found, some]))
-        RowsWriter(self._index.path("edges", chunk)).write(iter([found]))
+        KeyTableWriter(self._index.path("edges", chunk)).write(iter([found]))
         begin, end = self._divided.chunk(chunk)
         advance(end - begin)
         return {}
@@ -99,27 +106,30 @@ class _Search:
         for number in range(self._bands * self._divided.ranges):
             yield from read_partition(self._index.path("joined", number), _EDGE, self._divided.chunks, chunk)
 
-    def _cluster(self, _: int, advance: Advance) -> Facts:
-        passed = [self._index.path("passed", chunk) for chunk in range(self._divided.chunks)]
-        for path in passed:
+    def _cluster(self, _: int, advance: UpdateProgress) -> Facts:
+        forwarded = [self._index.path("passed", chunk) for chunk in range(self._divided.chunks)]
+        for path in forwarded:
             path.unlink(missing_ok=True)  # of one who died here
         for chunk in reversed(range(self._divided.chunks)):
             begin, end = self._divided.chunk(chunk)
             marks = np.zeros(end - begin, np.uint8)
             edges = np.empty((0, 2), np.int64)
             for some in self._in_batches(self._edges_of(chunk)):
-                edges = tree(np.concatenate([edges, self._unpacked(some, chunk)]))
+                edges = spanning_forest(np.concatenate([edges, self._unpacked(some, chunk)]))
                 lower = edges[edges[:, 1] < begin]
                 edges = edges[edges[:, 1] >= begin]
                 order = np.argsort(lower[:, 1])
                 at = 0
                 for other, count in enumerate(self._divided.by_chunk(lower[order, 1]).tolist()):
                     if count:
-                        with writing(passed[other]), open(passed[other], "ab") as file:
+                        with (
+                            disk_errors_as_megatfm_errors(forwarded[other]),
+                            open(forwarded[other], "ab") as file,
+                        ):
                             file.write(self._packed(lower[order[at : at + count]]).tobytes())
                     at += count
             marks[edges[:, 1] - begin] = 1
-            RowsWriter(self._index.path("marks", chunk)).write(iter([marks]))
+            KeyTableWriter(self._index.path("marks", chunk)).write(iter([marks]))
             advance(end - begin)
         return {}
 
@@ -148,14 +158,16 @@ class _Search:
     def _packed(self, edges: Edges) -> NDArray[Any]:
         """Edges by chunk: the higher row, counted from the chunk's first, and the lower one in one number."""
         high, low = (edges[:, column].astype(_EDGE) for column in (1, 0))
-        return high % np.uint64(self._divided.each) * np.uint64(self._divided.total) + low
+        return high % np.uint64(self._divided.chunk_rows) * np.uint64(self._divided.total) + low
 
     def _unpacked(self, packed: NDArray[Any], chunk: int) -> Edges:
         high, low = np.divmod(packed, np.uint64(self._divided.total))
-        return np.stack([low.astype(np.int64), high.astype(np.int64) + chunk * self._divided.each], axis=1)
+        return np.stack(
+            [low.astype(np.int64), high.astype(np.int64) + chunk * self._divided.chunk_rows], axis=1
+        )
 
 
-def tree(edges: Edges) -> Edges:
+def spanning_forest(edges: Edges) -> Edges:
     """Edges [n, 2] that join the same rows with as few: from the lowest row of each cluster to all others."""
     from scipy.sparse import coo_array  # by name, since it takes longer to import than many a corpus to clean
     from scipy.sparse.csgraph import connected_components

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatfm.data.files import writing
-from megatfm.data_prep.duplicates.index import Places, Rows, read_array
+from megatfm.data.files import disk_errors_as_megatfm_errors
+from megatfm.data_prep.duplicates.index import KeyTable, RowIndices, read_array
 from megatfm.data_prep.words import Hashes
 
 SMALL = 32
@@ -36,8 +36,8 @@ class Slice(NamedTuple):
 class Buckets:
     """Compares the rows of buckets. `rest` is where what is left of a bucket lies that doesn't fit the memory."""
 
-    def __init__(self, rows: Rows, similarity: float, memory_bytes: int, rest: Path) -> None:
-        self._rows, self._similarity, self._memory, self._rest = rows, similarity, memory_bytes, rest
+    def __init__(self, rows: KeyTable, similarity: float, memory_bytes: int, leftover_path: Path) -> None:
+        self._rows, self._similarity, self._memory, self._rest = rows, similarity, memory_bytes, leftover_path
         # Signatures take a third of the memory.
         self._at_once = max(2, memory_bytes // (3 * rows.columns * 4))
         self._pairs = max(64, min(PAIRS, memory_bytes // (16 * rows.columns)))
@@ -55,7 +55,7 @@ class Buckets:
             yield from self.edges(lower, low, middle)
             yield from self.edges(upper, middle, high)
         else:
-            yield from self._large(_places(part, self._at_once) for part in parts)
+            yield from self._compare_on_disk(_places(part, self._at_once) for part in parts)
 
     def _in_memory(self, parts: list[Slice], size: int) -> Iterator[Edges]:
         hashes, places, at = np.empty(size, np.uint64), np.empty(size, np.int64), 0
@@ -78,12 +78,12 @@ class Buckets:
                 yield self._compared(places[begin : ends[last - 1]], sizes[bucket:last])
             else:
                 last = bucket + 1
-                at_once = range(begin, int(ends[bucket]), self._at_once)
-                some = (places[at : min(at + self._at_once, ends[bucket])] for at in at_once)
-                yield from self._large(iter([some]))
+                batch_rows = range(begin, int(ends[bucket]), self._at_once)
+                some = (places[at : min(at + self._at_once, ends[bucket])] for at in batch_rows)
+                yield from self._compare_on_disk(iter([some]))
             bucket, begin = last, int(ends[last - 1])
 
-    def _compared(self, places: Places, sizes: NDArray[np.int64]) -> Edges:
+    def _compared(self, places: RowIndices, sizes: NDArray[np.int64]) -> Edges:
         """What is alike in whole buckets of these sizes, one after the other."""
         numbers, members = np.unique(places, return_inverse=True)
         signs = self._rows.pick(numbers)
@@ -109,14 +109,14 @@ class Buckets:
             alike[at : at + self._pairs] = (signs[left] == signs[right]).mean(axis=1) >= self._similarity
         return alike
 
-    def _large(self, parts: Iterator[Iterator[Places]]) -> Iterator[Edges]:
+    def _compare_on_disk(self, parts: Iterator[Iterator[RowIndices]]) -> Iterator[Edges]:
         """The same of a bucket that doesn't fit the memory, in as many passes as it has different signatures."""
-        some: Iterator[Places] = (places for part in parts for places in part)
+        some: Iterator[RowIndices] = (places for part in parts for places in part)
         files = [self._rest.with_name(f"{self._rest.name}.{number}") for number in (0, 1)]
         try:
             while True:
                 left, head = 0, None
-                with writing(files[0]), open(files[0], "wb") as file:
+                with disk_errors_as_megatfm_errors(files[0]), open(files[0], "wb") as file:
                     for places in some:
                         signs = self._rows.pick(places)
                         head = (int(places[0]), signs[0].copy()) if head is None else head
@@ -138,7 +138,7 @@ class Buckets:
                 path.unlink(missing_ok=True)
 
 
-def ordered(hashes: Hashes) -> Places:
+def ordered(hashes: Hashes) -> RowIndices:
     """The order of hashes; equal ones stay in theirs, and it takes a third of a stable sort's time."""
     order = np.argsort(hashes)
     values = hashes[order]
@@ -171,12 +171,12 @@ def _records(part: Slice) -> NDArray[Any]:
     return read_array(part.path, RECORD, part.begin, part.end - part.begin)
 
 
-def _places(part: Slice, at_once: int) -> Iterator[Places]:
-    for at in range(part.begin, part.end, at_once):
-        records = _records(part._replace(begin=at, end=min(at + at_once, part.end)))
+def _places(part: Slice, batch_rows: int) -> Iterator[RowIndices]:
+    for at in range(part.begin, part.end, batch_rows):
+        records = _records(part._replace(begin=at, end=min(at + batch_rows, part.end)))
         yield records["place"].astype(np.int64) + part.base
 
 
-def _read_places(path: Path, count: int, at_once: int) -> Iterator[Places]:
-    for at in range(0, count, at_once):
-        yield read_array(path, np.dtype(np.int64), at, min(at_once, count - at))
+def _read_places(path: Path, count: int, batch_rows: int) -> Iterator[RowIndices]:
+    for at in range(0, count, batch_rows):
+        yield read_array(path, np.dtype(np.int64), at, min(batch_rows, count - at))

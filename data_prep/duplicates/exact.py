@@ -7,34 +7,34 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.counts import StepStats
 from megatfm.data_prep.documents import Document
-from megatfm.data_prep.duplicates.index import Facts, Index, Rows
-from megatfm.data_prep.duplicates.later import mark_later_ones
+from megatfm.data_prep.duplicates.index import DedupContext, Facts, KeyTable
+from megatfm.data_prep.duplicates.later import mark_repeats
 
 
-class Exact:
+class ExactDedup:
     """Keeps the first of identical texts. A row is the first 16 bytes of the BLAKE3 hash of a text."""
 
     title = "exact duplicates"
     row = ("<u8", 2)
     reason = "same text"
 
-    def scan(self, documents: Iterable[Document]) -> Iterator[NDArray[Any]]:
+    def compute_keys(self, documents: Iterable[Document]) -> Iterator[NDArray[Any]]:
         for document in documents:
             yield np.frombuffer(blake3(document.text.encode()).digest(16), "<u8")[None]
 
-    def find(self, rows: Rows, index: Index) -> Facts:
+    def find_duplicates(self, rows: KeyTable, index: DedupContext) -> Facts:
         """Also some `examples`: [row, first row with the same text]."""
-        return mark_later_ones(rows, index)
+        return mark_repeats(rows, index)
 
-    def thin(
-        self, documents: Iterable[Document], marks: NDArray[np.uint8], counts: Counts
+    def remove_duplicates(
+        self, documents: Iterable[Document], marks: NDArray[np.uint8], counts: StepStats
     ) -> Iterator[Document]:
         for document, is_later in zip(documents, marks.tolist(), strict=True):
-            counts.take(document.text_bytes)
+            counts.count_input(document.text_bytes)
             if is_later:
-                counts.drop(self.reason, document.text_bytes, document.source)
+                counts.count_dropped(self.reason, document.text_bytes, document.id)
                 continue
-            counts.keep(document.text_bytes)
+            counts.count_kept(document.text_bytes)
             yield document

@@ -8,12 +8,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatfm.data.files import RESTORE, WholeFile
-from megatfm.data_prep.progress import Advance
+from megatfm.data.files import RESTORE, AtomicFile
+from megatfm.data_prep.progress import UpdateProgress
 from megatfm.data_prep.words import Hashes
 from megatfm.errors import MegatfmError
 
-Places = NDArray[np.int64]
+RowIndices = NDArray[np.int64]
 Facts = dict[str, Any]
 
 # A search is divided at least so finely if its tasks have so many rows then: for a few dozen processes, and so that a
@@ -22,7 +22,7 @@ TASKS = 64
 TASK_ROWS = 2**18
 
 
-class Rows:
+class KeyTable:
     """The rows of all parts, one after the other; each part is a file of its own, of `counts` rows.
 
     No file is looked at before its rows are read: they may be gone once all that needed them is done.
@@ -45,7 +45,7 @@ class Rows:
             result[first - begin : last - begin] = some.reshape(-1, self.columns)
         return result
 
-    def pick(self, numbers: Places) -> NDArray[Any]:
+    def pick(self, numbers: RowIndices) -> NDArray[Any]:
         """The rows of these numbers, which ascend."""
         result = np.empty((len(numbers), self.columns), self._dtype)
         at = 0
@@ -60,23 +60,23 @@ class Rows:
         return result
 
 
-class RowsWriter:
+class KeyTableWriter:
     """Writes the rows of a part to a file."""
 
     def __init__(self, path: Path) -> None:
-        self._file = WholeFile(path)
-        self.rows = 0
+        self._file = AtomicFile(path)
+        self.write_keys = 0
 
     def write(self, rows: Iterator[NDArray[Any]]) -> int:
         """Write all, and commit. Returns how many there were."""
         try:
             for some in rows:
                 self._file.write(np.ascontiguousarray(some).tobytes())
-                self.rows += len(some)
+                self.write_keys += len(some)
             self._file.commit()
         finally:
             self._file.discard()
-        return self.rows
+        return self.write_keys
 
 
 class RunTasks(Protocol):
@@ -87,7 +87,7 @@ class RunTasks(Protocol):
         step: str,
         count: int,
         total: int,
-        work: Callable[[int, Advance], Facts],
+        work: Callable[[int, UpdateProgress], Facts],
         join: Callable[[Iterable[Facts]], Facts] = lambda _: {},
     ) -> Facts:
         """`work` tells of its progress towards `total`. Returns what `join` makes of all results."""
@@ -95,33 +95,33 @@ class RunTasks(Protocol):
 
 
 @dataclass(frozen=True)
-class Index:
+class DedupContext:
     """Where the search lies while it goes on, what a task may hold in memory, and who has its tasks done."""
 
     folder: Path
     memory_bytes: int
-    run: RunTasks
+    run_tasks: RunTasks
 
     def path(self, kind: str, number: int) -> Path:
         """File number `number` of a kind, such as `marks.00003`."""
         return self.folder / f"{kind}.{number:05d}"
 
-    def marks(self, total: int, each: int) -> Rows:
+    def is_duplicate(self, total: int, each: int) -> KeyTable:
         """[total, 1]: 1 for each row that goes, else 0; in files of `each`."""
         counts = [min(each, total - begin) for begin in range(0, total, each)]
-        return Rows([self.path("marks", number) for number in range(len(counts))], "u1", 1, counts)
+        return KeyTable([self.path("marks", number) for number in range(len(counts))], "u1", 1, counts)
 
 
 @dataclass(frozen=True)
-class Division:
+class Partitioning:
     """Rows divided into chunks of `each`, and hashes into `ranges`; neither changes what is found."""
 
     total: int
-    each: int
+    chunk_rows: int
     ranges: int
 
     @classmethod
-    def of(cls, total: int, memory_bytes: int, sort_bytes: int, join_bytes: int) -> "Division":
+    def of(cls, total: int, memory_bytes: int, sort_bytes: int, join_bytes: int) -> "Partitioning":
         """Such that a chunk, of `sort_bytes` a row, and a range, of `join_bytes` a row, fit the memory."""
         most = min(2**31, 2**64 // max(1, total))  # so that a place fits 4 bytes, and a pair of rows 8
         each = min(memory_bytes // sort_bytes, max(TASK_ROWS, total // TASKS), most)
@@ -132,20 +132,20 @@ class Division:
     @property
     def chunks(self) -> int:
         """Number of chunks, the last of which may be shorter."""
-        return -(-self.total // self.each)
+        return -(-self.total // self.chunk_rows)
 
     def chunk(self, number: int) -> tuple[int, int]:
         """The rows of a chunk: the first, and the one after the last."""
-        return number * self.each, min(self.total, (number + 1) * self.each)
+        return number * self.chunk_rows, min(self.total, (number + 1) * self.chunk_rows)
 
-    def by_range(self, hashes: Hashes) -> Places:
+    def by_range(self, hashes: Hashes) -> RowIndices:
         """[ranges]: how many of these hashes, which ascend, each range has."""
         lows = np.array([number * 2**64 // self.ranges for number in range(self.ranges)], np.uint64)
         return np.diff(np.append(np.searchsorted(hashes, lows), len(hashes)))
 
-    def by_chunk(self, rows: Places) -> Places:
+    def by_chunk(self, rows: RowIndices) -> RowIndices:
         """[chunks]: how many of these rows, which ascend, each chunk has."""
-        return np.diff(np.searchsorted(rows, np.arange(self.chunks + 1) * self.each))
+        return np.diff(np.searchsorted(rows, np.arange(self.chunks + 1) * self.chunk_rows))
 
 
 def read_array(path: Path, dtype: np.dtype[Any], at: int, count: int) -> NDArray[Any]:

@@ -19,9 +19,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatfm.data_prep.counts import EXAMPLES
-from megatfm.data_prep.duplicates.index import Division, Facts, Index, Places, Rows, RowsWriter, read_array
+from megatfm.data_prep.duplicates.index import (
+    DedupContext,
+    Facts,
+    KeyTable,
+    KeyTableWriter,
+    Partitioning,
+    RowIndices,
+    read_array,
+)
 from megatfm.data_prep.duplicates.partitions import PartitionsWriter, read_partition, slices
-from megatfm.data_prep.progress import Advance
+from megatfm.data_prep.progress import UpdateProgress
 from megatfm.data_prep.words import Hashes
 
 # What a task holds of a row, as tracemalloc measures it.
@@ -30,7 +38,7 @@ SORT_BYTES, JOIN_BYTES = 72, 80
 _Slice = tuple[int, int, int]  # of the sorted rows: the chunk, and where it begins and ends there
 
 
-def mark_later_ones(rows: Rows, index: Index) -> Facts:
+def mark_repeats(rows: KeyTable, index: DedupContext) -> Facts:
     """Mark the rows whose key (the first number, or the first two) an earlier row has, as `index.marks`.
 
     Returns `each`, the rows of a file of marks, and if there are two numbers, some `examples`: [row, first row].
@@ -39,9 +47,9 @@ def mark_later_ones(rows: Rows, index: Index) -> Facts:
 
 
 class _Search:
-    def __init__(self, rows: Rows, index: Index) -> None:
+    def __init__(self, rows: KeyTable, index: DedupContext) -> None:
         self._rows, self._index = rows, index
-        self._divided = Division.of(len(rows), index.memory_bytes, SORT_BYTES, JOIN_BYTES)
+        self._divided = Partitioning.of(len(rows), index.memory_bytes, SORT_BYTES, JOIN_BYTES)
         self._is_checked = rows.columns > 1
         check = [("check", "<u8")] if self._is_checked else []
         first = [("first", "<i8")] if self._is_checked else []
@@ -49,18 +57,18 @@ class _Search:
         self._later = np.dtype([("place", "<u4"), *first])
 
     def run(self) -> Facts:
-        divided, run = self._divided, self._index.run
+        divided, run = self._divided, self._index.run_tasks
         run("sort", divided.chunks, divided.total, self._sort)
         run("join", divided.ranges, divided.total, self._join)
         return run("mark", divided.chunks, divided.total, self._mark, self._joined)
 
-    def _sort(self, chunk: int, advance: Advance) -> Facts:
+    def _sort(self, chunk: int, advance: UpdateProgress) -> Facts:
         begin, end = self._divided.chunk(chunk)
         columns = self._rows.read(begin, end)
         hashes = np.ascontiguousarray(columns[:, 0])
         check = np.ascontiguousarray(columns[:, 1]) if self._is_checked else None
         del columns
-        firsts, later, of_later = equal(hashes, check)
+        firsts, repeats, of_later = group_equal_keys(hashes, check)
         records = np.empty(len(firsts), self._record)
         records["hash"], records["place"] = hashes[firsts], firsts
         if check is not None:
@@ -68,11 +76,13 @@ class _Search:
         with PartitionsWriter(self._index.path("sorted", chunk), self._divided.ranges) as writer:
             writer.add(records, self._divided.by_range(hashes[firsts]))
             writer.commit()
-        RowsWriter(self._index.path("later", chunk)).write(iter([self._noted(later, of_later + begin)]))
+        KeyTableWriter(self._index.path("later", chunk)).write(
+            iter([self._repeat_records(repeats, of_later + begin)])
+        )
         advance(end - begin)
-        return {"later": len(later)}
+        return {"later": len(repeats)}
 
-    def _join(self, number: int, advance: Advance) -> Facts:
+    def _join(self, number: int, advance: UpdateProgress) -> Facts:
         divided = self._divided
         parts = [
             (chunk, begin, end)
@@ -81,19 +91,19 @@ class _Search:
         ]
         low, high = number * 2**64 // divided.ranges, (number + 1) * 2**64 // divided.ranges
         with PartitionsWriter(self._index.path("joined", number), divided.chunks) as writer:
-            for hashes, places, check in self._fitting(parts, low, high):
-                _, later, firsts = equal(hashes, check)
-                rows, firsts = places[later], places[firsts]
+            for hashes, places, check in self._range_in_memory(parts, low, high):
+                _, repeats, firsts = group_equal_keys(hashes, check)
+                rows, firsts = places[repeats], places[firsts]
                 order = np.argsort(rows)
                 rows, firsts = rows[order], firsts[order]
-                writer.add(self._noted(rows % divided.each, firsts), divided.by_chunk(rows))
+                writer.add(self._repeat_records(rows % divided.chunk_rows, firsts), divided.by_chunk(rows))
             writer.commit()
         advance(divided.total // divided.ranges)
         return {}
 
-    def _fitting(
+    def _range_in_memory(
         self, parts: list[_Slice], low: int, high: int
-    ) -> Iterator[tuple[Hashes, Places, Hashes | None]]:
+    ) -> Iterator[tuple[Hashes, RowIndices, Hashes | None]]:
         """The rows of a range of hashes; in halves if they don't fit the memory."""
         size = sum(end - begin for _, begin, end in parts)
         if size * JOIN_BYTES > self._index.memory_bytes and high - low > 1:
@@ -102,8 +112,8 @@ class _Search:
             lower = [(chunk, begin, edge) for (chunk, begin, _), edge in zip(parts, edges, strict=True)]
             upper = [(chunk, edge, end) for (chunk, _, end), edge in zip(parts, edges, strict=True)]
             del parts
-            yield from self._fitting(lower, low, middle)
-            yield from self._fitting(upper, middle, high)
+            yield from self._range_in_memory(lower, low, middle)
+            yield from self._range_in_memory(upper, middle, high)
             return
         hashes, places, at = np.empty(size, np.uint64), np.empty(size, np.int64), 0
         check = np.empty(size, np.uint64) if self._is_checked else None
@@ -112,7 +122,7 @@ class _Search:
             here = slice(at, at := at + len(records))
             hashes[here] = records["hash"]
             places[here] = records["place"]
-            places[here] += chunk * self._divided.each
+            places[here] += chunk * self._divided.chunk_rows
             if check is not None:
                 check[here] = records["check"]
         yield hashes, places, check
@@ -123,15 +133,15 @@ class _Search:
         mapped = np.memmap(self._index.path("sorted", chunk), self._record, "r", shape=(end,))
         return begin + int(np.searchsorted(mapped["hash"][begin:], np.uint64(middle)))
 
-    def _mark(self, chunk: int, advance: Advance) -> Facts:
+    def _mark(self, chunk: int, advance: UpdateProgress) -> Facts:
         begin, end = self._divided.chunk(chunk)
         marks = np.zeros(end - begin, np.uint8)
         firsts = np.arange(begin, end) if self._is_checked else None
-        for later in self._later_of(chunk):
-            marks[later["place"]] = 1
+        for repeats in self._repeats_of_chunk(chunk):
+            marks[repeats["place"]] = 1
             if firsts is not None:
-                firsts[later["place"]] = later["first"]
-        RowsWriter(self._index.path("marks", chunk)).write(iter([marks]))
+                firsts[repeats["place"]] = repeats["first"]
+        KeyTableWriter(self._index.path("marks", chunk)).write(iter([marks]))
         advance(end - begin)
         if firsts is None:
             return {}
@@ -141,7 +151,7 @@ class _Search:
             examples.append([begin + place, int(firsts[first - begin]) if first >= begin else first])
         return {"examples": examples}
 
-    def _later_of(self, chunk: int) -> Iterator[NDArray[Any]]:
+    def _repeats_of_chunk(self, chunk: int) -> Iterator[NDArray[Any]]:
         path = self._index.path("later", chunk)
         yield read_array(path, self._later, 0, path.stat().st_size // self._later.itemsize)
         for number in range(self._divided.ranges):
@@ -150,9 +160,9 @@ class _Search:
 
     def _joined(self, parts: Iterable[Facts]) -> Facts:
         examples = islice((each for part in parts for each in part.get("examples", ())), EXAMPLES)
-        return {"each": self._divided.each, "examples": list(examples)}
+        return {"each": self._divided.chunk_rows, "examples": list(examples)}
 
-    def _noted(self, places: Places, firsts: Places) -> NDArray[Any]:
+    def _repeat_records(self, places: RowIndices, firsts: RowIndices) -> NDArray[Any]:
         noted = np.empty(len(places), self._later)
         noted["place"] = places
         if self._is_checked:
@@ -160,7 +170,9 @@ class _Search:
         return noted
 
 
-def equal(hashes: Hashes, check: Hashes | None = None) -> tuple[Places, Places, Places]:
+def group_equal_keys(
+    hashes: Hashes, check: Hashes | None = None
+) -> tuple[RowIndices, RowIndices, RowIndices]:
     """The first row of each key, in the order of their hashes; all others; and of each of these the first one."""
     if not len(hashes):
         return (np.empty(0, np.int64),) * 3

@@ -10,8 +10,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from megatfm.data.files import WholeFile, read_at
-from megatfm.data_prep.duplicates.index import Places, read_array
+from megatfm.data.files import AtomicFile, read_at
+from megatfm.data_prep.duplicates.index import RowIndices, read_array
 
 _NUMBER = np.dtype("<i8")
 _SIZE = _NUMBER.itemsize
@@ -21,11 +21,11 @@ class PartitionsWriter:
     """Records, and after them a table of where each partition of each batch begins."""
 
     def __init__(self, path: Path, partitions: int) -> None:
-        self._file = WholeFile(path)
+        self._file = AtomicFile(path)
         self._partitions = partitions
-        self._counts: list[Places] = []
+        self._counts: list[RowIndices] = []
 
-    def add(self, records: NDArray[Any], counts: Places) -> None:
+    def add(self, records: NDArray[Any], counts: RowIndices) -> None:
         """Records in the order of their partitions, and how many each has. A batch may come in several pieces."""
         self._file.write(np.ascontiguousarray(records).tobytes())
         self._counts.append(counts)

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from megatfm.config.prep_scores import ClassifierConfig
-from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.counts import StepStats
 from megatfm.data_prep.documents import Document
 from megatfm.data_prep.steps.registry import STEPS
-from megatfm.data_prep.steps.scored import judged, met
+from megatfm.data_prep.steps.scored import count_score, filter_by_score
 from megatfm.errors import UsageError
 
 
@@ -37,16 +37,16 @@ class Classifier:
         self._what = "score" if self._label is None else "probability"
         self._tokens = min(config.tokens, self._tokenizer.model_max_length)
 
-    def apply(self, document: Document, counts: Counts) -> Document | str:
-        score = self.of(document.text)
+    def apply(self, document: Document, counts: StepStats) -> Document | str:
+        score = self.score(document.text)
         if self._label is None:
-            counts.meet(f"from {int(score // 1)} on")
+            counts.count_event(f"from {int(score // 1)} on")
         else:
-            met(counts, score)
-        return judged(document, score, self._config, self._what)
+            count_score(counts, score)
+        return filter_by_score(document, score, self._config, self._what)
 
     @torch.inference_mode()
-    def of(self, text: str) -> float:
+    def score(self, text: str) -> float:
         """What the model says of the begin of a text."""
         row = self._tokenizer(text, truncation=True, max_length=self._tokens, return_tensors="pt")
         logits = self._model(**row.to(self._config.device)).logits[0].double()

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 
 from megatfm.config.prep_scores import PerplexityConfig
-from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.counts import StepStats
 from megatfm.data_prep.documents import Document
 from megatfm.data_prep.steps.registry import STEPS
-from megatfm.data_prep.steps.scored import judged
+from megatfm.data_prep.steps.scored import filter_by_score
 from megatfm.errors import UsageError
 from megatfm.generate.load import load
 
@@ -30,14 +30,14 @@ class Perplexity:
                 "that of a causal model: choose another run"
             )
         self._model, self._tokenizer = found.model, found.tokenizer
-        self._begin = found.begins[-1] if found.begins else found.tokenizer.bos
+        self._begin = found.prompt_prefix_ids[-1] if found.prompt_prefix_ids else found.tokenizer.bos
         self._row = found.config.data.sequence_length
 
-    def apply(self, document: Document, counts: Counts) -> Document | str:
+    def apply(self, document: Document, counts: StepStats) -> Document | str:
         (ids,) = self._tokenizer.encode_batch([document.text], 1)
         score = self.of(list(map(int, ids[: self._config.tokens])))
-        counts.meet(f"from {2 ** int(math.log2(score)):,} on")
-        return judged(document, score, self._config, "perplexity")
+        counts.count_event(f"from {2 ** int(math.log2(score)):,} on")
+        return filter_by_score(document, score, self._config, "perplexity")
 
     @torch.inference_mode()
     def of(self, ids: list[int]) -> float:

@@ -34,8 +34,8 @@ compression. A `.json` is an array of records, or text."""
 
 
 _ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
-_OURS = ("text", *FORMATS)
-_TAKEN = ("images", "megatron", "tokens")
+_TEXT_FORMATS = ("text", *FORMATS)
+_IMPORT_FORMATS = ("images", "megatron", "tokens")
 Reader = Callable[[Path, ReadConfig], Iterator[Record | Bad]]
 READERS: Registry[Reader] = Registry("format")
 """Formats of plugins."""
@@ -55,7 +55,7 @@ def format_of(name: str, config: ReadConfig, begin: Callable[[int], bytes]) -> s
 
 def reader(name: str) -> Reader:
     """The `read` of a format. Raises UsageError that lists those there are."""
-    if name in _OURS:
+    if name in _TEXT_FORMATS:
         found: Reader = import_module(f"megatfm.data_prep.readers.{name}").read
         return found
     return READERS.get(name)
@@ -65,7 +65,7 @@ def register(name: str, *ends: str) -> Callable[[Reader], Reader]:
     """Decorator that enters the `read` of a plugin's format, and the ends of names by which its files are known."""
 
     def enter(read: Reader) -> Reader:
-        if name in (*_OURS, *_TAKEN):
+        if name in (*_TEXT_FORMATS, *_IMPORT_FORMATS):
             raise UsageError(f"format {name!r} is one of megatfm's: give the plugin's another name")
         FORMATS[name] = ends
         return READERS.register(name)(read)
@@ -75,8 +75,8 @@ def register(name: str, *ends: str) -> Callable[[Reader], Reader]:
 
 def check_format(name: str | None) -> None:
     """Raise a UsageError for the name of a format that nothing reads."""
-    if name is not None and name not in (*_OURS, *_TAKEN, *READERS.names()):
-        known = sorted((*_OURS, *_TAKEN, *READERS.names()))
+    if name is not None and name not in (*_TEXT_FORMATS, *_IMPORT_FORMATS, *READERS.names()):
+        known = sorted((*_TEXT_FORMATS, *_IMPORT_FORMATS, *READERS.names()))
         raise UsageError(
             f"read.format = {name!r} is no format{did_you_mean(name, known)}; there are: {', '.join(known)}"
         )

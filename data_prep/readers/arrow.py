@@ -6,7 +6,7 @@ from pathlib import Path
 import pyarrow
 
 from megatfm.config.prep import ReadConfig
-from megatfm.data_prep.readers.record import Bad, BadFileError, Record, columns, from_fields
+from megatfm.data_prep.readers.record import Bad, BadFileError, Record, columns, record_from_dict
 
 _FILE = b"ARROW1"
 
@@ -21,7 +21,7 @@ def read(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
                 batch.validate(full=True)  # else damage is read as memory that is not there
                 for record in batch.select(names).to_pylist():
                     row += 1
-                    yield from_fields(str(row), record, config.fields, batch.schema.names)
+                    yield record_from_dict(str(row), record, config.fields, batch.schema.names)
     except (pyarrow.ArrowException, OSError, ValueError, KeyError) as error:
         reason = str(error).partition("\n")[0]
         raise BadFileError(f"is no whole Arrow file, after row {row} ({reason})") from None

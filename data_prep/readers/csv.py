@@ -5,7 +5,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatfm.config.prep import ReadConfig
-from megatfm.data_prep.readers.record import MAX_RECORD_BYTES, Bad, BadFileError, Record, from_fields, opened
+from megatfm.data_prep.readers.record import (
+    MAX_RECORD_BYTES,
+    Bad,
+    BadFileError,
+    Record,
+    opened,
+    record_from_dict,
+)
 
 
 def read(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
@@ -25,7 +32,7 @@ def read(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
                 if len(cells) != len(names):
                     yield Bad(str(row), f"has {len(cells)} cells, where the first row has {len(names)}")
                 else:
-                    yield from_fields(str(row), dict(zip(names, cells, strict=True)), config.fields)
+                    yield record_from_dict(str(row), dict(zip(names, cells, strict=True)), config.fields)
         except csv.Error as error:
             raise BadFileError(f"is damaged after row {row} ({error})") from None
 

@@ -15,12 +15,12 @@ from pathlib import Path
 from PIL import Image, UnidentifiedImageError
 
 from megatfm.config.prep import ReadConfig
-from megatfm.data_prep.readers.record import MAX_RECORD_BYTES, Bad, field
+from megatfm.data_prep.readers.record import MAX_RECORD_BYTES, Bad, get_nested
 from megatfm.data_prep.readers.webdataset import samples
 
 IMAGES = {"jpg": "JPEG", "jpeg": "JPEG", "png": "PNG"}
-BESIDE = ("cls", "json", "txt")
-EXTENSIONS = (*IMAGES, *BESIDE)
+SIDECAR_EXTENSIONS = ("cls", "json", "txt")
+EXTENSIONS = (*IMAGES, *SIDECAR_EXTENSIONS)
 MAX_PIXELS = 2**26
 """A larger image is a bomb: it would take over 200 MB to decode. Nothing is decoded here."""
 
@@ -37,7 +37,7 @@ class ImageRecord:
     text: str
 
 
-def of_tar(path: Path, config: ReadConfig) -> Iterator[ImageRecord | Bad]:
+def read_tar(path: Path, config: ReadConfig) -> Iterator[ImageRecord | Bad]:
     """The samples of a tar, by their keys. Raises BadFileError where the tar can't be read on."""
     for key, parts in samples(path, EXTENSIONS):
         names = [part.extension for part in parts]
@@ -45,7 +45,7 @@ def of_tar(path: Path, config: ReadConfig) -> Iterator[ImageRecord | Bad]:
         other = next((part.name for part in parts if part.data is None), None)
         twice = next((name for name in names if names.count(name) > 1), None)
         if fault is None and other is not None:
-            fault = f"has a member that is neither an image nor {_spelled(BESIDE)}: {other}"
+            fault = f"has a member that is neither an image nor {_spelled(SIDECAR_EXTENSIONS)}: {other}"
         if fault is None and twice is not None:
             fault = f"has a .{twice} twice"
         yield (
@@ -55,7 +55,7 @@ def of_tar(path: Path, config: ReadConfig) -> Iterator[ImageRecord | Bad]:
         )
 
 
-def of_files(key: str, paths: Mapping[str, Path], config: ReadConfig) -> ImageRecord | Bad:
+def read_files(key: str, paths: Mapping[str, Path], config: ReadConfig) -> ImageRecord | Bad:
     """The image whose files, by their extensions, lie beside one another."""
     members = {}
     for extension, path in paths.items():
@@ -86,10 +86,10 @@ def record(key: str, members: Mapping[str, bytes], config: ReadConfig) -> ImageR
         said = json.loads(members.get("json", b"null"))
     except (ValueError, RecursionError):
         return Bad(key, "has a .json that is not JSON")
-    caption = field(said, config.fields.text)
+    caption = get_nested(said, config.fields.text)
     if "txt" not in members and isinstance(caption, str):
         text = caption
-    order = [*images, *(extension for extension in BESIDE if extension in members)]
+    order = [*images, *(extension for extension in SIDECAR_EXTENSIONS if extension in members)]
     return ImageRecord(key, {extension: members[extension] for extension in order}, text)
 
 

@@ -5,7 +5,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatfm.config.prep import ReadConfig
-from megatfm.data_prep.readers.record import MAX_RECORD_BYTES, Bad, BadFileError, Record, from_fields, opened
+from megatfm.data_prep.readers.record import (
+    MAX_RECORD_BYTES,
+    Bad,
+    BadFileError,
+    Record,
+    opened,
+    record_from_dict,
+)
 
 
 def read(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
@@ -23,4 +30,4 @@ def read(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
     if not isinstance(elements, list):
         raise BadFileError("is no array of records")
     for number, element in enumerate(elements, 1):
-        yield from_fields(str(number), element, config.fields)
+        yield record_from_dict(str(number), element, config.fields)

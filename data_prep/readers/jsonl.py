@@ -6,7 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from megatfm.config.prep import ReadConfig
-from megatfm.data_prep.readers.record import MAX_RECORD_BYTES, Bad, BadFileError, Record, from_fields, opened
+from megatfm.data_prep.readers.record import (
+    MAX_RECORD_BYTES,
+    Bad,
+    BadFileError,
+    Record,
+    opened,
+    record_from_dict,
+)
 from megatfm.errors import MegatfmError
 
 
@@ -22,7 +29,7 @@ def read(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
         except (ValueError, RecursionError):
             yield Bad(key, "is not JSON")
             continue
-        yield from_fields(key, record, config.fields)
+        yield record_from_dict(key, record, config.fields)
 
 
 def records(path: Path) -> Iterator[tuple[int, Any]]:

@@ -9,7 +9,7 @@ import mwparserfromhell
 import mwxml
 
 from megatfm.config.prep import ReadConfig
-from megatfm.data_prep.readers.record import Bad, BadFileError, Record, kept, opened
+from megatfm.data_prep.readers.record import Bad, BadFileError, Record, opened, selected_metadata
 
 _BLANK_LINES = re.compile(r"\n{3,}")
 _NO_PROSE = ("file:", "image:", "category:")
@@ -32,7 +32,7 @@ def read(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
                 if text is None:
                     yield Bad(str(page.id), "has no text")
                 else:
-                    said = kept({"title": page.title, "id": page.id}, config.fields)
+                    said = selected_metadata({"title": page.title, "id": page.id}, config.fields)
                     yield Record(str(page.id), f"{page.title}\n\n{plain(text)}", fields=said)
     except BadFileError:
         raise

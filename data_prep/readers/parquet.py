@@ -11,7 +11,14 @@ import pyarrow.parquet
 from numpy.typing import NDArray
 
 from megatfm.config.prep import ReadConfig
-from megatfm.data_prep.readers.record import MAX_RECORD_BYTES, Bad, BadFileError, Record, columns, from_fields
+from megatfm.data_prep.readers.record import (
+    MAX_RECORD_BYTES,
+    Bad,
+    BadFileError,
+    Record,
+    columns,
+    record_from_dict,
+)
 
 BATCH_ROWS = 256
 BATCH_BYTES = 2**24
@@ -35,7 +42,7 @@ def read(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
                     if record is None:
                         yield Bad(str(row), f"is longer than {MAX_RECORD_BYTES:,} bytes")
                     else:
-                        yield from_fields(str(row), record, config.fields, names)
+                        yield record_from_dict(str(row), record, config.fields, names)
     except (pyarrow.ArrowException, OSError, ValueError, KeyError) as error:
         raise BadFileError(f"is no whole Parquet file, after row {row} ({_line(error)})") from None
 

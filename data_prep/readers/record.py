@@ -24,7 +24,7 @@ MOST_NAMES = 30
 """Fields of a record that are told."""
 
 # What the libraries of compression raise on damage. A gzip file that ends too soon is an EOFError.
-DAMAGE = (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError)
+DECOMPRESSION_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError)
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
     try:
         with _open(path) as file:
             yield file
-    except DAMAGE as error:
+    except DECOMPRESSION_ERRORS as error:
         if isinstance(error, OSError) and error.strerror and not isinstance(error, gzip.BadGzipFile):
             raise BadFileError(f"can't be read ({error.strerror})") from None
         raise BadFileError(f"is damaged or cut off ({error})") from None
@@ -92,34 +92,36 @@ def _open(path: Path) -> IO[bytes]:
     return open(path, "rb")
 
 
-def field(record: Any, name: str) -> Any:
+def get_nested(record: Any, name: str) -> Any:
     """`a.b` of a record: its field `b` inside `a`, or None."""
     for part in name.split("."):
         record = record.get(part) if isinstance(record, dict) else None
     return record
 
 
-def from_fields(
+def record_from_dict(
     key: str, record: Any, wanted: FieldsConfig, known: Sequence[str] | None = None
 ) -> Record | Bad:
     """The text of a record with fields. known: their names, where the record has but those that were asked for."""
     text_field = wanted.text
-    text, url = field(record, text_field), field(record, wanted.url)
+    text, url = get_nested(record, text_field), get_nested(record, wanted.url)
     if not isinstance(text, str):
         kind = "no" if text is None else f"{type(text).__name__}, not text, as"
         names = known or (list(record) if isinstance(record, dict) else [])
         there = f": its fields are {', '.join(map(str, names[:MOST_NAMES]))}" if names else ""
         way_out = "; name the one that holds the text: read.fields.text" if names and text is None else ""
         return Bad(key, f"has {kind} field {text_field!r}{there}{way_out}")
-    return Record(key, text, url if isinstance(url, str) else "", kept(record, wanted))
+    return Record(key, text, url if isinstance(url, str) else "", selected_metadata(record, wanted))
 
 
-def kept(record: Any, wanted: FieldsConfig) -> dict[str, Any]:
+def selected_metadata(record: Any, wanted: FieldsConfig) -> dict[str, Any]:
     """The fields of a record that are kept; what JSON can't hold (a time, bytes) is spelled."""
     if not wanted.keep or not isinstance(record, dict):
         return {}
     names = [name for name in record if name != wanted.text] if "*" in wanted.keep else wanted.keep
-    found = {str(name): field(record, name) if "*" not in wanted.keep else record[name] for name in names}
+    found = {
+        str(name): get_nested(record, name) if "*" not in wanted.keep else record[name] for name in names
+    }
     known = {name: value for name, value in found.items() if value is not None}
     said = json.dumps(known, default=_spelled, ensure_ascii=False)
     whole: dict[str, Any] = json.loads(spelled(said), parse_constant=str)

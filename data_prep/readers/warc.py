@@ -11,7 +11,14 @@ from resiliparse.parse.encoding import bytes_to_str, detect_encoding
 
 from megatfm.config.prep import ReadConfig
 from megatfm.config.prep_steps import FieldsConfig
-from megatfm.data_prep.readers.record import MAX_RECORD_BYTES, Bad, BadFileError, Record, kept, opened
+from megatfm.data_prep.readers.record import (
+    MAX_RECORD_BYTES,
+    Bad,
+    BadFileError,
+    Record,
+    opened,
+    selected_metadata,
+)
 
 _TYPES = ("text/", "application/xhtml", "application/xml")
 _KINDS = WarcRecordType.response | WarcRecordType.resource | WarcRecordType.conversion
@@ -58,7 +65,7 @@ def _page(key: str, record: WarcRecord, whole: bytes, wanted: FieldsConfig) -> R
     encoding = record.http_charset or detect_encoding(data) or "utf-8"
     said = {"url": "WARC-Target-URI", "date": "WARC-Date", "id": "WARC-Record-ID"}
     headers = {name: record.headers.get(header) for name, header in said.items()}
-    return Record(key, bytes_to_str(data, encoding), headers["url"] or "", kept(headers, wanted))
+    return Record(key, bytes_to_str(data, encoding), headers["url"] or "", selected_metadata(headers, wanted))
 
 
 def _frames(file: IO[bytes]) -> Iterator[bytes]:

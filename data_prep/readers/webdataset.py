@@ -15,9 +15,9 @@ from megatfm.data_prep.readers.record import (
     Bad,
     BadFileError,
     Record,
-    from_fields,
-    kept,
     opened,
+    record_from_dict,
+    selected_metadata,
     spelled,
 )
 
@@ -33,7 +33,7 @@ _MAX_EXTENSION_BYTES = 2**20
 _MAX_MEMBERS = 10_000
 
 
-class Part(NamedTuple):
+class TarMember(NamedTuple):
     """A member of a sample: its name, its extension, and its data if it was asked for, or why it can't be used."""
 
     name: str
@@ -48,15 +48,15 @@ def read(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
     for key, parts in samples(path, (*_TEXTS, "json")):
         found: Record | Bad = Bad(key, f"has no .txt and no .json with a field {config.fields.text!r}")
         for part in parts:
-            usable = _use(part, key, config)
+            usable = _text_of(part, key, config)
             if usable is not None and not isinstance(found, Record):
                 found = usable
         if isinstance(found, Record) and config.fields.keep and not found.fields:
-            found = replace(found, fields=_beside(parts, config))
+            found = replace(found, fields=_metadata_beside(parts, config))
         yield found
 
 
-def samples(path: Path, wanted: Sequence[str]) -> Iterator[tuple[str, list[Part]]]:
+def samples(path: Path, wanted: Sequence[str]) -> Iterator[tuple[str, list[TarMember]]]:
     """Key and members of each sample: members that follow one another and have all before the first dot of their names
     in common. Raises BadFileError where the tar can't be read on."""
     last = "the first member"
@@ -111,9 +111,11 @@ class _Member(tarfile.TarInfo):
         return member
 
 
-def _parts(tar: tarfile.TarFile, members: Iterable[tarfile.TarInfo], wanted: Sequence[str]) -> list[Part]:
+def _parts(
+    tar: tarfile.TarFile, members: Iterable[tarfile.TarInfo], wanted: Sequence[str]
+) -> list[TarMember]:
     """The members of a sample, which together hold no more than a record may."""
-    parts: list[Part] = []
+    parts: list[TarMember] = []
     left = MAX_RECORD_BYTES
     for member in members:
         if len(parts) == _MAX_MEMBERS:
@@ -123,21 +125,21 @@ def _parts(tar: tarfile.TarFile, members: Iterable[tarfile.TarInfo], wanted: Seq
     return parts
 
 
-def _part(tar: tarfile.TarFile, member: tarfile.TarInfo, wanted: Sequence[str], most: int) -> Part:
+def _part(tar: tarfile.TarFile, member: tarfile.TarInfo, wanted: Sequence[str], most: int) -> TarMember:
     extension = _split(member.name)[1]
     if not member.isfile():
-        return Part(member.name, extension, None, f"has a link or device: {member.name}")
+        return TarMember(member.name, extension, None, f"has a link or device: {member.name}")
     if extension not in wanted:
-        return Part(member.name, extension, None, None)
+        return TarMember(member.name, extension, None, None)
     if member.size > most:
         what = "a member" if member.size > MAX_RECORD_BYTES else "members"
         fault = f"has {what} of over {MAX_RECORD_BYTES:,} bytes: {member.name}"
-        return Part(member.name, extension, None, fault)
+        return TarMember(member.name, extension, None, fault)
     file = tar.extractfile(member)
-    return Part(member.name, extension, file.read() if file is not None else b"", None)
+    return TarMember(member.name, extension, file.read() if file is not None else b"", None)
 
 
-def _use(part: Part, key: str, config: ReadConfig) -> Record | Bad | None:
+def _text_of(part: TarMember, key: str, config: ReadConfig) -> Record | Bad | None:
     """The text of a member, why it can't be used, or None if it holds something else."""
     if part.fault is not None:
         return Bad(key, part.fault)
@@ -147,7 +149,7 @@ def _use(part: Part, key: str, config: ReadConfig) -> Record | Bad | None:
         text = part.data.decode("utf-8")
         if part.extension in _TEXTS:
             return Record(key, text)
-        found = from_fields(key, json.loads(text), config.fields)
+        found = record_from_dict(key, json.loads(text), config.fields)
     except UnicodeDecodeError as error:
         return Bad(key, f"has a member that is not valid UTF-8 at byte {error.start}: {part.name}")
     except (ValueError, RecursionError):
@@ -155,12 +157,12 @@ def _use(part: Part, key: str, config: ReadConfig) -> Record | Bad | None:
     return found if isinstance(found, Record) else None
 
 
-def _beside(parts: Sequence[Part], config: ReadConfig) -> dict[str, Any]:
+def _metadata_beside(parts: Sequence[TarMember], config: ReadConfig) -> dict[str, Any]:
     """The fields of the .json that lies beside a text."""
     for part in parts:
         if part.extension == "json" and part.data is not None:
             with suppress(ValueError, RecursionError):
-                return kept(json.loads(part.data), config.fields)
+                return selected_metadata(json.loads(part.data), config.fields)
     return {}
 
 

@@ -12,19 +12,19 @@ from megatfm.data_prep.steps.fineweb import FineWeb
 from megatfm.data_prep.steps.gopher import GopherQuality
 from megatfm.data_prep.steps.html import Html
 from megatfm.data_prep.steps.language import Language
-from megatfm.data_prep.steps.linear import Linear
+from megatfm.data_prep.steps.linear import LinearClassifierFilter
 from megatfm.data_prep.steps.normalize import Normalize
 from megatfm.data_prep.steps.redact import Redact
 from megatfm.data_prep.steps.registry import STEPS
 from megatfm.data_prep.steps.repetition import GopherRepetition
-from megatfm.data_prep.steps.rule import Counted, DocumentStep, Rule
+from megatfm.data_prep.steps.rule import CountingFilter, Filter, PipelineStep
 from megatfm.data_prep.steps.sample import Sample
 from megatfm.data_prep.steps.unicode import FixUnicode
-from megatfm.data_prep.steps.where import Where
+from megatfm.data_prep.steps.where import MetadataFilter
 
-__all__ = ["STEPS", "Counted", "DocumentStep", "FixUnicode", "Rule", "make", "pass_through"]
+__all__ = ["STEPS", "CountingFilter", "Filter", "FixUnicode", "PipelineStep", "make", "pass_through"]
 
-_RULES: dict[str, type[Rule]] = {
+_RULES: dict[str, type[Filter]] = {
     "normalize": Normalize,
     "html": Html,
     "language": Language,
@@ -36,15 +36,15 @@ _RULES: dict[str, type[Rule]] = {
     "blocked_words": BlockedWords,
     "redact": Redact,
     "decontaminate": Decontaminate,
-    "linear": Linear,
-    "where": Where,
+    "linear": LinearClassifierFilter,
+    "where": MetadataFilter,
     "sample": Sample,
 }
 for _name, _rule in _RULES.items():
     STEPS.register(_name)(_rule)
 
 # Imported when a config names them: their libraries are large, or need not be there.
-_LATER = {
+_LAZY_MODULES = {
     "fasttext": "megatfm.data_prep.steps.fast_text",
     "presidio": "megatfm.data_prep.steps.presidio",
     "classifier": "megatfm.data_prep.models.classifier",
@@ -52,16 +52,16 @@ _LATER = {
 }
 
 
-def make(config: Section) -> Counted:
+def make(config: Section) -> CountingFilter:
     """The step that a table of `[[steps]]` asks for. Raises UsageError for a name that nothing has, or a list or file
     that can't be used."""
     name: str = getattr(config, "name")  # noqa: B009 (all sections of steps have one)
-    if name in _LATER:
-        import_module(_LATER[name])
-    return Counted(STEPS.get(name)(config))
+    if name in _LAZY_MODULES:
+        import_module(_LAZY_MODULES[name])
+    return CountingFilter(STEPS.get(name)(config))
 
 
-def pass_through(steps: Sequence[DocumentStep], documents: Iterable[Document]) -> Iterator[Document]:
+def pass_through(steps: Sequence[PipelineStep], documents: Iterable[Document]) -> Iterator[Document]:
     """The documents that all steps keep, as the steps leave them."""
     for document in documents:
         passed: Document | None = document

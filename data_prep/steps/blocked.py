@@ -5,7 +5,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from megatfm.config.prep_steps import BlockedUrlsConfig, BlockedWordsConfig
-from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.counts import StepStats
 from megatfm.data_prep.documents import Document
 from megatfm.errors import UsageError
 
@@ -16,15 +16,15 @@ class BlockedUrls:
     title = "blocked URLs"
 
     def __init__(self, config: BlockedUrlsConfig) -> None:
-        entries = {_bare(line) for line in read_list(config.file, "#")}
+        entries = {_normalize_url(line) for line in read_list(config.file, "#")}
         self._domains = frozenset(entry for entry in entries if "/" not in entry)
         self._beginnings = tuple(sorted(entries - self._domains))
 
-    def apply(self, document: Document, counts: Counts) -> Document | str:
+    def apply(self, document: Document, counts: StepStats) -> Document | str:
         if not document.url:
-            counts.meet("without an address")
+            counts.count_event("without an address")
             return document
-        address = _bare(document.url)
+        address = _normalize_url(document.url)
         labels = _host(document.url).split(".")
         if any(".".join(labels[at:]) in self._domains for at in range(len(labels))):
             return "comes from a blocked domain"
@@ -41,7 +41,7 @@ class BlockedWords:
         either = "|".join(map(re.escape, words))
         self._pattern = re.compile(rf"(?<!\w)(?:{either})(?!\w)" if config.whole_words else either)
 
-    def apply(self, document: Document, counts: Counts) -> Document | str:
+    def apply(self, document: Document, counts: StepStats) -> Document | str:
         found = self._pattern.search(document.text.lower())
         return document if found is None else "has a blocked word"
 
@@ -67,7 +67,7 @@ def _host(url: str) -> str:
         return ""
 
 
-def _bare(url: str) -> str:
+def _normalize_url(url: str) -> str:
     """An address without scheme and `www.`, in lower case up to the path; a domain alone has no slash."""
     rest = re.sub(r"^(?:[a-z][a-z0-9+.-]*:)?//", "", url.strip(), flags=re.IGNORECASE)
     host, slash, path = rest.partition("/")

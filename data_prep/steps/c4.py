@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 from megatfm.config.prep_steps import C4Config
-from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.counts import StepStats
 from megatfm.data_prep.documents import Document
 
 _CITATION = re.compile(r"\[\d*\]|\[edit\]|\[citation needed\]")
@@ -35,7 +35,7 @@ class C4:
     def __init__(self, config: C4Config) -> None:
         self._config = config
 
-    def apply(self, document: Document, counts: Counts) -> Document | str:
+    def apply(self, document: Document, counts: StepStats) -> Document | str:
         lower = document.text.lower()
         policies = [phrase for phrase in _POLICIES if phrase in lower]
         has_script, has_lorem = "javascript" in lower, "lorem ipsum" in lower
@@ -51,7 +51,7 @@ class C4:
             if "{" in line and not is_script and not self._config.curly_brackets:
                 return "has a curly bracket"
             if is_script or any(phrase in lower for phrase in policies):
-                counts.meet("lines about Javascript or cookies")
+                counts.count_event("lines about Javascript or cookies")
                 continue
             lines.append(line)
             sentences += len(_SENTENCE.findall(line))
@@ -59,20 +59,20 @@ class C4:
             return "has too few sentences"
         return replace(document, text="\n".join(lines).strip())
 
-    def _sentence(self, line: str, counts: Counts) -> str | None:
+    def _sentence(self, line: str, counts: StepStats) -> str | None:
         """The line without citations, or None unless it ends like a sentence and has enough words, none endless."""
         if not line:
             return None
         most = self._config.max_word_characters
         if len(line) > most and max(map(len, line.split())) > most:
-            counts.meet("lines with an endless word")
+            counts.count_event("lines with an endless word")
             return None
         if "[" in line:
             line = _CITATION.sub("", line)
         if self._config.terminal_punctuation and (not line.endswith(_ENDS) or line.endswith("...")):
-            counts.meet("lines that end without punctuation")
+            counts.count_event("lines that end without punctuation")
             return None
         if len(line.split()) < self._config.min_line_words:
-            counts.meet("short lines")
+            counts.count_event("short lines")
             return None
         return line

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from megatfm.config.prep_steps import DecontaminateConfig
-from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.counts import StepStats
 from megatfm.data_prep.documents import Document
 from megatfm.data_prep.readers.jsonl import records
-from megatfm.data_prep.words import Hashes, one_run, run_hashes, word_hashes
+from megatfm.data_prep.words import Hashes, ngram_hash, ngram_hashes, word_hashes
 from megatfm.errors import MegatfmError, UsageError
 
 
@@ -32,9 +32,9 @@ class Decontaminate:
             if len(words) < min(config.min_words, config.words):
                 too_short.append(text)
             elif len(words) < config.words:
-                runs.setdefault(len(words), set()).add(int(one_run(words)))
+                runs.setdefault(len(words), set()).add(int(ngram_hash(words)))
             else:
-                found, _ = run_hashes(words, np.array([0, len(words)]), config.words)
+                found, _ = ngram_hashes(words, np.array([0, len(words)]), config.words)
                 runs.setdefault(config.words, set()).update(found.tolist())
         if not runs:
             raise UsageError(
@@ -46,12 +46,12 @@ class Decontaminate:
             length: np.array(sorted(hashes), np.uint64) for length, hashes in sorted(runs.items())
         }
 
-    def apply(self, document: Document, counts: Counts) -> Document | str:
+    def apply(self, document: Document, counts: StepStats) -> Document | str:
         words, offsets = word_hashes([document.text])
         for length, known in self._runs.items():
             if len(words) < length:
                 break
-            found, _ = run_hashes(words, offsets, length)
+            found, _ = ngram_hashes(words, offsets, length)
             places = np.minimum(np.searchsorted(known, found), len(known) - 1)
             if (known[places] == found).any():
                 return "shares a run of words with an evaluation set"

@@ -3,10 +3,10 @@
 from typing import Any
 
 from megatfm.config.prep_scores import FastTextConfig
-from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.counts import StepStats
 from megatfm.data_prep.documents import Document
 from megatfm.data_prep.steps.registry import STEPS
-from megatfm.data_prep.steps.scored import judged, met
+from megatfm.data_prep.steps.scored import count_score, filter_by_score
 from megatfm.errors import UsageError
 
 
@@ -25,13 +25,13 @@ class FastText:
                 f"{config.file}: has no label {config.label!r}; its labels are {', '.join(sorted(labels)[:30])}"
             )
 
-    def apply(self, document: Document, counts: Counts) -> Document | str:
+    def apply(self, document: Document, counts: StepStats) -> Document | str:
         line = document.text.replace("\n", " ")
         # Not `predict`, which hands over an array in a way that NumPy 2 refuses.
         found = {label: p for p, label in self._model.f.predict(f"{line}\n", -1, 0.0, "strict")}
         score = min(1.0, max(0.0, float(found.get(self._config.label, 0.0))))
-        met(counts, score)
-        return judged(document, score, self._config, "probability")
+        count_score(counts, score)
+        return filter_by_score(document, score, self._config, "probability")
 
 
 def _loaded(path: str) -> Any:

@@ -1,11 +1,11 @@
 """The rules of FineWeb."""
 
 from megatfm.config.prep_steps import FineWebConfig
-from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.counts import StepStats
 from megatfm.data_prep.documents import Document
 from megatfm.data_prep.steps.punctuation import SENTENCE_ENDS
 from megatfm.data_prep.steps.repetition import repeated
-from megatfm.data_prep.steps.split_words import splitter
+from megatfm.data_prep.steps.split_words import word_tokenizer
 
 # With the quotation marks that the code had which made FineWeb; datatrove has dropped them since, and added all others.
 _ENDS = SENTENCE_ENDS | {'"', "'"}
@@ -19,9 +19,9 @@ class FineWeb:
 
     def __init__(self, config: FineWebConfig) -> None:
         self._config = config
-        self._words = splitter(config)
+        self._words = word_tokenizer(config)
 
-    def apply(self, document: Document, counts: Counts) -> Document | str:
+    def apply(self, document: Document, counts: StepStats) -> Document | str:
         return self._fault(document.text) or document
 
     def _fault(self, text: str) -> str | None:

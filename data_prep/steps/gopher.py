@@ -3,9 +3,9 @@
 import re
 
 from megatfm.config.prep_steps import GopherQualityConfig
-from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.counts import StepStats
 from megatfm.data_prep.documents import Document
-from megatfm.data_prep.steps.split_words import splitter
+from megatfm.data_prep.steps.split_words import word_tokenizer
 
 _BULLETS = ("•", "‣", "◦", "⁃", "∙", "·", "-", "*")
 _ELLIPSES = ("...", "…")
@@ -20,13 +20,13 @@ class GopherQuality:
 
     def __init__(self, config: GopherQualityConfig) -> None:
         self._config = config
-        self._words = splitter(config)
+        self._words = word_tokenizer(config)
         self._stop_words = frozenset(config.stop_words)
 
-    def apply(self, document: Document, counts: Counts) -> Document | str:
-        return self._fault(document.text) or document
+    def apply(self, document: Document, counts: StepStats) -> Document | str:
+        return self._drop_reason(document.text) or document
 
-    def _fault(self, text: str) -> str | None:
+    def _drop_reason(self, text: str) -> str | None:
         limits, words = self._config, self._words(text)
         if len(words) < limits.min_words:
             return "has too few words"

@@ -6,7 +6,7 @@ from dataclasses import replace
 from resiliparse.extract.html2text import extract_plain_text
 
 from megatfm.config.prep_steps import HtmlConfig
-from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.counts import StepStats
 from megatfm.data_prep.documents import Document
 
 _TAG = re.compile(
@@ -22,9 +22,9 @@ class Html:
     def __init__(self, config: HtmlConfig) -> None:
         self._main_content = config.main_content
 
-    def apply(self, document: Document, counts: Counts) -> Document | str:
+    def apply(self, document: Document, counts: StepStats) -> Document | str:
         if "<" not in document.text or not _TAG.search(document.text):
-            counts.meet("without tags")
+            counts.count_event("without tags")
             return document
         text = extract_plain_text(
             document.text,

@@ -9,7 +9,7 @@ import numpy as np
 from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
 from megatfm.config.prep_steps import LanguageConfig
-from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.counts import StepStats
 from megatfm.data_prep.documents import Document
 from megatfm.errors import UsageError
 from megatfm.registry import did_you_mean
@@ -41,10 +41,10 @@ class Language:
                 f"the codes are {', '.join(known)}"
             )
 
-    def apply(self, document: Document, counts: Counts) -> Document | str:
-        found, probability = _identifier().classify(_looked_at(document.text, self._config.characters))
+    def apply(self, document: Document, counts: StepStats) -> Document | str:
+        found, probability = _identifier().classify(_sample_windows(document.text, self._config.characters))
         language = str(found)
-        counts.meet(language)
+        counts.count_event(language)
         if self._keep and language not in self._keep:
             return f"is in another language ({language})"
         if probability < self._config.min_probability:
@@ -52,7 +52,7 @@ class Language:
         return replace(document, language=language)
 
 
-def _looked_at(text: str, characters: int) -> str:
+def _sample_windows(text: str, characters: int) -> str:
     """As many characters of a text, from windows that lie evenly over it: its begin and end may be in another language
     than the rest, and so may any one place."""
     length = -(-characters // WINDOWS)

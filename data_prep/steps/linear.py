@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatfm.config.prep_scores import LinearConfig
-from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.counts import StepStats
 from megatfm.data_prep.documents import Document
-from megatfm.data_prep.steps.scored import judged, met
-from megatfm.data_prep.words import run_hashes, word_hashes
+from megatfm.data_prep.steps.scored import count_score, filter_by_score
+from megatfm.data_prep.words import ngram_hashes, word_hashes
 from megatfm.errors import UsageError
 
 WORDS = 2
@@ -20,7 +20,7 @@ WORDS = 2
 
 
 @dataclass(frozen=True, eq=False)
-class Weights:
+class LinearClassifier:
     """The probability of a text is σ(bias + the mean of `weight` over its runs of 1 … ngrams words). A run's weight is
     found by its hash (Weinberger et al. 2009). Words are those of `megatfm.data_prep.words`.
 
@@ -123,7 +123,7 @@ def features(texts: Sequence[str], ngrams: int, buckets: int) -> list[NDArray[np
     words, offsets = word_hashes(texts)
     found: list[list[NDArray[np.int64]]] = [[] for _ in texts]
     for length in range(1, ngrams + 1):
-        runs, begins = run_hashes(words, offsets, length)
+        runs, begins = ngram_hashes(words, offsets, length)
         # The low bits, which other hashes of a run don't share: the length is part of what is hashed.
         places = ((runs + np.uint64(length)) % np.uint64(buckets)).astype(np.int64)
         for number in range(len(texts)):
@@ -132,16 +132,16 @@ def features(texts: Sequence[str], ngrams: int, buckets: int) -> list[NDArray[np
     return [np.concatenate(each) if each else np.empty(0, np.int64) for each in found]
 
 
-class Linear:
+class LinearClassifierFilter:
     """Keeps documents by the probability that a linear classifier gives them."""
 
     title = "linear classifier"
 
     def __init__(self, config: LinearConfig) -> None:
         self._config = config
-        self._weights = Weights.load(Path(config.file))
+        self._weights = LinearClassifier.load(Path(config.file))
 
-    def apply(self, document: Document, counts: Counts) -> Document | str:
+    def apply(self, document: Document, counts: StepStats) -> Document | str:
         score = self._weights(document.text)
-        met(counts, score)
-        return judged(document, score, self._config, "probability")
+        count_score(counts, score)
+        return filter_by_score(document, score, self._config, "probability")

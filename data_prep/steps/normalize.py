@@ -4,7 +4,7 @@ import unicodedata
 from dataclasses import replace
 
 from megatfm.config.prep_steps import NormalizeConfig
-from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.counts import StepStats
 from megatfm.data_prep.documents import Document
 
 
@@ -16,7 +16,7 @@ class Normalize:
     def __init__(self, config: NormalizeConfig) -> None:
         self._form = config.form
 
-    def apply(self, document: Document, counts: Counts) -> Document | str:
+    def apply(self, document: Document, counts: StepStats) -> Document | str:
         if document.text.isascii() or unicodedata.is_normalized(self._form, document.text):
             return document
         return replace(document, text=unicodedata.normalize(self._form, document.text))

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatfm.config.prep_scores import PresidioConfig
-from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.counts import StepStats
 from megatfm.data_prep.documents import Document
 from megatfm.data_prep.steps.registry import STEPS
 from megatfm.errors import UsageError
@@ -28,7 +28,7 @@ class Presidio:
         wanted = set(config.entities)
         self._recognizers = [each for each in recognizers if wanted & set(each.supported_entities)]
 
-    def apply(self, document: Document, counts: Counts) -> Document | str:
+    def apply(self, document: Document, counts: StepStats) -> Document | str:
         text, wanted = document.text, list(self._config.entities)
         found = [
             (result.start, result.end, -result.score, result.entity_type)
@@ -40,7 +40,7 @@ class Presidio:
         for start, end, _, name in sorted(found, key=lambda each: (each[0], -each[1], each[2])):
             if start >= at:
                 parts += [text[at:start], f"<{name}>"]
-                counts.meet(name)
+                counts.count_event(name)
                 at = end
         return replace(document, text="".join([*parts, text[at:]])) if parts else document
 

@@ -4,9 +4,10 @@ import ipaddress
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from megatfm.config.prep_steps import RedactConfig
-from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.counts import StepStats
 from megatfm.data_prep.documents import Document
 from megatfm.data_prep.steps.secrets import CARD, IBAN, PRIVATE_KEY, SECRETS, SSN, is_card, is_iban
 
@@ -67,10 +68,13 @@ class Redact:
 
     def __init__(self, config: RedactConfig) -> None:
         self._by: list[tuple[str, str, re.Pattern[str], str, Callable[[re.Match[str]], bool]]] = [
-            (kind, needs, pattern, stands, really)
-            for kind, needs, pattern, stands, really in (
+            (kind, required_substring, pattern, replacement, validator)
+            for kind, required_substring, pattern, replacement, validator in (
                 ("private keys", "PRIVATE KEY", PRIVATE_KEY, config.secret, _always),
-                *(("keys and tokens", needs, form, config.secret, _always) for needs, form in SECRETS),
+                *(
+                    ("keys and tokens", required_substring, form, config.secret, _always)
+                    for required_substring, form in SECRETS
+                ),
                 ("bank accounts", "", IBAN, config.iban, lambda found: is_iban(found[0])),
                 ("payment cards", "", CARD, config.card, lambda found: is_card(found[0])),
                 ("social security numbers", "-", SSN, config.ssn, _always),
@@ -81,29 +85,30 @@ class Redact:
                 ("telephone numbers", "", _LOCAL_PHONE, config.phone, _always),
                 ("telephone numbers", "", _CALLED_PHONE, config.phone, _always),
             )
-            if stands
+            if replacement
         ]
 
-    def apply(self, document: Document, counts: Counts) -> Document | str:
+    def apply(self, document: Document, counts: StepStats) -> Document | str:
         text = document.text
-        for kind, needs, pattern, stands, really in self._by:
-            if needs in text:
-                text = self._replace(text, pattern, stands, really, lambda kind=kind: counts.meet(kind))  # type: ignore[misc]
+        for kind, required_substring, pattern, replacement, validator in self._by:
+            if required_substring in text:
+                count = partial(counts.count_event, kind)
+                text = self._replace(text, pattern, replacement, validator, count)
         return replace(document, text=text) if text is not document.text else document
 
     def _replace(
         self,
         text: str,
         pattern: re.Pattern[str],
-        stands: str,
-        really: Callable[[re.Match[str]], bool],
+        replacement: str,
+        validator: Callable[[re.Match[str]], bool],
         met: Callable[[], None],
     ) -> str:
         def swap(match: re.Match[str]) -> str:
-            if not really(match):
+            if not validator(match):
                 return match[0]
             met()
-            return (match.groupdict().get("before") or "") + stands
+            return (match.groupdict().get("before") or "") + replacement
 
         return pattern.sub(swap, text)
 

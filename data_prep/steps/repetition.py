@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatfm.config.prep_steps import GopherRepetitionConfig
-from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.counts import StepStats
 from megatfm.data_prep.documents import Document
-from megatfm.data_prep.steps.split_words import splitter
+from megatfm.data_prep.steps.split_words import word_tokenizer
 
 Integers = NDArray[np.int64]
 
@@ -27,9 +27,9 @@ class GopherRepetition:
 
     def __init__(self, config: GopherRepetitionConfig) -> None:
         self._config = config
-        self._words = splitter(config)
+        self._words = word_tokenizer(config)
 
-    def apply(self, document: Document, counts: Counts) -> Document | str:
+    def apply(self, document: Document, counts: StepStats) -> Document | str:
         return self._fault(document.text) or document
 
     def _fault(self, text: str) -> str | None:

@@ -5,7 +5,7 @@ from fnmatch import fnmatchcase
 from blake3 import blake3
 
 from megatfm.config.prep_steps import SampleConfig
-from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.counts import StepStats
 from megatfm.data_prep.documents import Document
 
 
@@ -19,10 +19,10 @@ class Sample:
         self._config = config
         self._by_path = tuple(config.by_path.items())
 
-    def apply(self, document: Document, counts: Counts) -> Document | str:
+    def apply(self, document: Document, counts: StepStats) -> Document | str:
         file = document.file
         keep = next(
             (keep for pattern, keep in self._by_path if fnmatchcase(file, pattern)), self._config.keep
         )
-        digest = blake3(f"{self._config.seed}:{document.source}".encode()).digest(8)
+        digest = blake3(f"{self._config.seed}:{document.id}".encode()).digest(8)
         return document if int.from_bytes(digest, "big") < keep * 2**64 else "is not in the sample"

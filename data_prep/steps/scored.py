@@ -3,11 +3,11 @@
 from dataclasses import replace
 from typing import Protocol
 
-from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.counts import StepStats
 from megatfm.data_prep.documents import Document
 
 
-class Limits(Protocol):
+class ScoreLimits(Protocol):
     """The part of a step's config that says what its number is for."""
 
     @property
@@ -18,7 +18,7 @@ class Limits(Protocol):
     def field(self) -> str | None: ...
 
 
-def judged(document: Document, score: float, limits: Limits, what: str) -> Document | str:
+def filter_by_score(document: Document, score: float, limits: ScoreLimits, what: str) -> Document | str:
     """The document if its score lies within the limits, with the score as a field if one is named; else why not."""
     if limits.at_least is not None and score < limits.at_least:
         return f"has too low a {what}"
@@ -29,7 +29,7 @@ def judged(document: Document, score: float, limits: Limits, what: str) -> Docum
     return replace(document, fields={**document.fields, limits.field: round(score, 6)})
 
 
-def met(counts: Counts, score: float) -> None:
+def count_score(counts: StepStats, score: float) -> None:
     """Count a probability by tenths, so that the report shows where to cut."""
     tenth = min(int(score * 10), 9)
-    counts.meet(f"{tenth / 10:.1f} to {(tenth + 1) / 10:.1f}")
+    counts.count_event(f"{tenth / 10:.1f} to {(tenth + 1) / 10:.1f}")

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from megatfm.errors import UsageError
 
 
-class Words(Protocol):
+class WordTokenizerConfig(Protocol):
     """The part of a step's config that says it."""
 
     @property
@@ -15,7 +15,7 @@ class Words(Protocol):
     def language(self) -> str: ...
 
 
-def splitter(config: Words) -> Callable[[str], list[str]]:
+def word_tokenizer(config: WordTokenizerConfig) -> Callable[[str], list[str]]:
     """Text → its words. Raises UsageError where spaCy, or a language of it, is not there."""
     return str.split if config.words == "space" else _SpacyWords(config.language)
 

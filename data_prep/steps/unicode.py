@@ -7,7 +7,7 @@ import ftfy
 from ftfy.badness import is_bad
 from ftfy.chardata import CONTROL_CHARS
 
-from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.counts import StepStats
 from megatfm.data_prep.documents import Document
 
 # Repair only what was broken on the way to us. What an author may have meant stays: in source code an &amp; a
@@ -32,24 +32,24 @@ class FixUnicode:
     """Repairs mojibake, stray control characters, byte order marks, surrogates and foreign line breaks."""
 
     def __init__(self) -> None:
-        self.counts = Counts("fix unicode")
+        self.counts = StepStats("fix unicode")
 
     def __call__(self, document: Document) -> Document | None:
-        self.counts.take(document.text_bytes)
-        text = repaired(document.text)
+        self.counts.count_input(document.text_bytes)
+        text = fix_text(document.text)
         if text is document.text:
-            self.counts.keep(document.text_bytes)
+            self.counts.count_kept(document.text_bytes)
             return document
         fixed = replace(document, text=text)
         if not fixed.text.strip():
-            self.counts.drop("empty once repaired", document.text_bytes, document.source)
+            self.counts.count_dropped("empty once repaired", document.text_bytes, document.id)
             return None
         self.counts.changed += 1
-        self.counts.keep(fixed.text_bytes)
+        self.counts.count_kept(fixed.text_bytes)
         return fixed
 
 
-def repaired(text: str) -> str:
+def fix_text(text: str) -> str:
     """The text as `ftfy.fix_text` would give it back, the same object if that is equal.
 
     ftfy repairs line by line, each by itself, so it is only asked for the lines that it could change.

@@ -3,11 +3,11 @@
 from typing import Any
 
 from megatfm.config.prep_steps import WhereConfig
-from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.counts import StepStats
 from megatfm.data_prep.documents import Document
 
 
-class Where:
+class MetadataFilter:
     """Keeps documents whose field has one of some values, or lies between two."""
 
     title = "where"
@@ -16,8 +16,8 @@ class Where:
         self._config = config
         self.title = f"where {config.field}"
 
-    def apply(self, document: Document, counts: Counts) -> Document | str:
-        config, value = self._config, document.value(self._config.field)
+    def apply(self, document: Document, counts: StepStats) -> Document | str:
+        config, value = self._config, document.get(self._config.field)
         if value is None:
             return document if config.missing == "keep" else f"has no {config.field}"
         if config.is_in and value not in config.is_in:

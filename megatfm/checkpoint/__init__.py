@@ -8,25 +8,31 @@ A save writes to `.step-00000100.partial-…`, makes it durable, and becomes rea
 folder under its final name finds all of it. `Saver` does so in the background while training goes on.
 """
 
-from megatfm.checkpoint.box import Box, FlatBox
-from megatfm.checkpoint.folder import clean, find_checkpoint, latest, latest_together, verify
+from megatfm.checkpoint.box import FlatShardedTensor, ShardedTensor
+from megatfm.checkpoint.folder import (
+    find_checkpoint,
+    find_latest,
+    find_latest_intact,
+    remove_leftovers,
+    verify,
+)
 from megatfm.checkpoint.saver import Saver
 from megatfm.checkpoint.store import load, names, read_state, read_tensors, save
-from megatfm.checkpoint.stream import save_stream
+from megatfm.checkpoint.stream import write_checkpoint_from_iterator
 
 __all__ = [
-    "Box",
-    "FlatBox",
+    "FlatShardedTensor",
     "Saver",
-    "clean",
+    "ShardedTensor",
     "find_checkpoint",
-    "latest",
-    "latest_together",
+    "find_latest",
+    "find_latest_intact",
     "load",
     "names",
     "read_state",
     "read_tensors",
+    "remove_leftovers",
     "save",
-    "save_stream",
     "verify",
+    "write_checkpoint_from_iterator",
 ]

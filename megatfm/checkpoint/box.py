@@ -19,7 +19,7 @@ PIECE_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, eq=False)
-class Box:
+class ShardedTensor:
     """The block of a global tensor that starts at `offsets` and has the shape of `tensor`.
 
     Any rank may hold any box, also an empty one; the same box on several ranks is a replica, and it is stored
@@ -43,18 +43,18 @@ class Box:
             )
 
     @property
-    def parts(self) -> Sequence["Box"]:
+    def blocks(self) -> Sequence["ShardedTensor"]:
         """The blocks that it is made of: itself."""
         return (self,)
 
-    def over(self, tensor: Tensor) -> "Box":
+    def with_tensor(self, tensor: Tensor) -> "ShardedTensor":
         """The same place, filled with another tensor of the same shape."""
-        return self if tensor is self.tensor else Box(tensor, self.global_shape, self.offsets)
+        return self if tensor is self.tensor else ShardedTensor(tensor, self.global_shape, self.offsets)
 
     @classmethod
-    def of(cls, tensor: "Box | Tensor") -> "Box":
+    def from_tensor(cls, tensor: "ShardedTensor | Tensor") -> "ShardedTensor":
         """Return a box as it is, and a plain tensor as the box that is all of it."""
-        if isinstance(tensor, Box):
+        if isinstance(tensor, ShardedTensor):
             return tensor
         if isinstance(tensor, DTensor):
             raise MegatfmError("a DTensor can't be stored as it is: wrap its local tensor into a Box")
@@ -102,7 +102,7 @@ class Box:
 
 
 @dataclass(frozen=True, eq=False)
-class FlatBox(Box):
+class FlatShardedTensor(ShardedTensor):
     """Elements that follow each other in a block of a global tensor, row by row: what an engine holds that cuts
     flattened tensors.
 
@@ -110,37 +110,42 @@ class FlatBox(Box):
     with. It is stored and read as the few blocks that the elements make up, which are views of `tensor`.
     """
 
-    sizes: tuple[int, ...]
-    first: int
+    block_shape: tuple[int, ...]
+    flat_start: int
 
     def __post_init__(self) -> None:
-        if not (self.tensor.dim() == 1 and 0 <= self.first <= prod(self.sizes) - self.tensor.numel()):
+        if not (
+            self.tensor.dim() == 1 and 0 <= self.flat_start <= prod(self.block_shape) - self.tensor.numel()
+        ):
             raise MegatfmError(
-                f"{self.tensor.numel()} elements from {self.first} on lie outside a block of shape {self.sizes}"
+                f"{self.tensor.numel()} elements from {self.flat_start} on lie outside a block of shape "
+                f"{self.block_shape}"
             )
 
     @cached_property
-    def parts(self) -> Sequence[Box]:
+    def blocks(self) -> Sequence[ShardedTensor]:
         """The blocks that the elements make up."""
         return tuple(
-            Box(
+            ShardedTensor(
                 self.tensor[start : start + prod(sizes)].view(sizes),
                 self.global_shape,
                 tuple(a + b for a, b in zip(self.offsets, offsets, strict=True)),
             )
-            for offsets, sizes, start in _blocks(self.sizes, self.first, self.first + self.tensor.numel())
+            for offsets, sizes, start in _blocks(
+                self.block_shape, self.flat_start, self.flat_start + self.tensor.numel()
+            )
         )
 
-    def over(self, tensor: Tensor) -> "FlatBox":
+    def with_tensor(self, tensor: Tensor) -> "FlatShardedTensor":
         """The same place, filled with another tensor of the same shape."""
-        return FlatBox(tensor, self.global_shape, self.offsets, self.sizes, self.first)
+        return FlatShardedTensor(tensor, self.global_shape, self.offsets, self.block_shape, self.flat_start)
 
     def _pieces(self) -> list[ChunkStorageMetadata]:
-        return [piece for part in self.parts for piece in part._pieces()]
+        return [piece for part in self.blocks for piece in part._pieces()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         """Return the piece that starts at `index.offset`, a view of this box's memory."""
-        for part in self.parts:
+        for part in self.blocks:
             if any(piece.offsets == index.offset for piece in part._pieces()):
                 return part.__get_tensor_shard__(index)
         raise MegatfmError(f"no piece begins at {index.offset}")

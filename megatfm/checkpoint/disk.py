@@ -22,9 +22,9 @@ from megatfm.errors import MegatfmError
 # Opening must neither follow a planted link nor wait for the other end of a planted pipe.
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
-WHOLE_BYTES = 2**34
+MAX_METADATA_BYTES = 2**34
 """What is read whole, as metadata are, may have so many; a planted file may claim any."""
-LAG_SECONDS = 10.0
+NFS_VISIBILITY_SECONDS = 10.0
 """How long a shared filesystem (NFS, Lustre) may take to show one machine what another one made."""
 
 
@@ -37,17 +37,17 @@ def naming(verb: str, path: Path) -> Iterator[None]:
         raise MegatfmError(f"cannot {verb} {path}: {error.strerror or error}") from error
 
 
-def make_folder(path: Path) -> None:
+def make_durable_dirs(path: Path) -> None:
     """Create a folder and its missing parents; each new name is on disk when this returns."""
     if path.is_dir():
         return
-    make_folder(path.parent)
+    make_durable_dirs(path.parent)
     with naming("create", path):
         path.mkdir(exist_ok=True)
     sync_folder(path.parent)
 
 
-def make_new_folder(path: Path) -> None:
+def make_dir(path: Path) -> None:
     """Create a folder that must not exist. Its name is not on disk yet: what is only a draft need not survive."""
     with naming("create", path):
         path.mkdir()
@@ -56,7 +56,7 @@ def make_new_folder(path: Path) -> None:
 def sync_folder(path: Path) -> None:
     """Make the names in a folder durable: fsync of a file does not cover its name."""
     with naming("sync", path):
-        atomic.sync_folder(path)
+        atomic.fsync_directory(path)
 
 
 def write_file(path: Path, parts: Iterable[memoryview], direct: bool = False) -> tuple[int, str]:
@@ -66,10 +66,14 @@ def write_file(path: Path, parts: Iterable[memoryview], direct: bool = False) ->
     past the page cache where the filesystem can, which is faster for large files and takes no memory from others.
     """
     size = 0
-    with naming("write", path), flow.Hash() as digest:
+    with naming("write", path), flow.ThreadedBlake3() as digest:
         fd = _create(path, direct)
         try:
-            out = flow.DirectOutput(fd) if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT else flow.Output(fd)
+            out = (
+                flow.DirectFileWriter(fd)
+                if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
+                else flow.FileWriter(fd)
+            )
             for part in parts:
                 for start in range(0, part.nbytes, flow.CHUNK_BYTES):
                     chunk = part[start : start + flow.CHUNK_BYTES]
@@ -99,7 +103,7 @@ def _create(path: Path, direct: bool) -> int:
 def read_file(path: Path) -> bytes:
     """Read a regular file whole. A link, a pipe, a missing, unreadable or huge file is refused by name."""
     with HashedFile(path) as file:
-        if file.size > WHOLE_BYTES:
+        if file.size > MAX_METADATA_BYTES:
             raise MegatfmError(f"cannot read {path}: {file.size} bytes are more than such a file ever has")
         return bytes(file.take(file.size))
 
@@ -110,7 +114,7 @@ class HashedFile:
     """
 
     def __init__(self, path: Path, direct: bool = False) -> None:
-        self._path, self._hash = path, flow.Hash()
+        self._path, self._hash = path, flow.ThreadedBlake3()
         self._spare: list[memoryview] = []
         with naming("read", path):
             self._file = os.open(path, _READ_FLAGS)
@@ -118,7 +122,7 @@ class HashedFile:
             with naming("read", path):
                 self.size = self.left = _regular_size(path, os.fstat(self._file))
                 os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # twice the readahead
-                self._source = flow.source(self._file, self.size, direct)
+                self._source = flow.open_reader(self._file, self.size, direct)
         except MegatfmError:
             os.close(self._file)
             raise
@@ -162,7 +166,7 @@ class HashedFile:
             # As many chunks as the hash may be behind: fresh memory costs more than reading does.
             chunk = (
                 self._spare.pop(0)
-                if len(self._spare) > flow.QUEUED + 1
+                if len(self._spare) > flow.MAX_QUEUED_CHUNKS + 1
                 else memoryview(bytearray(flow.CHUNK_BYTES))
             )
             self._spare.append(chunk)
@@ -191,7 +195,7 @@ def forget(path: Path) -> None:
             os.close(fd)
 
 
-def await_name(path: Path, deadline: float) -> None:
+def wait_until_visible(path: Path, deadline: float) -> None:
     """Wait until what another machine has made can be seen here, at most to `deadline` (of time.monotonic).
 
     What doesn't come by then is left to whoever uses it to complain of.
@@ -208,9 +212,9 @@ def await_name(path: Path, deadline: float) -> None:
         time.sleep(0.05)
 
 
-def await_size(path: Path, size: int, deadline: float) -> None:
+def wait_until_size(path: Path, size: int, deadline: float) -> None:
     """The same, for a file whose size is known: an NFS client may show an earlier one for a while."""
-    await_name(path, deadline)
+    wait_until_visible(path, deadline)
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError):
             if not stat.S_ISREG(os.lstat(path).st_mode):

@@ -19,11 +19,11 @@ CHUNK_BYTES = 4 * 2**20
 """Handed to the disk and to the hash at once, so that neither waits long for the other."""
 BLOCK_BYTES = 4096
 """What direct writes are made of: the largest block of the disks that there are."""
-QUEUED = 4
+MAX_QUEUED_CHUNKS = 4
 """Chunks that the hash may be behind."""
-FEW_BYTES = 2**20
+MIN_DIRECT_BYTES = 2**20
 """Less than this is copied together with what follows: a write of its own would take longer."""
-READS = 2
+READAHEAD = 2
 """Direct reads that are under way at once, so that the disk never waits for the copying of what it gave."""
 
 
@@ -42,7 +42,7 @@ def progress() -> int:
     return _done
 
 
-class Hash:
+class ThreadedBlake3:
     """A BLAKE3 that is computed in a thread of its own, while the caller reads or writes the next chunk.
 
     What it is given must not change until `hexdigest`. The first few bytes make no thread: most files have no more.
@@ -50,7 +50,7 @@ class Hash:
 
     def __init__(self) -> None:
         self._digest = blake3()
-        self._chunks: queue.Queue[memoryview | None] = queue.Queue(maxsize=QUEUED)
+        self._chunks: queue.Queue[memoryview | None] = queue.Queue(maxsize=MAX_QUEUED_CHUNKS)
         self._thread: threading.Thread | None = None
         self._size = 0
 
@@ -90,7 +90,7 @@ class Hash:
             self._thread = None
 
 
-class Output:
+class FileWriter:
     """Bytes on their way to a file."""
 
     def __init__(self, fd: int) -> None:
@@ -105,7 +105,7 @@ class Output:
         """Nothing is held back."""
 
 
-class DirectOutput(Output):
+class DirectFileWriter(FileWriter):
     """The same past the page cache, in whole blocks: right out of large memory that begins at one, where the file is at
     the end of one, too; the rest through a buffer, and the last part of a block the usual way.
     """
@@ -113,31 +113,31 @@ class DirectOutput(Output):
     def __init__(self, fd: int) -> None:
         super().__init__(fd)
         self._buffer = np.frombuffer(mmap.mmap(-1, CHUNK_BYTES), np.uint8)
-        self._held = 0
+        self._buffered = 0
 
     def write(self, chunk: memoryview) -> None:
         data = np.frombuffer(chunk, np.uint8)
         whole = len(data) // BLOCK_BYTES * BLOCK_BYTES
-        if whole >= FEW_BYTES and not (data.ctypes.data % BLOCK_BYTES or self._held % BLOCK_BYTES):
-            self._put(self._buffer[: self._held])
-            self._put(data[:whole])
-            self._held, data = 0, data[whole:]
+        if whole >= MIN_DIRECT_BYTES and not (data.ctypes.data % BLOCK_BYTES or self._buffered % BLOCK_BYTES):
+            self._write_blocks(self._buffer[: self._buffered])
+            self._write_blocks(data[:whole])
+            self._buffered, data = 0, data[whole:]
         while len(data):
-            taken = min(len(data), CHUNK_BYTES - self._held)
-            self._buffer[self._held : self._held + taken] = data[:taken]
-            self._held += taken
+            taken = min(len(data), CHUNK_BYTES - self._buffered)
+            self._buffer[self._buffered : self._buffered + taken] = data[:taken]
+            self._buffered += taken
             data = data[taken:]
-            if self._held == CHUNK_BYTES:
-                self._put(self._buffer)
-                self._held = 0
+            if self._buffered == CHUNK_BYTES:
+                self._write_blocks(self._buffer)
+                self._buffered = 0
 
     def flush(self) -> None:
-        whole = self._held // BLOCK_BYTES * BLOCK_BYTES
-        self._put(self._buffer[:whole])
-        _as_usual(self._fd)
-        super().write(self._buffer[whole : self._held].data)
+        whole = self._buffered // BLOCK_BYTES * BLOCK_BYTES
+        self._write_blocks(self._buffer[:whole])
+        _disable_direct_io(self._fd)
+        super().write(self._buffer[whole : self._buffered].data)
 
-    def _put(self, blocks: np.ndarray) -> None:
+    def _write_blocks(self, blocks: np.ndarray) -> None:
         done = 0
         try:
             done = os.write(self._fd, blocks.data) if len(blocks) else 0
@@ -145,11 +145,11 @@ class DirectOutput(Output):
             if error.errno != errno.EINVAL:
                 raise
         if done < len(blocks):  # what is left may not be whole blocks, or the filesystem can't
-            _as_usual(self._fd)
+            _disable_direct_io(self._fd)
             super().write(blocks[done:].data)
 
 
-class Input:
+class FileReader:
     """Bytes on their way out of a file, from its start on."""
 
     def __init__(self, fd: int) -> None:
@@ -163,38 +163,40 @@ class Input:
         """Leave the file; whoever opened it closes it."""
 
 
-class DirectInput(Input):
+class DirectFileReader(FileReader):
     """The same past the page cache: by chunks, into memory that begins at a page, some ahead of what is asked for."""
 
     def __init__(self, fd: int, size: int) -> None:
         super().__init__(fd)
-        self._size, self._asked = size, 0
-        self._pool = ThreadPoolExecutor(READS, "megatfm-read")
-        self._coming: deque[tuple[mmap.mmap, Future[int]]] = deque()
+        self._size, self._submitted = size, 0
+        self._pool = ThreadPoolExecutor(READAHEAD, "megatfm-read")
+        self._pending_reads: deque[tuple[mmap.mmap, Future[int]]] = deque()
         self._chunk = np.empty(0, np.uint8)
-        for _ in range(READS + 1):
-            self._ask(mmap.mmap(-1, CHUNK_BYTES))
+        for _ in range(READAHEAD + 1):
+            self._submit_read(mmap.mmap(-1, CHUNK_BYTES))
 
     def read_into(self, target: memoryview) -> int:
-        if not len(self._chunk) and self._coming:
-            buffer, size = self._coming[0]
+        if not len(self._chunk) and self._pending_reads:
+            buffer, size = self._pending_reads[0]
             self._chunk = np.frombuffer(buffer, np.uint8, size.result())
         taken = min(target.nbytes, len(self._chunk))
         np.copyto(np.frombuffer(target, np.uint8, taken), self._chunk[:taken])
         self._chunk = self._chunk[taken:]
-        if not len(self._chunk) and self._coming:
-            self._ask(self._coming.popleft()[0])
+        if not len(self._chunk) and self._pending_reads:
+            self._submit_read(self._pending_reads.popleft()[0])
         return taken
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def _ask(self, buffer: mmap.mmap) -> None:
-        if self._asked < self._size:
-            self._coming.append((buffer, self._pool.submit(self._fill, memoryview(buffer), self._asked)))
-            self._asked += CHUNK_BYTES
+    def _submit_read(self, buffer: mmap.mmap) -> None:
+        if self._submitted < self._size:
+            self._pending_reads.append(
+                (buffer, self._pool.submit(self._read_chunk, memoryview(buffer), self._submitted))
+            )
+            self._submitted += CHUNK_BYTES
 
-    def _fill(self, buffer: memoryview, offset: int) -> int:
+    def _read_chunk(self, buffer: memoryview, offset: int) -> int:
         """Read a chunk, which is less than the buffer only where the file ends; returns its bytes."""
         done, usual = 0, False
         while done < len(buffer):
@@ -208,23 +210,23 @@ class DirectInput(Input):
                     break
                 done += got
             if done < len(buffer):  # what is left may not be whole blocks, or the filesystem can't
-                _as_usual(self._fd)
+                _disable_direct_io(self._fd)
                 usual = True
         return done
 
 
-def source(fd: int, size: int, direct: bool) -> Input:
+def open_reader(fd: int, size: int, direct: bool) -> FileReader:
     """What reads a file of so many bytes; direct: past the page cache, where it isn't there and the filesystem can."""
-    if not direct or _in_memory(fd, size):
-        return Input(fd)
+    if not direct or _in_page_cache(fd, size):
+        return FileReader(fd)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
     except OSError:
-        return Input(fd)
-    return DirectInput(fd, size)
+        return FileReader(fd)
+    return DirectFileReader(fd, size)
 
 
-def _in_memory(fd: int, size: int) -> bool:
+def _in_page_cache(fd: int, size: int) -> bool:
     """Whether the page cache holds a file, as far as three of its bytes tell."""
     try:
         return all(os.preadv(fd, [bytearray(1)], at, os.RWF_NOWAIT) for at in (0, size // 2, size - 1))
@@ -232,6 +234,6 @@ def _in_memory(fd: int, size: int) -> bool:
         return False
 
 
-def _as_usual(fd: int) -> None:
+def _disable_direct_io(fd: int) -> None:
     """Through the page cache from here on."""
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)

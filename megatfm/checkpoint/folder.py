@@ -18,7 +18,7 @@ _ASIDE = re.compile(r"\.step-(\d{8,})\.damaged-[0-9a-f]{8}")
 _LEFTOVER = re.compile(r"\.step-\d{8,}\.(partial|removed)-[0-9a-f]{8}")
 
 
-def latest(folder: Path, *, hashes: bool = False) -> Path | None:
+def find_latest(folder: Path, *, hashes: bool = False) -> Path | None:
     """Return the newest committed and whole checkpoint, or None where there is none at all.
 
     Whole means: the metadata has its hash, and every file is there with its size; with `hashes` every byte is
@@ -26,9 +26,9 @@ def latest(folder: Path, *, hashes: bool = False) -> Path | None:
     ranks, rank 0 decides and tells the others. Raises MegatfmError if there are checkpoints but none is whole,
     since starting afresh would bury them.
     """
-    found = committed(folder)
+    found = list_checkpoints(folder)
     for path in reversed(found):
-        if (reason := damage(path, hashes=hashes)) is None:
+        if (reason := check_checkpoint(path, hashes=hashes)) is None:
             return path
         log.warning("checkpoint %s is not used: %s", path.name, reason)
     if found:
@@ -45,7 +45,7 @@ def find_checkpoint(path: str | Path) -> Path:
     path = Path(path)
     if (path / "metadata.json").is_file():
         return path
-    newest = latest(path / "checkpoints") if path.is_dir() else None
+    newest = find_latest(path / "checkpoints") if path.is_dir() else None
     if newest is None and (path / "config.json").is_file():
         raise UsageError(
             f"{path}: in the Hugging Face format: make a folder of ours of it with `megatfm convert {path} NEW --to "
@@ -64,12 +64,12 @@ def find_checkpoint(path: str | Path) -> Path:
     return newest
 
 
-def latest_together(folder: Path) -> Path | None:
+def find_latest_intact(folder: Path) -> Path | None:
     """`latest` with hashes, the reading of each checkpoint shared out over the ranks. A collective.
 
     For a run that will save there, too, so links in the place of checkpoints are refused.
     """
-    found = ranks.by_rank_0(f"{folder} not read", lambda: _without_links(folder))
+    found = ranks.run_on_rank_0(f"{folder} not read", lambda: _without_links(folder))
     for path in reversed(found):
         reason = damage_together(path)
         if reason is None:
@@ -85,18 +85,18 @@ def damage_together(path: Path) -> str | None:
     """`damage` with hashes, the reading shared out over the ranks, the same answer on all. A collective."""
 
     def look() -> tuple[bytes, str | None]:
-        reason = damage(path)
+        reason = check_checkpoint(path)
         return (b"", reason) if reason else (disk.read_file(path / metadata.FILENAME), None)
 
-    raw, reason = ranks.by_rank_0(f"{path} not read", look)
-    return reason or next(filter(None, ranks.gather(_damage_of_share(path, raw))), None)
+    raw, reason = ranks.run_on_rank_0(f"{path} not read", look)
+    return reason or next(filter(None, ranks.all_gather(_damage_of_share(path, raw))), None)
 
 
 def _without_links(folder: Path) -> list[Path]:
     """What is committed. Refuses what a run would stumble over only when it comes to that step, or saves at all."""
     if folder.is_symlink() and not folder.is_dir():
         raise MegatfmError(f"{folder} is a symbolic link to no folder: make that folder, or remove the link")
-    found = committed(folder)
+    found = list_checkpoints(folder)
     if links := [path for path in found if path.is_symlink()]:
         raise MegatfmError(
             f"{links[0]} is a symbolic link: put the checkpoint itself there, or remove the link"
@@ -108,8 +108,10 @@ def _damage_of_share(path: Path, raw: bytes) -> str | None:
     """What is wrong with the files that fall to this rank, if anything."""
     try:
         content = metadata.parse(path, raw)
-        mine = sorted(content.files)[ranks.rank() :: ranks.count()]
-        reader.verify_files(path, content, mine, disk.LAG_SECONDS if ranks.count() > 1 else 0.0)
+        mine = sorted(content.files)[ranks.rank() :: ranks.world_size()]
+        reader.verify_files(
+            path, content, mine, disk.NFS_VISIBILITY_SECONDS if ranks.world_size() > 1 else 0.0
+        )
     except MegatfmError as error:
         return str(error)
     return None
@@ -121,7 +123,7 @@ def _none_is_whole(folder: Path, count: int) -> MegatfmError:
     )
 
 
-def committed(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """Return the committed checkpoints of a folder, the oldest first; none where the folder doesn't exist."""
     if not folder.exists():
         return []
@@ -130,7 +132,7 @@ def committed(folder: Path) -> list[Path]:
     return sorted(steps, key=lambda path: int(steps[path][1]))
 
 
-def damage(path: Path, *, hashes: bool = False) -> str | None:
+def check_checkpoint(path: Path, *, hashes: bool = False) -> str | None:
     """Return what is wrong with a committed checkpoint, or None where it is whole.
 
     Raises NewerFormatError for one that a later version wrote.
@@ -163,11 +165,11 @@ def damage_of_file(path: Path, entry: FileEntry) -> str | None:
 
 def verify(path: Path) -> None:
     """Read every byte of a checkpoint; raises MegatfmError that names the file and what is wrong with it."""
-    if (reason := damage(path, hashes=True)) is not None:
+    if (reason := check_checkpoint(path, hashes=True)) is not None:
         raise MegatfmError(f"checkpoint {path} is not whole: {reason}")
 
 
-def retain(newest: Path, keep: int, *, every: int = 0, verified: Path | None = None) -> None:
+def purge_old_checkpoints(newest: Path, keep: int, *, every: int = 0, verified: Path | None = None) -> None:
     """Of the checkpoints up to the just committed `newest`, keep the last `keep` whole ones and remove the older.
 
     every: those whose step it divides stay for ever (0: none do). verified: this one stays, too. A damaged one
@@ -176,15 +178,15 @@ def retain(newest: Path, keep: int, *, every: int = 0, verified: Path | None = N
     """
     if verified is not None:
         for path, step in put_aside(newest.parent):
-            if step <= step_of(verified):
+            if step <= step_from_path(verified):
                 try_to_remove(path)
-    paths = committed(newest.parent)
+    paths = list_checkpoints(newest.parent)
     whole = 0
     for path in reversed(paths[: paths.index(newest) + 1]):
         if whole < keep:
-            whole += damage(path) is None
+            whole += check_checkpoint(path) is None
             continue
-        if path == verified or (every and step_of(path) % every == 0):
+        if path == verified or (every and step_from_path(path) % every == 0):
             continue
         try_to_remove(path)
 
@@ -212,12 +214,12 @@ def try_to_remove(path: Path) -> None:
         log.warning("an old checkpoint stays: %s", error)
 
 
-def step_of(path: Path) -> int:
+def step_from_path(path: Path) -> int:
     """The step in a checkpoint's name."""
     return int(path.name.removeprefix("step-"))
 
 
-def clean(folder: Path) -> list[Path]:
+def remove_leftovers(folder: Path) -> list[Path]:
     """Remove what killed saves and removals left in a folder, and return it. No save may be running there.
 
     What can't be removed is named in a warning: it is in nobody's way.

@@ -50,40 +50,40 @@ Count = Annotated[int, Field(strict=True, ge=0, lt=2**60)]
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-def _known(name: str) -> str:
+def _check_dtype(name: str) -> str:
     if name not in DTYPES:
         raise ValueError(f"unknown dtype {name!r}")
     return name
 
 
-def _addressable(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _check_size(shape: tuple[int, ...]) -> tuple[int, ...]:
     if prod(max(1, size) for size in shape) >= 2**60:  # beyond it, torch's own arithmetic overflows
         raise ValueError(f"absurd shape {shape}")
     return shape
 
 
-DType = Annotated[str, AfterValidator(_known)]
-Shape = Annotated[tuple[Count, ...], AfterValidator(_addressable)]
+DType = Annotated[str, AfterValidator(_check_dtype)]
+Shape = Annotated[tuple[Count, ...], AfterValidator(_check_size)]
 
 
 class NewerFormatError(MegatfmError):
     """A checkpoint of a later format: sound, so it must be neither passed over nor put aside."""
 
 
-class Part(BaseModel):
+class StrictModel(BaseModel):
     """What is read from disk: nothing more than the fields that are declared, and nothing else in them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class FileEntry(Part):
+class FileEntry(StrictModel):
     """A safetensors file: its size in bytes and the BLAKE3 of its content."""
 
     bytes: Count
     blake3: Hash
 
 
-class Piece(Part):
+class Piece(StrictModel):
     """One stored block of a tensor: where it lies in the tensor, and under which key of which file."""
 
     offsets: tuple[Count, ...]
@@ -92,7 +92,7 @@ class Piece(Part):
     key: str
 
 
-class TensorEntry(Part):
+class TensorEntry(StrictModel):
     """A tensor as a whole, and the pieces that make it up."""
 
     dtype: DType
@@ -109,7 +109,7 @@ class TensorEntry(Part):
         return prod(piece.sizes) * self.torch_dtype.itemsize
 
 
-class Metadata(Part):
+class Metadata(StrictModel):
     """Everything about a checkpoint but the tensors' values. `state` is the caller's own JSON."""
 
     format: Literal["megatfm-checkpoint"] = "megatfm-checkpoint"
@@ -140,7 +140,7 @@ class Metadata(Part):
         return self
 
 
-def plain_state(state: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+def check_json_round_trip(state: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
     """Return a copy of the state; raise if JSON would change anything in it (tuples, NaN, keys that are no text)."""
     plain: dict[str, JsonValue] = {}
     for key, value in state.items():
@@ -148,21 +148,21 @@ def plain_state(state: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
             plain[key] = json.loads(json.dumps(value, allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
             raise MegatfmError(f"state {key!r} can't be stored as JSON: {error}") from error
-        if not isinstance(key, str) or not _same(value, plain[key]):
+        if not isinstance(key, str) or not _json_equal(value, plain[key]):
             raise MegatfmError(
                 f"state {key!r} would not come back from JSON as it is: use lists, text keys and plain numbers"
             )
     return plain
 
 
-def _same(value: object, back: object) -> bool:
+def _json_equal(value: object, back: object) -> bool:
     """Whether two JSON values are equal including their types: 1, 1.0 and True are three values."""
     if type(value) is not type(back):
         return False
     if isinstance(value, dict) and isinstance(back, dict):
-        return list(value) == list(back) and all(_same(value[key], back[key]) for key in value)
+        return list(value) == list(back) and all(_json_equal(value[key], back[key]) for key in value)
     if isinstance(value, list) and isinstance(back, list):
-        return len(value) == len(back) and all(map(_same, value, back))
+        return len(value) == len(back) and all(map(_json_equal, value, back))
     return value == back
 
 
@@ -176,7 +176,7 @@ def _head(body: bytes) -> bytes:
     return b'{"blake3": "%s", "metadata": ' % blake3(body).hexdigest().encode()
 
 
-def explain(error: ValidationError) -> str:
+def first_error(error: ValidationError) -> str:
     """Return the first thing that is wrong, on one line: where, and what."""
     first = error.errors()[0]
     given = f", not {first['input']!r:.80}" if isinstance(first["input"], str | int | float) else ""
@@ -214,6 +214,6 @@ def parse(folder: Path, raw: bytes) -> Metadata:
     try:
         return Metadata.model_validate(content)
     except ValidationError as error:
-        raise MegatfmError(f"{path} is not valid: {explain(error)}") from error
+        raise MegatfmError(f"{path} is not valid: {first_error(error)}") from error
     except (MegatfmError, RecursionError) as error:
         raise MegatfmError(f"{path} is not valid: {error}") from error

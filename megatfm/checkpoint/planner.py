@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
 
-from megatfm.checkpoint.box import Box, check_cover
+from megatfm.checkpoint.box import ShardedTensor, check_cover
 from megatfm.checkpoint.metadata import DTYPE_NAMES
 from megatfm.errors import MegatfmError
 
@@ -34,7 +34,7 @@ class SavePlanner(DefaultSavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Give each piece to one rank; raises MegatfmError if a tensor's boxes don't make it up."""
-        return super().create_global_plan(share_out(all_plans))
+        return super().create_global_plan(balance_save_plans(all_plans))
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -53,11 +53,11 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         """Return a piece of the destination, a view of its memory."""
-        box: Box = self.state_dict[index.fqn]
+        box: ShardedTensor = self.state_dict[index.fqn]
         return box.__get_tensor_shard__(index)
 
 
-def share_out(plans: list[SavePlan]) -> list[SavePlan]:
+def balance_save_plans(plans: list[SavePlan]) -> list[SavePlan]:
     """Keep each piece in one plan only, such that the ranks write about the same number of bytes.
 
     Largest first, each to the least loaded of its holders. torch's own deduplication weighs every shard with the
@@ -79,13 +79,13 @@ def share_out(plans: list[SavePlan]) -> list[SavePlan]:
     shares: list[list[WriteItem]] = [[] for _ in plans]
     # What only one rank holds is settled first; the replicas then even it out.
     for index in sorted(
-        items, key=lambda index: (len(holders[index]) > 1, -item_bytes(items[index]), _place(index))
+        items, key=lambda index: (len(holders[index]) > 1, -item_bytes(items[index]), _sort_key(index))
     ):
         rank = min(holders[index], key=lambda rank: loads[rank])
         loads[rank] += item_bytes(items[index])
         shares[rank].append(items[index])
     return [
-        replace(plan, items=sorted(share, key=lambda item: _place(item.index)))
+        replace(plan, items=sorted(share, key=lambda item: _sort_key(item.index)))
         for plan, share in zip(plans, shares, strict=True)
     ]
 
@@ -116,5 +116,5 @@ def item_bytes(item: WriteItem) -> int:
     return data.chunk.sizes.numel() * data.properties.dtype.itemsize
 
 
-def _place(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:
+def _sort_key(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:
     return index.fqn, tuple(index.offset or ())

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata as PlanMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from megatfm.checkpoint import disk, metadata, shard
-from megatfm.checkpoint.box import Box
+from megatfm.checkpoint.box import ShardedTensor
 from megatfm.checkpoint.metadata import Metadata, Piece, TensorEntry
 from megatfm.checkpoint.planner import LoadPlanner
 from megatfm.errors import MegatfmError
@@ -26,7 +26,7 @@ from megatfm.errors import MegatfmError
 class Reader:
     """Fills boxes out of a committed checkpoint; each file that is needed is read once and checked by its hash."""
 
-    def __init__(self, folder: Path, content: Metadata, boxes: Mapping[str, Box]) -> None:
+    def __init__(self, folder: Path, content: Metadata, boxes: Mapping[str, ShardedTensor]) -> None:
         self.folder = folder
         self.content = content
         self.pieces = {
@@ -52,11 +52,11 @@ class Reader:
         """
         deadline = time.monotonic() + patience
         for file in self.files:
-            disk.await_name(self.folder / file, deadline)
-            places: dict[str, Tensor | None] = {}
+            disk.wait_until_visible(self.folder / file, deadline)
+            destinations: dict[str, Tensor | None] = {}
             for item in self._by_file[file]:
-                places.setdefault(self.pieces[item.storage_index].key, self._place(item))
-            tensors = shard.read(self.folder / file, self.content.files[file], places, file in alone)
+                destinations.setdefault(self.pieces[item.storage_index].key, self._place(item))
+            tensors = shard.read(self.folder / file, self.content.files[file], destinations, file in alone)
             for item in self._by_file[file]:
                 self._copy(item, tensors)
 
@@ -65,7 +65,7 @@ class Reader:
         tensor, piece = self.content.tensors[item.storage_index.fqn], self.pieces[item.storage_index]
         target = self._planner.resolve_tensor(item).detach()
         whole = tuple(item.lengths) == piece.sizes
-        return target if whole and shard.fits(target, tensor.torch_dtype, piece.sizes) else None
+        return target if whole and shard.can_read_in_place(target, tensor.torch_dtype, piece.sizes) else None
 
     def _plan_metadata(self) -> PlanMetadata:
         """The metadata as torch's planners read it."""
@@ -117,7 +117,7 @@ def verify_files(folder: Path, content: Metadata, files: Iterable[str], patience
             by_file[piece.file].append((tensor, piece))
     deadline = time.monotonic() + patience
     for file in files:
-        disk.await_name(folder / file, deadline)
+        disk.wait_until_visible(folder / file, deadline)
         tensors = shard.read(folder / file, content.files[file], {})
         for tensor, piece in by_file[file]:
             find_piece(folder, tensor, piece, tensors)

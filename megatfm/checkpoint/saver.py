@@ -22,25 +22,25 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatfm import ranks
 from megatfm.checkpoint import metadata
-from megatfm.checkpoint.box import Box
-from megatfm.checkpoint.folder import retain
-from megatfm.checkpoint.nodes import Nodes, write_to_nodes
-from megatfm.checkpoint.share import Share, agree_on_shares
+from megatfm.checkpoint.box import ShardedTensor
+from megatfm.checkpoint.folder import purge_old_checkpoints
+from megatfm.checkpoint.nodes import NodeTopology, save_local
+from megatfm.checkpoint.share import WritePlan, plan_save
 from megatfm.checkpoint.staging import Staging
 from megatfm.checkpoint.store import boxes_of, check_keep
-from megatfm.checkpoint.writer import write_together
+from megatfm.checkpoint.writer import write_checkpoint
 from megatfm.errors import MegatfmError
 
 log = logging.getLogger("megatfm")
 
-LONGEST = timedelta(hours=2)
+SAVE_TIMEOUT = timedelta(hours=2)
 """How long the other ranks wait for the slowest one's files."""
-NICE = 19
+STAGING_NICENESS = 19
 """Of a thread that copies and writes, and of the one that hashes for it: they leave busy cores to training, until it
 waits for them."""
-HELP_SECONDS = 0.001
+STAGING_POLL_SECONDS = 0.001
 """Between looks whether there is something to help with."""
-LAST_WAIT_SECONDS = 30.0
+ABORT_WAIT_SECONDS = 30.0
 """After an error elsewhere: how long a save that still runs may take."""
 
 
@@ -59,15 +59,15 @@ class Saver:
         keep: int | None = None,
         keep_every: int = 0,
         read_back: bool = False,
-        local: Path | None = None,
+        local_dir: Path | None = None,
     ) -> None:
         check_keep(keep)
         self.folder, self.mode = folder, mode
         self.keep, self.keep_every, self.read_back = keep, keep_every, read_back
         self.verified: Path | None = None
         """The newest checkpoint of which every byte was read and compared: retention leaves it."""
-        self._group = dist.new_group(backend="gloo", timeout=LONGEST) if ranks.in_group() else None
-        self.nodes = Nodes.meet(local, self._group) if local else None
+        self._group = dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT) if ranks.is_distributed() else None
+        self.topology = NodeTopology.discover(local_dir, self._group) if local_dir else None
         self._staging = Staging()
         self._copied = threading.Event()
         self._copied.set()
@@ -75,17 +75,17 @@ class Saver:
         self._step, self._on_nodes = 0, False
         self._path: Path | None = None
         self._error: BaseException | None = None
-        self._known: Mapping[str, object] = {}
-        self._share: Share | None = None
+        self._planned_layout: Mapping[str, object] = {}
+        self._write_plan: WritePlan | None = None
 
     def save(
         self,
         step: int,
-        tensors: Mapping[str, Box | Tensor],
+        tensors: Mapping[str, ShardedTensor | Tensor],
         state: Mapping[str, JsonValue],
         *,
-        copied: bool = True,
-        on_nodes: bool = False,
+        wait_for_staging: bool = True,
+        local: bool = False,
     ) -> None:
         """Save `tensors` (see `store.save`) and rank 0's `state` as they are now.
 
@@ -95,15 +95,15 @@ class Saver:
         Raises MegatfmError on every rank for the failure of the save before, or of this one before it goes on in the
         background; a later one is `finish`'s to raise.
         """
-        if (running := self.running) is not None:
+        if (running := self.step_in_progress) is not None:
             log.info("step %d  waits for the checkpoint of step %d to be written", step, running)
-        self.finish()
+        self.wait_for_save()
         what = f"checkpoint of step {step} not saved"
-        boxes, plain = ranks.together(
-            what, lambda: (boxes_of(tensors), metadata.plain_state(state)), self._group
+        boxes, plain = ranks.run_on_all_ranks(
+            what, lambda: (boxes_of(tensors), metadata.check_json_round_trip(state)), self._group
         )
-        share = self._agreed_share(what, boxes)
-        self._step, self._on_nodes = step, on_nodes
+        share = self._get_write_plan(what, boxes)
+        self._step, self._on_nodes = step, local
         self._staging.begin(box.tensor for box in boxes.values())
         if self.mode == "async":
             self._copied.clear()
@@ -111,24 +111,24 @@ class Saver:
                 target=self._copy_and_write, args=(plain, share, boxes), name="megatfm-save", daemon=True
             )
             self._thread.start()
-            if copied:
-                self.settle()
+            if wait_for_staging:
+                self.wait_for_staging()
         else:
-            self._write(plain, share, lambda: share.pieces(boxes))
-            self.finish()
+            self._write(plain, share, lambda: share.tensors_to_write(boxes))
+            self.wait_for_save()
 
-    def settle(self) -> None:
+    def wait_for_staging(self) -> None:
         """Wait until what is being saved is copied, and so may change, and help with it. Local, and short.
 
         What is on a GPU may be changed by what this thread asks of the GPU from then on, which waits for the copies.
         """
         while not self._copied.is_set():
             self._staging.help()
-            self._copied.wait(HELP_SECONDS)
+            self._copied.wait(STAGING_POLL_SECONDS)
         self._staging.release()
 
     @property
-    def running(self) -> int | None:
+    def step_in_progress(self) -> int | None:
         """The step whose save still goes on in this process, if any."""
         return self._step if self._thread is not None and self._thread.is_alive() else None
 
@@ -138,11 +138,11 @@ class Saver:
         return self._thread is not None
 
     @property
-    def thread(self) -> int | None:
+    def thread_id(self) -> int | None:
         """The thread that a running save goes on in."""
         return self._thread.ident if self._thread is not None else None
 
-    def finish(self) -> Path | None:
+    def wait_for_save(self) -> Path | None:
         """Wait for the running save; returns its path, None where there is none. Raises its error, once."""
         if self._thread is not None:
             self._thread.join()
@@ -162,26 +162,28 @@ class Saver:
     ) -> None:
         """Finish. After an error, a save that still runs gets a little time, and what becomes of it is only logged."""
         if error is None:
-            self.finish()
+            self.wait_for_save()
         elif self._thread is not None:
-            self._thread.join(LAST_WAIT_SECONDS)
+            self._thread.join(ABORT_WAIT_SECONDS)
             if self._thread.is_alive():
                 log.warning("the checkpoint of step %d is given up", self._step)
                 return
             try:
-                self.finish()
+                self.wait_for_save()
             except MegatfmError as second:
                 log.warning("%s", second)
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
 
-    def _copy_and_write(self, state: dict[str, JsonValue], share: Share, boxes: Mapping[str, Box]) -> None:
+    def _copy_and_write(
+        self, state: dict[str, JsonValue], share: WritePlan, boxes: Mapping[str, ShardedTensor]
+    ) -> None:
         failure: Exception | None = None
         with contextlib.suppress(OSError):  # on Linux each thread has its own
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), STAGING_NICENESS)
         try:
-            copies = self._staging.copy(share.pieces(boxes))
+            copies = self._staging.copy(share.tensors_to_write(boxes))
         except Exception as error:
             failure = error
         finally:
@@ -196,16 +198,19 @@ class Saver:
         self._write(state, share, pieces)
 
     def _write(
-        self, state: dict[str, JsonValue], share: Share, pieces: Callable[[], Mapping[MetadataIndex, Tensor]]
+        self,
+        state: dict[str, JsonValue],
+        share: WritePlan,
+        pieces: Callable[[], Mapping[MetadataIndex, Tensor]],
     ) -> None:
         """Write, commit, and remove what is too old; whatever is raised is kept for `finish`."""
         start = time.perf_counter()
         try:
             if self._on_nodes:
-                assert self.nodes is not None
-                self._path = write_to_nodes(self.nodes, self._step, state, share, pieces)
+                assert self.topology is not None
+                self._path = save_local(self.topology, self._step, state, share, pieces)
                 return
-            path = write_together(
+            path = write_checkpoint(
                 self.folder, self._step, state, share, pieces, read_back=self.read_back, group=self._group
             )
             log.debug("%s was written in %.2f s", path, time.perf_counter() - start)
@@ -213,21 +218,21 @@ class Saver:
                 self.verified = path
             if self.keep is not None and ranks.rank(self._group) == 0:
                 try:
-                    retain(path, self.keep, every=self.keep_every, verified=self.verified)
+                    purge_old_checkpoints(path, self.keep, every=self.keep_every, verified=self.verified)
                 except MegatfmError as error:  # the new one stands all the same
                     log.warning("old checkpoints stay: %s", error)
             self._path = path
         except BaseException as error:
             self._error = error
 
-    def _agreed_share(self, what: str, boxes: Mapping[str, Box]) -> Share:
+    def _get_write_plan(self, what: str, boxes: Mapping[str, ShardedTensor]) -> WritePlan:
         """What this rank writes. It is agreed on anew only when some rank holds other boxes than at the last save."""
         held = {
-            name: (b.tensor.dtype, b.global_shape, [(p.offsets, p.tensor.shape) for p in b.parts])
+            name: (b.tensor.dtype, b.global_shape, [(p.offsets, p.tensor.shape) for p in b.blocks])
             for name, b in boxes.items()
         }
-        if self._share is None or ranks.any_of(what, held != self._known, self._group):
-            self._share = None
-            self._share = agree_on_shares(what, boxes, self._group)
-            self._known = held
-        return self._share
+        if self._write_plan is None or ranks.any_rank(what, held != self._planned_layout, self._group):
+            self._write_plan = None
+            self._write_plan = plan_save(what, boxes, self._group)
+            self._planned_layout = held
+        return self._write_plan

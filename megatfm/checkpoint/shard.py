@@ -16,7 +16,16 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from megatfm.checkpoint import disk, flow
-from megatfm.checkpoint.metadata import DTYPE_NAMES, DTYPES, Count, DType, FileEntry, Part, Shape, explain
+from megatfm.checkpoint.metadata import (
+    DTYPE_NAMES,
+    DTYPES,
+    Count,
+    DType,
+    FileEntry,
+    Shape,
+    StrictModel,
+    first_error,
+)
 from megatfm.errors import MegatfmError
 from megatfm.ops.aligned import aligned_bytes
 
@@ -24,7 +33,7 @@ DIRECT_BYTES = 32 * 2**20
 """Files from here on are written, and on demand read, past the page cache."""
 
 
-class _Entry(Part):
+class _Entry(StrictModel):
     dtype: DType
     shape: Shape
     data_offsets: tuple[Count, Count]
@@ -35,15 +44,15 @@ _HEADER = TypeAdapter(dict[str, _Entry])
 
 def write(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
     """Write the tensors (of any device and stride) into a new file. Equal tensors give equal bytes."""
-    direct = sum(tensor.nbytes for tensor in tensors.values()) >= DIRECT_BYTES
-    block = flow.BLOCK_BYTES if direct else 8
+    direct_io = sum(tensor.nbytes for tensor in tensors.values()) >= DIRECT_BYTES
+    block = flow.BLOCK_BYTES if direct_io else 8
 
     def place(key: str) -> tuple[bool, int, str]:
         """Whole blocks first, which then lie at blocks; then wide types, so that each is aligned to its type."""
-        return direct and tensors[key].nbytes % block > 0, -tensors[key].dtype.itemsize, key
+        return direct_io and tensors[key].nbytes % block > 0, -tensors[key].dtype.itemsize, key
 
     parts = _parts({key: tensors[key] for key in sorted(tensors, key=place)}, block)
-    size, digest = disk.write_file(path, parts, direct)
+    size, digest = disk.write_file(path, parts, direct_io)
     return FileEntry(bytes=size, blake3=digest)
 
 
@@ -61,7 +70,7 @@ def _parts(tensors: Mapping[str, Tensor], block: int) -> Iterator[memoryview]:
 
 
 def read(
-    path: Path, entry: FileEntry, places: Mapping[str, Tensor | None], direct: bool = False
+    path: Path, entry: FileEntry, destinations: Mapping[str, Tensor | None], direct_io: bool = False
 ) -> dict[str, Tensor]:
     """Return the file's tensors; raises MegatfmError unless the content has its hash.
 
@@ -69,14 +78,14 @@ def read(
     the others, which are only hashed, a meta tensor tells type and shape. After an error a place may hold anything.
     direct: past the page cache if the file is large, for one that nobody else on this machine reads.
     """
-    with disk.HashedFile(path, direct and entry.bytes >= DIRECT_BYTES) as file:
+    with disk.HashedFile(path, direct_io and entry.bytes >= DIRECT_BYTES) as file:
         if file.size != entry.bytes:
             raise MegatfmError(f"{path} is damaged: it has {file.size} bytes instead of {entry.bytes}")
         problem = None
         try:
-            tensors = _read(file, places)
+            tensors = _read(file, destinations)
         except ValidationError as error:
-            problem = explain(error)
+            problem = first_error(error)
         except (ValueError, struct.error) as error:
             problem = str(error)
         if file.hexdigest() != entry.blake3:
@@ -86,14 +95,14 @@ def read(
     return tensors
 
 
-def fits(place: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
+def can_read_in_place(destination: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
     """Whether a file's tensor can be read right into a place."""
     return (
-        place.dtype == dtype and tuple(place.shape) == shape and place.device.type == "cpu"
-    ) and place.is_contiguous()
+        destination.dtype == dtype and tuple(destination.shape) == shape and destination.device.type == "cpu"
+    ) and destination.is_contiguous()
 
 
-def _read(file: disk.HashedFile, places: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+def _read(file: disk.HashedFile, destinations: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     if file.size < 8:
         raise ValueError(f"it has only {file.size} bytes")
     (length,) = struct.unpack("<Q", file.take(8))
@@ -106,18 +115,20 @@ def _read(file: disk.HashedFile, places: Mapping[str, Tensor | None]) -> dict[st
         if start != at or end - start > file.left or end - start != prod(entry.shape) * dtype.itemsize:
             raise ValueError(f"tensor {key} of shape {entry.shape} is said to lie at {start} to {end}")
         at = end
-        if key not in places:
+        if key not in destinations:
             tensors[key] = torch.empty(entry.shape, dtype=dtype, device="meta")
             file.skip(end - start)
             continue
-        place = places[key]
-        direct = place is not None and fits(place, dtype, entry.shape)
-        tensors[key] = place if place is not None and direct else _fresh(entry.shape, dtype)
+        destination = destinations[key]
+        direct_io = destination is not None and can_read_in_place(destination, dtype, entry.shape)
+        tensors[key] = (
+            destination if destination is not None and direct_io else _empty_aligned(entry.shape, dtype)
+        )
         file.read_into(_bytes(tensors[key]))
     return tensors
 
 
-def _fresh(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _empty_aligned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Memory for a tensor."""
     return torch.from_numpy(aligned_bytes(prod(shape) * dtype.itemsize)).view(dtype).view(shape)
 

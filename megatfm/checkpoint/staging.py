@@ -43,21 +43,21 @@ class Staging:
         self._cuda = cuda
         self._gpu: torch.device | None = None
         self._stream: Any = None
-        self._begun: Any = None  # events: what comes before the copies is done, and these are
+        self._ready_event: Any = None  # events: what comes before the copies is done, and these are
         self._copied: Any = None
-        self._unreleased: Any = None
-        self._copying: _Copying | None = None
-        self._helping = threading.Lock()
+        self._copy_event: Any = None
+        self._copying: _CopyQueue | None = None
+        self._assist_lock = threading.Lock()
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._pinned = False
 
     def begin(self, tensors: Iterable[Tensor]) -> None:
         """Say that these are as they shall be copied: what this thread has asked of their GPU comes before."""
-        self._gpu = next((tensor.device for tensor in tensors if _is_elsewhere(tensor)), None)
-        self._begun = self._copied = self._unreleased = None
+        self._gpu = next((tensor.device for tensor in tensors if is_cuda(tensor)), None)
+        self._ready_event = self._copied = self._copy_event = None
         if self._gpu is not None:
-            self._begun = self._cuda.Event()
-            self._begun.record(self._cuda.current_stream(self._gpu))
+            self._ready_event = self._cuda.Event()
+            self._ready_event.record(self._cuda.current_stream(self._gpu))
 
     def copy(self, pieces: Mapping[MetadataIndex, Tensor]) -> dict[MetadataIndex, Tensor]:
         """Copies of the pieces, valid until the next call. Complete when this returns, those from a GPU when `arrive`
@@ -68,7 +68,7 @@ class Staging:
 
     def release(self) -> None:
         """From now on the tensors may change: what this thread asks of their GPU comes after the copies."""
-        copied, self._unreleased = self._unreleased, None
+        copied, self._copy_event = self._copy_event, None
         if copied is not None:
             self._cuda.current_stream(self._gpu).wait_event(copied)
 
@@ -89,10 +89,10 @@ class Staging:
         for index, piece in pieces.items():
             flat = self._buffer[places[index] : places[index] + piece.nbytes]
             copies[index] = flat.view(piece.dtype).view(piece.shape)
-        self._copy_from_gpu({i: piece for i, piece in pieces.items() if _is_elsewhere(piece)}, copies)
+        self._copy_from_gpu({i: piece for i, piece in pieces.items() if is_cuda(piece)}, copies)
         parts: list[Part] = []
         for index, piece in pieces.items():
-            if _is_elsewhere(piece):
+            if is_cuda(piece):
                 continue
             if (
                 piece.is_contiguous()
@@ -100,11 +100,11 @@ class Staging:
                 parts.extend(_parts(copies[index], piece.detach()))
             else:
                 copies[index].copy_(piece.detach())
-        copying = self._copying = _Copying(parts)
-        copying.go_on()
-        with self._helping:  # whoever helps has left
+        copying = self._copying = _CopyQueue(parts)
+        copying.run()
+        with self._assist_lock:  # whoever helps has left
             self._copying = None
-        copying.complete()
+        copying.finish_interrupted()
         return copies
 
     def _copy_from_gpu(
@@ -113,19 +113,19 @@ class Staging:
         if not pieces:
             return
         self._stream = self._stream or self._cuda.Stream(self._gpu)
-        self._stream.wait_event(self._begun)
+        self._stream.wait_event(self._ready_event)
         with self._cuda.stream(self._stream):
             for index, piece in pieces.items():
                 copies[index].copy_(piece.detach(), non_blocking=self._pinned)
         copied = self._cuda.Event()
         copied.record(self._stream)
-        self._copied = self._unreleased = copied
+        self._copied = self._copy_event = copied
 
     def help(self) -> None:
         """Take part in what another thread copies: it has the lowest priority, and here somebody waits for it."""
-        with self._helping:
+        with self._assist_lock:
             if self._copying is not None:
-                self._copying.go_on()
+                self._copying.run()
 
     def _allocate(self, size: int) -> None:
         self._release()
@@ -155,24 +155,24 @@ class Staging:
         self._release()
 
 
-def _is_elsewhere(tensor: Tensor) -> bool:
+def is_cuda(tensor: Tensor) -> bool:
     """Whether a tensor is on a GPU."""
     return tensor.is_cuda
 
 
-class _Copying:
+class _CopyQueue:
     """Parts that two threads may copy together, each of them taking the next one."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self._parts, self._next = parts, iter(range(len(parts)))
         self._done = bytearray(len(parts))
 
-    def go_on(self) -> None:
+    def run(self) -> None:
         for number in self._next:
             _copy(*self._parts[number])
             self._done[number] = 1
 
-    def complete(self) -> None:
+    def finish_interrupted(self) -> None:
         """Copy what was begun and interrupted; nobody else is at it any more."""
         for part, done in zip(self._parts, self._done, strict=True):
             if not done:

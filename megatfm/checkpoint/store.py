@@ -9,19 +9,19 @@ from torch import Tensor
 
 from megatfm import ranks
 from megatfm.checkpoint import disk, metadata
-from megatfm.checkpoint.box import Box
-from megatfm.checkpoint.folder import retain
+from megatfm.checkpoint.box import ShardedTensor
+from megatfm.checkpoint.folder import purge_old_checkpoints
 from megatfm.checkpoint.metadata import DTYPE_NAMES, Metadata
 from megatfm.checkpoint.reader import Reader
-from megatfm.checkpoint.share import agree_on_shares
-from megatfm.checkpoint.writer import write_together
+from megatfm.checkpoint.share import plan_save
+from megatfm.checkpoint.writer import write_checkpoint
 from megatfm.errors import MegatfmError, UsageError
 
 
 def save(
     folder: Path,
     step: int,
-    tensors: Mapping[str, Box | Tensor],
+    tensors: Mapping[str, ShardedTensor | Tensor],
     state: Mapping[str, JsonValue],
     *,
     keep: int | None = None,
@@ -38,15 +38,19 @@ def save(
     """
     check_keep(keep)
     what = f"checkpoint of step {step} not saved"
-    boxes, plain = ranks.together(what, lambda: (boxes_of(tensors), metadata.plain_state(state)))
-    share = agree_on_shares(what, boxes)
-    final = write_together(folder, step, plain, share, lambda: share.pieces(boxes))
+    boxes, plain = ranks.run_on_all_ranks(
+        what, lambda: (boxes_of(tensors), metadata.check_json_round_trip(state))
+    )
+    share = plan_save(what, boxes)
+    final = write_checkpoint(folder, step, plain, share, lambda: share.tensors_to_write(boxes))
     if keep is not None and ranks.rank() == 0:
-        retain(final, keep)
+        purge_old_checkpoints(final, keep)
     return final
 
 
-def load(path: Path, tensors: Mapping[str, Box | Tensor], *, cast: bool = False) -> dict[str, JsonValue]:
+def load(
+    path: Path, tensors: Mapping[str, ShardedTensor | Tensor], *, cast: bool = False
+) -> dict[str, JsonValue]:
     """Fill the given tensors in place from a checkpoint, on all ranks together, and return its `state`.
 
     Each rank passes the names and boxes that it wants, cut however it needs them. Every file that a rank reads
@@ -58,7 +62,7 @@ def load(path: Path, tensors: Mapping[str, Box | Tensor], *, cast: bool = False)
     what = f"checkpoint {path} not loaded"
 
     # Rank 0 sees what is there and tells the others, whose machines may see it later.
-    raw = ranks.by_rank_0(what, lambda: disk.read_file(path / metadata.FILENAME))
+    raw = ranks.run_on_rank_0(what, lambda: disk.read_file(path / metadata.FILENAME))
 
     def plan() -> Reader:
         content, boxes = metadata.parse(path, raw), boxes_of(tensors)
@@ -66,11 +70,11 @@ def load(path: Path, tensors: Mapping[str, Box | Tensor], *, cast: bool = False)
             _check_request(content, name, box, cast)
         return Reader(path, content, boxes)
 
-    reader = ranks.together(what, plan)
+    reader = ranks.run_on_all_ranks(what, plan)
     # What several ranks of a machine read comes from the disk once, and for the others out of the page cache.
-    alone = ranks.own_on_host(reader.files)
-    patience = disk.LAG_SECONDS if ranks.count() > 1 else 0.0
-    ranks.together(what, lambda: reader.fill(patience, alone))
+    alone = ranks.unique_on_host(reader.files)
+    patience = disk.NFS_VISIBILITY_SECONDS if ranks.world_size() > 1 else 0.0
+    ranks.run_on_all_ranks(what, lambda: reader.fill(patience, alone))
     return reader.content.state
 
 
@@ -97,9 +101,9 @@ def names(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     return metadata.read(path).names()
 
 
-def boxes_of(tensors: Mapping[str, Box | Tensor]) -> dict[str, Box]:
+def boxes_of(tensors: Mapping[str, ShardedTensor | Tensor]) -> dict[str, ShardedTensor]:
     """Every tensor as a box."""
-    return {name: Box.of(tensor) for name, tensor in tensors.items()}
+    return {name: ShardedTensor.from_tensor(tensor) for name, tensor in tensors.items()}
 
 
 def check_keep(keep: int | None) -> None:
@@ -108,14 +112,14 @@ def check_keep(keep: int | None) -> None:
         raise UsageError(f"keep = {keep}: at least one checkpoint must be kept, so 1 or more")
 
 
-def _check_request(content: Metadata, name: str, box: Box, cast: bool) -> None:
+def _check_request(content: Metadata, name: str, box: ShardedTensor, cast: bool) -> None:
     entry = content.tensors.get(name)
     if entry is None:
         raise MegatfmError(f"it has no tensor {name}")
     if entry.shape != tuple(box.global_shape):
         raise MegatfmError(f"tensor {name} has shape {entry.shape} there, but {tuple(box.global_shape)} here")
     if entry.torch_dtype != box.tensor.dtype and not cast:
-        here = DTYPE_NAMES.get(box.tensor.dtype, str(box.tensor.dtype))
+        model = DTYPE_NAMES.get(box.tensor.dtype, str(box.tensor.dtype))
         raise MegatfmError(
-            f"tensor {name} is {entry.dtype} there, but {here} here: pass cast=True to convert"
+            f"tensor {name} is {entry.dtype} there, but {model} here: pass cast=True to convert"
         )

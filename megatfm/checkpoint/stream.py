@@ -12,7 +12,7 @@ from megatfm.checkpoint.metadata import DTYPE_NAMES, FileEntry, Metadata, Piece,
 from megatfm.checkpoint.writer import FILE_BYTES, commit
 
 
-def save_stream(
+def write_checkpoint_from_iterator(
     folder: Path, step: int, tensors: Iterable[tuple[str, Tensor]], state: Mapping[str, JsonValue]
 ) -> Path:
     """Write the checkpoint `folder/step-00000100` of whole tensors and return its path once it is durable.
@@ -20,13 +20,15 @@ def save_stream(
     A name must not come twice. Raises MegatfmError if anything fails; then nothing is left of it.
     """
     final = folder / f"step-{step:08d}"
-    disk.make_folder(folder)
+    disk.make_durable_dirs(folder)
     partial = final.with_name(f".{final.name}.partial-{secrets.token_hex(4)}")
     with disk.naming("create", partial):
         partial.mkdir()
     try:
         entries, files = _write(partial, tensors)
-        content = Metadata(step=step, state=metadata.plain_state(state), tensors=entries, files=files)
+        content = Metadata(
+            step=step, state=metadata.check_json_round_trip(state), tensors=entries, files=files
+        )
         commit(partial, final, content)
     except BaseException:
         if partial.exists():

@@ -17,7 +17,7 @@ from megatfm.ranks import Group
 MESSAGE_BYTES = 16 * 2**20
 
 
-def send_all(
+def transfer_files(
     what: str,
     group: Group,
     source: Path,
@@ -31,23 +31,23 @@ def send_all(
     """
     problems: list[MegatfmError] = []
     me = ranks.rank(group)
-    for name, sender, taker in sends:
+    for name, sender, receiver in sends:
         if sender == me:
-            _send(source / name, entries[name], taker, group, problems)
-        elif taker == me:
-            _take(target / name, entries[name], sender, group, problems)
+            _send(source / name, entries[name], receiver, group, problems)
+        elif receiver == me:
+            _receive(target / name, entries[name], sender, group, problems)
 
     def check() -> None:
         if problems:
             raise problems[0]
 
-    ranks.together(what, check, group)
+    ranks.run_on_all_ranks(what, check, group)
 
 
-def _send(path: Path, entry: FileEntry, taker: int, group: Group, problems: list[MegatfmError]) -> None:
+def _send(path: Path, entry: FileEntry, receiver: int, group: Group, problems: list[MegatfmError]) -> None:
     with contextlib.closing(_messages(path, entry.bytes, problems)) as messages:
         for message in messages:
-            dist.send(message, taker, group)
+            dist.send(message, receiver, group)
 
 
 def _messages(path: Path, size: int, problems: list[MegatfmError]) -> Generator[Tensor, None, None]:
@@ -67,7 +67,7 @@ def _messages(path: Path, size: int, problems: list[MegatfmError]) -> Generator[
         left -= min(left, MESSAGE_BYTES)
 
 
-def _take(path: Path, entry: FileEntry, sender: int, group: Group, problems: list[MegatfmError]) -> None:
+def _receive(path: Path, entry: FileEntry, sender: int, group: Group, problems: list[MegatfmError]) -> None:
     left = entry.bytes
 
     def parts() -> Iterator[memoryview]:

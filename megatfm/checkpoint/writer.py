@@ -20,7 +20,7 @@ from megatfm.checkpoint import disk, metadata, shard
 from megatfm.checkpoint.metadata import DTYPE_NAMES, FileEntry, Metadata, NewerFormatError, Piece, TensorEntry
 from megatfm.checkpoint.planner import item_bytes
 from megatfm.checkpoint.reader import check_sizes, verify
-from megatfm.checkpoint.share import Share
+from megatfm.checkpoint.share import WritePlan
 from megatfm.errors import MegatfmError
 from megatfm.ranks import Group
 
@@ -31,19 +31,19 @@ FILE_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True)
-class Written:
+class WriteResult:
     """What one rank has put on the disk."""
 
     files: dict[str, FileEntry]
-    pieces: list[tuple[str, Piece]]
+    entries: list[tuple[str, Piece]]
     """By the name of the tensor that they belong to."""
 
 
-def write_together(
+def write_checkpoint(
     folder: Path,
     step: int,
     state: dict[str, JsonValue],
-    share: Share,
+    share: WritePlan,
     pieces: Callable[[], Mapping[MetadataIndex, Tensor]],
     *,
     read_back: bool = False,
@@ -61,62 +61,62 @@ def write_together(
 
     def make_draft() -> Path:
         nonlocal draft
-        disk.make_folder(final.parent)
+        disk.make_durable_dirs(final.parent)
         draft = final.with_name(f".{final.name}.partial-{secrets.token_hex(4)}")
-        disk.make_new_folder(draft)
+        disk.make_dir(draft)
         return draft
 
-    def write() -> Written:
-        disk.await_name(partial, time.monotonic() + disk.LAG_SECONDS)
-        written = write_share(partial, ranks.rank(group), share.items, pieces())
+    def write() -> WriteResult:
+        disk.wait_until_visible(partial, time.monotonic() + disk.NFS_VISIBILITY_SECONDS)
+        written = write_rank_files(partial, ranks.rank(group), share.items, pieces())
         if read_back:
             _read_back(partial, written.files)
         return written
 
     def finish() -> Path:
-        assert share.tensors is not None
-        content = describe(step, state, share.tensors, everyone)
-        deadline = time.monotonic() + disk.LAG_SECONDS
+        assert share.global_metadata is not None
+        content = build_metadata(step, state, share.global_metadata, per_rank)
+        deadline = time.monotonic() + disk.NFS_VISIBILITY_SECONDS
         for name, entry in content.files.items():
-            if name not in everyone[0].files:
-                disk.await_size(partial / name, entry.bytes, deadline)
+            if name not in per_rank[0].files:
+                disk.wait_until_size(partial / name, entry.bytes, deadline)
         commit(partial, final, content)
         return final
 
     try:
-        partial = ranks.by_rank_0(what, make_draft, group)
-        everyone = ranks.gathered(what, write, group)
-        return ranks.by_rank_0(what, finish, group)
+        partial = ranks.run_on_rank_0(what, make_draft, group)
+        per_rank = ranks.run_and_gather(what, write, group)
+        return ranks.run_on_rank_0(what, finish, group)
     except MegatfmError as error:
         _discard(draft, error)
         raise
 
 
-def write_share(
+def write_rank_files(
     folder: Path, rank: int, items: Sequence[WriteItem], pieces: Mapping[MetadataIndex, Tensor]
-) -> Written:
+) -> WriteResult:
     """Write one rank's files and make them durable."""
-    written = Written({}, [])
+    written = WriteResult({}, [])
     for number, chosen in enumerate(_fill_files(items)):
         file = f"rank-{rank:05d}-{number:03d}.safetensors"
         tensors = {_key(item): pieces[item.index] for item in chosen}
         if len(tensors) < len(chosen):  # only where a name ends like the slice of another one
             raise MegatfmError("two pieces would get the same key: rename the tensors that end with [a:b]")
         written.files[file] = shard.write(folder / file, tensors)
-        written.pieces.extend((item.index.fqn, _piece(item, file)) for item in chosen)
+        written.entries.extend((item.index.fqn, _piece(item, file)) for item in chosen)
     disk.sync_folder(folder)
     return written
 
 
-def describe(
-    step: int, state: dict[str, JsonValue], plan: PlanMetadata, everyone: Sequence[Written]
+def build_metadata(
+    step: int, state: dict[str, JsonValue], plan: PlanMetadata, per_rank: Sequence[WriteResult]
 ) -> Metadata:
     """The metadata of what all ranks have written."""
     files: dict[str, FileEntry] = {}
     pieces: dict[str, list[Piece]] = defaultdict(list)
-    for written in everyone:
+    for written in per_rank:
         files.update(written.files)
-        for name, piece in written.pieces:
+        for name, piece in written.entries:
             pieces[name].append(piece)
     tensors = {}
     for name in sorted(pieces):

@@ -31,20 +31,20 @@ def add_source_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def training_config(args: argparse.Namespace) -> Config:
+def training_config(load_training_config: argparse.Namespace) -> Config:
     """The config of a run, which may go on from a model. Raises UsageError."""
-    given, overrides = args.config, args.overrides
-    if args.source is None:
+    given, overrides = load_training_config.config, load_training_config.overrides
+    if load_training_config.source is None:
         if given is None:
             raise UsageError(
                 "a config is missing: give a TOML file, a run directory, a preset or --from MODEL"
             )
         return load_config(given, overrides)
-    from megatfm.commands.go_on import config_from  # imports torch
+    from megatfm.commands.go_on import continue_from_config  # imports torch
 
     if given is not None and "=" in given:
         given, overrides = None, [given, *overrides]
-    config, said = config_from(args.source, given, overrides)
+    config, said = continue_from_config(load_training_config.source, given, overrides)
     for line in said:
         logging.getLogger("megatfm").info("%s", line)
     return config

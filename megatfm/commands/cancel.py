@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 from megatfm.errors import UsageError
-from megatfm.launchers.beside import cancel, cancel_job
-from megatfm.launchers.progress import check_run, is_run, runs_here
+from megatfm.launchers.beside import cancel, cancel_job_id
+from megatfm.launchers.progress import is_run_dir, list_run_dirs, resolve_run_dir
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,13 +28,13 @@ def main(args: argparse.Namespace) -> int:
     if not args.all:
         for name in args.runs:
             print(
-                cancel_job(name)
-                if name.isdecimal() and not is_run(Path(name))
-                else cancel(check_run(Path(name)))
+                cancel_job_id(name)
+                if name.isdecimal() and not is_run_dir(Path(name))
+                else cancel(resolve_run_dir(Path(name)))
             )
         return 0
     ended = 0
-    for run in runs_here():
+    for run in list_run_dirs():
         try:
             print(f"{run.name}: {cancel(run)}")
             ended += 1

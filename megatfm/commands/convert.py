@@ -48,10 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Convert, and say what came of it."""
     from megatfm.convert.convert import convert
-    from megatfm.convert.upcycle import Mixture, upcycle
+    from megatfm.convert.upcycle import Upcycling, upcycle
 
     options = {
-        key: getattr(args, key) for key in Mixture.__dataclass_fields__ if getattr(args, key) is not None
+        key: getattr(args, key) for key in Upcycling.__dataclass_fields__ if getattr(args, key) is not None
     }
     if args.like:
         from megatfm.convert.universal import from_universal
@@ -59,14 +59,14 @@ def main(args: argparse.Namespace) -> int:
         if args.to != "megatfm" or options:
             raise UsageError("--like is for --to megatfm alone: a universal checkpoint becomes a run")
         first, *notes = from_universal(args.source, args.target, args.like)
-        return _say(args.target, first, notes)
+        return _print_result(args.target, first, notes)
     if args.to == "moe":
         if "experts" not in options:
             raise UsageError("--to moe needs --experts: the number of copies, for example --experts 8")
         first, *notes = upcycle(
-            args.source, args.target, Mixture(**options), trust_plugins=args.trust_plugins
+            args.source, args.target, Upcycling(**options), trust_plugins=args.trust_plugins
         )
-        return _say(args.target, first, notes)
+        return _print_result(args.target, first, notes)
     if options:
         flag = min(options).replace("_", "-")
         raise UsageError(f"--{flag} is for --to moe: leave it out, or use --to moe")
@@ -77,10 +77,10 @@ def main(args: argparse.Namespace) -> int:
         shard_bytes=size(args.max_shard_size),
         trust_plugins=args.trust_plugins,
     )
-    return _say(args.target, first, notes)
+    return _print_result(args.target, first, notes)
 
 
-def _say(target: str, first: str, notes: list[str]) -> int:
+def _print_result(target: str, first: str, notes: list[str]) -> int:
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     print(f"{target}: {first}")

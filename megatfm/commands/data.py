@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Verify, show, count, export or index a corpus."""
     from megatfm import tokenizers
-    from megatfm.data import Codec, check, export, index_folder, show, stats
+    from megatfm.data import Detokenizer, check, export, index_folder, show, stats
 
     if args.action == "check":
         print(check(args.dir))
@@ -45,13 +45,13 @@ def main(args: argparse.Namespace) -> int:
         return 0
     path = args.tokenizer
     if path is None and "://" not in args.dir:
-        path = tokenizers.find(Path(args.dir).resolve().parent)
+        path = tokenizers.find_tokenizer_file(Path(args.dir).resolve().parent)
     of_text = tokenizers.load(path) if path else None
     if args.action == "export":
-        codec = Codec(of_text.decode, of_text.eos) if of_text else None
+        codec = Detokenizer(of_text.decode, of_text.eos) if of_text else None
         print(export(args.dir, args.out, codec))
     elif args.action == "stats":
-        print(stats(args.dir, of_text.piece if of_text else None))
+        print(stats(args.dir, of_text.id_to_piece if of_text else None))
     else:
         print(show(args.dir, args.sample, of_text.decode if of_text else None))
     return 0

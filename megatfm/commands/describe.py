@@ -4,7 +4,7 @@ import argparse
 
 from megatfm.commands import trust
 from megatfm.config import load_config
-from megatfm.describe import describe, lines
+from megatfm.describe import describe, to_lines
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,6 +20,6 @@ def main(args: argparse.Namespace) -> int:
     """Print the description."""
     config = load_config(args.config, args.overrides)
     trust.check(config, args)
-    for label, text in lines(describe(config)):
+    for label, text in to_lines(describe(config)):
         print(f"{label:<16}  {text}".rstrip())
     return 0

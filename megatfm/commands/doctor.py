@@ -29,7 +29,7 @@ OPTIONAL = {
     "megablocks": ("experts on GPUs by MegaBlocks' products instead of torch's", "make moe"),
 }
 """Package → what it is for, how to get it."""
-OPERATORS = """
+LIST_OPS_SCRIPT = """
 from deepspeed.git_version_info import installed_ops
 from deepspeed.ops.op_builder import all_ops
 for name in ("quantizer", "async_io", "cpu_adam", "fused_adam"):
@@ -39,9 +39,9 @@ for name in ("quantizer", "async_io", "cpu_adam", "fused_adam"):
         how = "apt-get install libaio-dev" if name == "async_io" else ""
         print(name, installed or ("yes" if builder.is_compatible(verbose=False) else "no"), how, sep="|")
 """
-SECONDS = {"async_io": 600, "cpu_adam": 53, "fused_adam": 44}
+COMPILE_SECONDS = {"async_io": 600, "cpu_adam": 53, "fused_adam": 44}
 """What compiling took of a core of a Xeon: async_io, with the pinned memory that it needs, is fifteen files."""
-USES = {"quantizer": "for deepspeed.quantized_weights and .quantized_gradients"}
+OP_USES = {"quantizer": "for deepspeed.quantized_weights and .quantized_gradients"}
 """Operator → what needs it here. The others are DeepSpeed's own business: offload and optimizers here do without."""
 COMPILERS = {"ninja", "g++", "c++", "cc1plus", "nvcc"}
 
@@ -64,19 +64,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Print a line for each thing; 1 if something is missing without which nothing runs."""
     missing = 0
-    for section, look in SECTIONS.items():
+    for section, check in SECTIONS.items():
         print(section)
-        for finding in _safely(look, section):
+        for finding in _run_check(check, section):
             advice = f"  → {finding.advice}" if finding.advice and not finding.ok else ""
             print(f"  {'ok' if finding.ok else 'missing':<8}{finding.name:<16}{finding.found}{advice}")
             missing += finding.required and not finding.ok
     return 1 if missing else 0
 
 
-def _safely(look: Callable[[], Iterator[Finding]], section: str) -> Iterator[Finding]:
+def _run_check(check: Callable[[], Iterator[Finding]], section: str) -> Iterator[Finding]:
     """A machine in any state gets its whole report: a look that fails is a finding."""
     try:
-        yield from look()
+        yield from check()
     except Exception as error:
         text = " ".join(str(error).split())
         yield Finding(section.lower(), False, f"can't tell: {type(error).__name__}: {text}")
@@ -136,7 +136,7 @@ def mpi() -> Iterator[Finding]:
         return
     # In another process, since a library that does not fit may end the one that loads it.
     code = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
-    ok, text = _ask([sys.executable, "-c", code])
+    ok, text = _run([sys.executable, "-c", code])
     library = f"{_version('mpi4py')}, {text.split(',')[0]}" if ok else "finds no MPI library that it can load"
     yield Finding("mpi4py", ok, library, "make system-deps, or apt-get install libopenmpi-dev")
 
@@ -145,7 +145,7 @@ def slurm() -> Iterator[Finding]:
     """The commands of SLURM, and whether the controller answers."""
     yield _program("sbatch", ["--version"], "run `megatfm launch --slurm` where jobs are submitted")
     if shutil.which("sinfo"):
-        ok, text = _ask(["sinfo", "--noheader", "--format=%P %D"])
+        ok, text = _run(["sinfo", "--noheader", "--format=%P %D"])
         partitions = ", ".join(f"{line} nodes" for line in text.splitlines()) if ok else text
         yield Finding("partitions", ok, partitions, "is slurmctld running? ask `scontrol ping`")
 
@@ -178,15 +178,15 @@ def deepspeed() -> Iterator[Finding]:
         "operators can't be compiled: apt-get install g++",
     )
     # In another process: DeepSpeed is slow to import, and nothing else here needs it.
-    ok, text = _ask([sys.executable, "-W", "ignore", "-c", OPERATORS], seconds=IMPORT_SECONDS)
+    ok, text = _run([sys.executable, "-W", "ignore", "-c", LIST_OPS_SCRIPT], seconds=IMPORT_SECONDS)
     for line in (line for line in text.splitlines() if ok and line.count("|") == 2):  # DeepSpeed says more
         name, answer, how = line.split("|")
-        takes = f", in about {SECONDS[name]} s" if name in SECONDS else ""
+        takes = f", in about {COMPILE_SECONDS[name]} s" if name in COMPILE_SECONDS else ""
         takes = f"would compile{takes}; megatfm never starts that"
         if any(_extensions().glob(f"**/{name}/{name}.so")):
             answer = "installed"
         found = {"installed": "compiled", "yes": takes}.get(answer, "doesn't compile here")
-        use = USES.get(name, "megatfm does without")
+        use = OP_USES.get(name, "megatfm does without")
         yield Finding(name, answer != "no", f"{found} ({use})", how or "g++ and ninja are needed")
     if not ok:
         yield Finding("operators", False, text, "make deepspeed")
@@ -237,11 +237,11 @@ def _program(name: str, arguments: list[str], how: str) -> Finding:
     path = shutil.which(name)
     if path is None:
         return Finding(name, False, "not on the PATH", how)
-    ok, text = _ask([path, *arguments])
+    ok, text = _run([path, *arguments])
     return Finding(name, ok, text.splitlines()[0] if ok and text else text, how)
 
 
-def _ask(command: list[str], seconds: float = 0.0) -> tuple[bool, str]:
+def _run(command: list[str], seconds: float = 0.0) -> tuple[bool, str]:
     """Whether a command ends well in time, and the last it said."""
     limit = max(seconds, ANSWER_SECONDS)
     try:
@@ -258,7 +258,7 @@ def _bf16_speed(device: str) -> float:
     """How many times faster a matrix product is in bfloat16 than in float32."""
     import torch
 
-    from megatfm.train.build import product_seconds
+    from megatfm.train.build import time_matmul
 
     where = torch.device(device)
-    return product_seconds(torch.float32, where) / product_seconds(torch.bfloat16, where)
+    return time_matmul(torch.float32, where) / time_matmul(torch.bfloat16, where)

@@ -8,7 +8,7 @@ from megatfm.commands import trust
 from megatfm.errors import UsageError
 
 if TYPE_CHECKING:
-    from megatfm.generate.load import Loaded
+    from megatfm.generate.load import TextModel
 
 SAMPLES = "samples.jsonl"
 
@@ -81,19 +81,19 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError("--beams: choose 1 or more, and no --samples: beam search finds one text")
     from megatfm.convert.folder import is_hf_folder
     from megatfm.convert.load import load_model as load_hf
-    from megatfm.convert.load import text_parts
-    from megatfm.convert.pair import is_pair
-    from megatfm.generate.continuation import sample, search
-    from megatfm.generate.load import Loaded, load
+    from megatfm.convert.load import text_generation_fields
+    from megatfm.convert.pair import is_electra_folder
+    from megatfm.generate.continuation import generate_text, generate_text_beam
+    from megatfm.generate.load import TextModel, load
     from megatfm.generate.sampling import Sampling
 
     path, device = args.run_dir, _device(args.device)
-    if is_hf_folder(path) or is_pair(path):
-        loaded = Loaded(load_hf(path, device, dtype=args.dtype), **text_parts(path))
+    if is_hf_folder(path) or is_electra_folder(path):
+        loaded = TextModel(load_hf(path, device, dtype=args.dtype), **text_generation_fields(path))
     else:
         loaded = load(path, device, dtype=args.dtype, trust_plugins=args.trust_plugins)
     if args.beams:
-        text = search(
+        text = generate_text_beam(
             loaded,
             args.prompt,
             args.max_tokens,
@@ -103,13 +103,13 @@ def main(args: argparse.Namespace) -> int:
             args.sentinel,
         )
         print(f"{args.prompt}{text}")
-        _keep(loaded, args.prompt, [text])
+        _append_samples(loaded, args.prompt, [text])
         return 0
     sampling = Sampling(
         args.temperature, args.top_k, args.top_p, args.seed, vocab_size=loaded.tokenizer.vocab_size
     )
-    show = _show if args.samples == 1 else _nothing
-    texts = sample(
+    show = _show if args.samples == 1 else _discard
+    texts = generate_text(
         loaded, args.prompt, sampling, args.max_tokens, args.samples, show, args.begin, args.sentinel
     )
     if args.samples > 1:
@@ -117,24 +117,24 @@ def main(args: argparse.Namespace) -> int:
             print(f"--- sample {number} of {args.samples}\n{args.prompt}{text}")
     else:
         print()
-    _keep(loaded, args.prompt, texts)
+    _append_samples(loaded, args.prompt, texts)
     return 0
 
 
-def _keep(loaded: "Loaded", prompt: str, texts: list[str]) -> None:
+def _append_samples(loaded: "TextModel", prompt: str, texts: list[str]) -> None:
     """Append to the run's samples, in one write. A run that can't be written is no reason to fail."""
-    from megatfm.atomic import never_through_a_link
-    from megatfm.train.record.metrics import to_line
+    from megatfm.atomic import open_nofollow
+    from megatfm.train.record.metrics import to_json_line
 
-    if loaded.folder is None:
+    if loaded.run_dir is None:
         return
-    path = loaded.folder / SAMPLES
-    lines = [to_line({"prompt": prompt, "text": text, "step": loaded.step}) for text in texts]
+    path = loaded.run_dir / SAMPLES
+    lines = [to_json_line({"prompt": prompt, "text": text, "step": loaded.step}) for text in texts]
     try:
-        with open(path, "ab", opener=never_through_a_link) as file:
+        with open(path, "ab", opener=open_nofollow) as file:
             file.write(b"".join(lines))
     except OSError as error:
-        _note(f"{path}: not written, so the report won't show this: {error.strerror}")
+        _warn(f"{path}: not written, so the report won't show this: {error.strerror}")
 
 
 def _device(name: str) -> str:
@@ -155,9 +155,9 @@ def _show(text: str) -> None:
     sys.stdout.flush()
 
 
-def _nothing(text: str) -> None:
+def _discard(text: str) -> None:
     """Shown later, whole."""
 
 
-def _note(text: str) -> None:
+def _warn(text: str) -> None:
     print(f"note: {text}", file=sys.stderr)

@@ -14,23 +14,23 @@ from megatfm.config import Config, load_config
 from megatfm.config.key_migrations import migrate
 from megatfm.convert.convert import convert
 from megatfm.convert.folder import is_hf_folder
-from megatfm.convert.pair import is_pair
+from megatfm.convert.pair import is_electra_folder
 from megatfm.errors import UsageError
 from megatfm.train.record.run_directory import run_folder
 
-HERE = "from"
+CONVERTED_DIR = "from"
 """Where in the run directory a Hugging Face folder is kept in our format, with a mark of its path."""
-RANKS = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-OWN = (
+WORLD_SIZE_VARS = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+RUN_SPECIFIC_KEYS = (
     "run_dir", "data.validation", "data.mixture", "data.mixture_changes", "data.warmup", "train.init_only",
     "train.branch_from", "train.freeze", "resume", "parallel",
 )  # fmt: skip
 """Keys of another run's config that were about that run."""
-TEXT = ("data.train", "data.corpus", "data.mixture")
+DATA_KEYS = ("data.train", "data.corpus", "data.mixture")
 
 
-def config_from(
-    source: str | Path, given: str | None, overrides: Sequence[str]
+def continue_from_config(
+    source: str | Path, base_config: str | None, overrides: Sequence[str]
 ) -> tuple[Config, Sequence[str]]:
     """The config of a run that starts from the model at `source`, and what is to be said.
 
@@ -41,16 +41,16 @@ def config_from(
     said: list[str] = []
     name = f"from-{source.absolute().name}"
     named = {override.partition("=")[0].strip() for override in overrides}
-    if given is None and not any(key.startswith(TEXT) for key in named):
+    if base_config is None and not any(key.startswith(DATA_KEYS) for key in named):
         raise UsageError(
             "--from goes on with text of yours: give data.train=CORPUS/train, or data.corpus=CORPUS"
         )
-    if is_hf_folder(source) or is_pair(source):
+    if is_hf_folder(source) or is_electra_folder(source):
         with _none_left_behind() as kept:
-            ours, said = _in_our_format(source, given, [f"name={name}", *overrides])
+            ours, said = _convert_hf_once(source, base_config, [f"name={name}", *overrides])
             kept += [ours] * bool(said)
-            return _config(ours, given, overrides, name), said
-    return _config(source, given, overrides, name), said
+            return _config(ours, base_config, overrides, name), said
+    return _config(source, base_config, overrides, name), said
 
 
 def _config(source: Path, given: str | None, overrides: Sequence[str], name: str) -> Config:
@@ -58,14 +58,14 @@ def _config(source: Path, given: str | None, overrides: Sequence[str], name: str
     found = checkpoint.find_checkpoint(source)
     folder = found.absolute().parent.parent
     words = [f"train.init_from={found if found == source else folder}"]
-    if tokenizer := tokenizers.find(folder):
+    if tokenizer := tokenizers.find_tokenizer_file(folder):
         words.append(f"data.tokenizer={tokenizer}")
     if given is None:
-        words += [f"{key}=" for key in OWN] + [f"name={name}"]
+        words += [f"{key}=" for key in RUN_SPECIFIC_KEYS] + [f"name={name}"]
         base: str | Path = folder / "config.toml"
         config = load_config(base, [*words, *overrides])
     else:
-        config = load_config(given, [*words, *overrides], instead={"model": _model(found)})
+        config = load_config(given, [*words, *overrides], replaced_sections={"model": _model(found)})
     _check_tokenizer(config, tokenizer, source)
     return config
 
@@ -84,7 +84,7 @@ def _none_left_behind() -> Iterator[list[Path]]:
         raise
 
 
-def _in_our_format(source: Path, given: str | None, overrides: Sequence[str]) -> tuple[Path, list[str]]:
+def _convert_hf_once(source: Path, given: str | None, overrides: Sequence[str]) -> tuple[Path, list[str]]:
     """The folder made of a Hugging Face one, which is kept in the run directory for when the run is resumed."""
     values = dict(override.partition("=")[::2] for override in overrides)
     if given is not None:
@@ -92,10 +92,10 @@ def _in_our_format(source: Path, given: str | None, overrides: Sequence[str]) ->
     else:
         run = Path(values["run_dir"]) if values.get("run_dir") else Path.cwd() / "runs" / values["name"]
     # Of another folder than before, under the same name, nothing that is here may be taken.
-    target = run / f"{HERE}-{blake3(os.fsencode(source.absolute())).hexdigest(4)}"
+    target = run / f"{CONVERTED_DIR}-{blake3(os.fsencode(source.absolute())).hexdigest(4)}"
     if (target / "config.toml").is_file():
         return target, []
-    if any(os.environ.get(key, "1") not in ("", "1") for key in RANKS):
+    if any(os.environ.get(key, "1") not in ("", "1") for key in WORLD_SIZE_VARS):
         raise UsageError(
             f"{source}: is in the Hugging Face format, of which one process makes a folder of ours: run `megatfm "
             f"convert {source} NEW --to megatfm` once, and give --from NEW"

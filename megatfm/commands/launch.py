@@ -3,14 +3,14 @@
 import argparse
 from pathlib import Path
 
-from megatfm.atomic import write_whole
+from megatfm.atomic import atomic_write
 from megatfm.commands import add_config_arguments, add_source_argument, training_config
 from megatfm.config import to_toml
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.launchers import cli
 from megatfm.launchers.beside import check_no_process
 
-FROM = "from.toml"
+RESOLVED_CONFIG = "from.toml"
 """In the run directory: the config with which all ranks of a run that goes on from a model are started."""
 
 
@@ -30,11 +30,11 @@ def main(args: argparse.Namespace) -> int:
     if args.source is not None or args.config is None:
         cli.check_flags(args)  # before a model is brought into our format for nothing
         config = training_config(args)
-        path = Path(config.run_dir or Path("runs") / config.name) / FROM
+        path = Path(config.run_dir or Path("runs") / config.name) / RESOLVED_CONFIG
         check_no_process(path.parent)  # whose restarts read the file
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, to_toml(config))
+            atomic_write(path, to_toml(config))
         except OSError as error:
             raise MegatfmError(f"{path}: can't write the run's config: {error.strerror}") from error
         args.config, args.overrides = str(path), []

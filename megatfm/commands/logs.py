@@ -5,8 +5,8 @@ import contextlib
 import time
 from pathlib import Path
 
-from megatfm.launchers.follow import follow, show
-from megatfm.launchers.progress import check_run, launcher_of
+from megatfm.launchers.follow import follow_logs, print_tails
+from megatfm.launchers.progress import launcher_of, resolve_run_dir
 
 QUEUE_SECONDS = 10.0
 """How often the queue is asked whether there will be more: schedulers don't like to be asked often."""
@@ -27,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print the logs that matter: the job's or rank 0's, those of ranks with trouble."""
-    run = check_run(args.run_dir)
-    tails = show(run, args.lines, args.all, to_the_end=not args.follow)
+    run = resolve_run_dir(args.run_dir)
+    tails = print_tails(run, args.lines, args.all, to_the_end=not args.follow)
     if not tails and not args.follow:
         print(f"{run}: no logs yet")
     launcher, asked, over = launcher_of(run), 0.0, False
@@ -41,5 +41,5 @@ def main(args: argparse.Namespace) -> int:
 
     if args.follow:
         with contextlib.suppress(KeyboardInterrupt):  # how one leaves
-            follow(run, tails, args.all, is_over)
+            follow_logs(run, tails, args.all, is_over)
     return 0

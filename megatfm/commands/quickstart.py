@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.table import Table
 
 from megatfm.config import Config, load_config
-from megatfm.errors import REQUEUE, MegatfmError, UsageError
-from megatfm.launchers.job import TRAIN, python_path
+from megatfm.errors import EXIT_REQUEUE, MegatfmError, UsageError
+from megatfm.launchers.job import MEGATFM_COMMAND, python_path
 
-WHOLE = "parallel.zero=0"
+NO_SHARDING = "parallel.zero=0"
 """Two processes can each hold all of so small a model; to gather it from both takes a fifth more time."""
 
 console = Console(highlight=False, soft_wrap=True)
@@ -43,22 +43,24 @@ def main(args: argparse.Namespace) -> int:
     start = time.monotonic()
     prep, overrides = _names(args.corpus)
     named = {override.partition("=")[0].strip() for override in args.overrides}
-    ours = [override for override in [WHOLE, *overrides] if override.partition("=")[0] not in named]
+    ours = [override for override in [NO_SHARDING, *overrides] if override.partition("=")[0] not in named]
     overrides = [*ours, *args.overrides]
     config = load_config("quickstart", overrides)
     run_dir = Path(config.run_dir or Path.cwd() / "runs" / config.name)
     shown = os.path.relpath(run_dir)
     launch = ["launch", "quickstart", "--nproc", str(args.nproc), *overrides]
 
-    _stage("Prepare the corpus", ["prep", "quickstart-data", *prep])
-    _stage(
+    _run_subprocess("Prepare the corpus", ["prep", "quickstart-data", *prep])
+    _run_subprocess(
         "Train, and stop half-way by a signal", launch, stop_after=config.train.steps // 2, run_dir=run_dir
     )
-    _stage("Resume from the checkpoint", launch)
+    _run_subprocess("Resume from the checkpoint", launch)
     for seed in ("0", "1"):
-        _here("Sample", ["generate", shown, "--prompt", args.prompt, "--max-tokens", "120", "--seed", seed])
-    _here("Evaluate on held-out text, beside gzip and xz", ["evaluate", shown, "--compressors"])
-    _here("Write the report", ["report", shown])
+        _run_in_process(
+            "Sample", ["generate", shown, "--prompt", args.prompt, "--max-tokens", "120", "--seed", seed]
+        )
+    _run_in_process("Evaluate on held-out text, beside gzip and xz", ["evaluate", shown, "--compressors"])
+    _run_in_process("Write the report", ["report", shown])
     _summary(config, run_dir, time.monotonic() - start)
     return 0
 
@@ -80,14 +82,14 @@ def _names(corpus: str | None) -> tuple[list[str], list[str]]:
     ]
 
 
-def _stage(
-    title: str, words: Sequence[str], stop_after: int | None = None, run_dir: Path | None = None
+def _run_subprocess(
+    title: str, argv: Sequence[str], stop_after: int | None = None, run_dir: Path | None = None
 ) -> None:
     """Run one command of megatfm, shown as a user would type it. Raises MegatfmError when it fails."""
-    _show(title, words)
-    process = subprocess.Popen([*TRAIN[:-1], *words], env={**os.environ, **python_path()})
+    _print_command(title, argv)
+    process = subprocess.Popen([*MEGATFM_COMMAND[:-1], *argv], env={**os.environ, **python_path()})
     try:
-        if stop_after is not None and run_dir is not None and _reached(process, run_dir, stop_after):
+        if stop_after is not None and run_dir is not None and _wait_for_step(process, run_dir, stop_after):
             console.print(f"[dim]$ kill -TERM {process.pid}[/dim]")
             process.send_signal(signal.SIGTERM)
         code = process.wait()
@@ -95,13 +97,13 @@ def _stage(
         if process.poll() is None:
             process.terminate()
             process.wait()
-    if code not in (0, REQUEUE if stop_after is not None else 0):
-        raise _failed(words, f"failed (exit {code}), see above", code)
+    if code not in (0, EXIT_REQUEUE if stop_after is not None else 0):
+        raise _failed(argv, f"failed (exit {code}), see above", code)
 
 
-def _here(title: str, words: Sequence[str]) -> None:
+def _run_in_process(title: str, words: Sequence[str]) -> None:
     """The same in this process, for commands that are done sooner than torch is imported again."""
-    _show(title, words)
+    _print_command(title, words)
     module = importlib.import_module(f"megatfm.commands.{words[0]}")
     parser = argparse.ArgumentParser(prog=f"megatfm {words[0]}")
     module.add_arguments(parser)
@@ -111,7 +113,7 @@ def _here(title: str, words: Sequence[str]) -> None:
         raise _failed(words, f"failed: {error}", error.exit_code) from error
 
 
-def _show(title: str, words: Sequence[str]) -> None:
+def _print_command(title: str, words: Sequence[str]) -> None:
     console.print(f"\n[bold]{title}[/bold]\n[dim]$ megatfm {shlex.join(words)}[/dim]")
 
 
@@ -121,7 +123,7 @@ def _failed(words: Sequence[str], how: str, code: int) -> MegatfmError:
     return failed
 
 
-def _reached(process: subprocess.Popen[bytes], run_dir: Path, step: int) -> bool:
+def _wait_for_step(process: subprocess.Popen[bytes], run_dir: Path, step: int) -> bool:
     """Wait until the run has logged that step; False if it ended before, or had got there earlier."""
     if _last_step(run_dir) >= step:
         return False

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megatfm.launchers.progress import Progress, check_run, look, runs_here
+from megatfm.launchers.progress import RunStatus, list_run_dirs, resolve_run_dir, run_status
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,71 +19,86 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print how runs are: one in full, several in a table."""
-    runs = [check_run(path) for path in args.runs] or runs_here()
-    found = [look(run) for run in runs]
+    runs = [resolve_run_dir(path) for path in args.runs] or list_run_dirs()
+    found = [run_status(run) for run in runs]
     if args.json:
-        for each in found:
-            print(json.dumps(each.plain()))
+        for progress in found:
+            print(json.dumps(progress.as_dict()))
     elif len(args.runs) == 1:
-        print(_in_full(found[0]))
+        print(_details(found[0]))
     else:
         console = Console(highlight=False)
         if not console.is_terminal:
             console.width = 200
-        console.print(_together(found))
+        console.print(_table(found))
     return 0
 
 
-def _together(found: Iterable[Progress]) -> Table:
+def _table(found: Iterable[RunStatus]) -> Table:
     table = Table(box=None, pad_edge=False)
     for heading in ("run", "state", "step", "loss", "tokens/s", "left", "restarts", ""):
         table.add_column(
             heading, justify="left" if heading in ("run", "state", "") else "right", no_wrap=bool(heading)
         )
-    for each in found:
-        facts = (each.run.name, each.state.word, _step(each), _loss(each), _speed(each), _left(each))
-        details = "; ".join(filter(None, (each.state.detail, each.work)))
-        table.add_row(*facts, str(each.restarts or ""), details)
+    for progress in found:
+        facts = (
+            progress.run.name,
+            progress.state.name,
+            _step(progress),
+            _loss(progress),
+            _speed(progress),
+            _format_eta(progress),
+        )
+        details = "; ".join(filter(None, (progress.state.reason, progress.work)))
+        table.add_row(*facts, str(progress.restarts or ""), details)
     return table
 
 
-def _in_full(each: Progress) -> str:
+def _details(progress: RunStatus) -> str:
     since = (
-        f", since {time.strftime('%d %b %H:%M', time.localtime(each.state.since))}"
-        if each.state.since
+        f", since {time.strftime('%d %b %H:%M', time.localtime(progress.state.since))}"
+        if progress.state.since
         else ""
     )
     rows = {
-        "run": str(each.run),
-        "state": each.state.word + (f": {each.state.detail}" if each.state.detail else "") + since,
-        "work": each.work,
-        "step": _step(each),
-        "loss": _loss(each),
-        "tokens/s": _speed(each),
-        "time left": _left(each),
-        "checkpoint": f"step {each.checkpoint}" if each.checkpoint else "none",
-        "restarts": str(each.restarts),
-        "last event": each.event,
+        "run": str(progress.run),
+        "state": progress.state.name
+        + (f": {progress.state.reason}" if progress.state.reason else "")
+        + since,
+        "work": progress.work,
+        "step": _step(progress),
+        "loss": _loss(progress),
+        "tokens/s": _speed(progress),
+        "time left": _format_eta(progress),
+        "checkpoint": f"step {progress.checkpoint}" if progress.checkpoint else "none",
+        "restarts": str(progress.restarts),
+        "last event": progress.event,
     }
     return "\n".join(f"{name:<12}{text}" for name, text in rows.items() if text)
 
 
-def _step(each: Progress) -> str:
-    return f"{each.step or 0:,} of {each.steps:,}" if each.steps else f"{each.step:,}" if each.step else ""
+def _step(progress: RunStatus) -> str:
+    return (
+        f"{progress.step or 0:,} of {progress.steps:,}"
+        if progress.steps
+        else f"{progress.step:,}"
+        if progress.step
+        else ""
+    )
 
 
-def _loss(each: Progress) -> str:
-    return "" if each.loss is None else f"{each.loss:.4f}"
+def _loss(progress: RunStatus) -> str:
+    return "" if progress.loss is None else f"{progress.loss:.4f}"
 
 
-def _speed(each: Progress) -> str:
-    return "" if each.tokens_per_second is None else f"{each.tokens_per_second:,.0f}"
+def _speed(progress: RunStatus) -> str:
+    return "" if progress.tokens_per_second is None else f"{progress.tokens_per_second:,.0f}"
 
 
-def _left(each: Progress) -> str:
-    if each.seconds_left is None:
+def _format_eta(progress: RunStatus) -> str:
+    if progress.seconds_left is None:
         return ""
-    minutes, seconds = divmod(round(each.seconds_left), 60)
+    minutes, seconds = divmod(round(progress.seconds_left), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
     if days:

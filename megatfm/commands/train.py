@@ -7,7 +7,7 @@ from collections.abc import MutableMapping
 from megatfm.commands import add_config_arguments, add_source_argument, training_config
 from megatfm.parallel import sentinel
 
-ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
+ALLOCATOR_VARS = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
 """Names of the same setting: that of today, and older ones."""
 
 
@@ -17,16 +17,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source_argument(parser)
 
 
-def grow_segments(environment: MutableMapping[str, str]) -> None:
+def enable_expandable_segments(environment: MutableMapping[str, str]) -> None:
     """Have torch's allocator on GPUs grow its segments, so that less of the memory is lost between blocks of changing
     sizes; unless something is set. To be called before torch is loaded."""
-    if not ALLOCATOR.intersection(environment):
+    if not ALLOCATOR_VARS.intersection(environment):
         environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def main(args: argparse.Namespace) -> int:
     """Train or resume; returns 0 when done, 75 when stopped by a signal after saving (`megatfm.errors`)."""
-    grow_segments(os.environ)
+    enable_expandable_segments(os.environ)
     sentinel.start()
     config = training_config(args)
     # After the config: its mistakes shouldn't wait for torch.

@@ -81,12 +81,16 @@ def main(args: argparse.Namespace) -> int:
     shown = comparison.gradients if args.all else comparison.gradients[:SHOWN]
     console.print(_gradients(comparison, len(shown)))
     console.print(_traffic(comparison))
-    for reason in dict.fromkeys(comparison.unpredicted.values()):
-        sent = {flow.axis for flow in comparison.flows if comparison.unpredicted.get(flow.axis) == reason}
+    for reason in dict.fromkeys(comparison.axes_without_closed_form.values()):
+        sent = {
+            flow.axis
+            for flow in comparison.flows
+            if comparison.axes_without_closed_form.get(flow.axis) == reason
+        }
         if sent:
             console.print(f"No traffic expected over {', '.join(sorted(sent))}: {reason}.", markup=False)
     console.print(_conclusion(comparison), markup=False)
-    return 1 if comparison.wrong or comparison.misses else 0
+    return 1 if comparison.wrong or comparison.traffic_mismatches else 0
 
 
 def _presets(args: argparse.Namespace) -> int:
@@ -203,7 +207,7 @@ def _traffic(comparison: "Comparison") -> "Table":
     counted = {(flow.axis, flow.collective): flow for flow in comparison.flows}
     for key in sorted(counted.keys() | comparison.expected.keys()):
         flow, (_, wanted) = counted.get(key), comparison.expected.get(key, (0, 0))
-        sent, known = flow.sent_bytes if flow else 0, key[0] not in comparison.unpredicted
+        sent, known = flow.sent_bytes if flow else 0, key[0] not in comparison.axes_without_closed_form
         row = *key, f"{flow.calls if flow else 0:,}", f"{sent:,}", f"{wanted:,}" if known else "–"
         table.add_row(*row, style="bold red" if known and sent != wanted else None)
     return table
@@ -211,10 +215,14 @@ def _traffic(comparison: "Comparison") -> "Table":
 
 def _conclusion(comparison: "Comparison") -> str:
     bound, everything = comparison.bound, len(comparison.gradients)
-    if not comparison.wrong and comparison.misses:
-        more = f" (and {len(comparison.misses) - 1} more)" if len(comparison.misses) > 1 else ""
+    if not comparison.wrong and comparison.traffic_mismatches:
+        more = (
+            f" (and {len(comparison.traffic_mismatches) - 1} more)"
+            if len(comparison.traffic_mismatches) > 1
+            else ""
+        )
         same = f"loss, norm, {everything} gradients and all updates agree within {bound:g}"
-        return f"DIFFERENT TRAFFIC: {same}, but {comparison.misses[0]}{more}"
+        return f"DIFFERENT TRAFFIC: {same}, but {comparison.traffic_mismatches[0]}{more}"
     if not comparison.wrong:
         return f"Same computation: loss, norm, {everything} gradients and all updates agree within {bound:g}."
     updates = [one for one in comparison.updates if one.is_wrong]

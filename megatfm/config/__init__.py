@@ -10,7 +10,7 @@ from megatfm.config.attention import (
     LongformerAttentionConfig,
     ScaledAttention,
 )
-from megatfm.config.base import expect, invalid
+from megatfm.config.base import invalid, require_variant
 from megatfm.config.heads import BoundaryHeadConfig, PluginHeadConfig, SentenceHeadConfig
 from megatfm.config.load import find_config, load, load_config, preset_names, presets_of_models, to_toml
 from megatfm.config.model import ModelConfig
@@ -149,12 +149,12 @@ __all__ = [
     "TrainConfig",
     "WSDSchedule",
     "WindowPatternConfig",
-    "expect",
     "find_config",
     "invalid",
     "load",
     "load_config",
     "preset_names",
     "presets_of_models",
+    "require_variant",
     "to_toml",
 ]

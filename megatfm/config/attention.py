@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt
 
-from megatfm.config.base import LONGEST, WIDEST, Rate, Section, by_name
+from megatfm.config.base import MAX_LENGTH, MAX_WIDTH, Rate, Section, union_by_name
 from megatfm.config.patterns import FullPatternConfig, PatternConfig
 
 
@@ -14,9 +14,9 @@ class AttentionSection(Section):
     name: str
     pattern: PatternConfig = FullPatternConfig()
     """What a query sees: a pattern's name, or a section with its options."""
-    n_heads: PositiveInt = Field(examples=[4], le=WIDEST)
+    n_heads: PositiveInt = Field(examples=[4], le=MAX_WIDTH)
     """Number of query heads."""
-    head_dim: PositiveInt | None = Field(default=None, le=WIDEST)
+    head_dim: PositiveInt | None = Field(default=None, le=MAX_WIDTH)
     """Width of a head; left out, `d_model / n_heads`."""
     dropout: Rate = 0.0
     """Dropout of attention probabilities."""
@@ -30,7 +30,7 @@ class AttentionSection(Section):
         return self.n_heads
 
     @property
-    def divided(self) -> dict[str, int]:
+    def tp_dims(self) -> dict[str, int]:
         """What tensor-parallel ranks share among them, by key."""
         return {"n_heads": self.n_heads, "n_kv_heads": self.kv_heads}
 
@@ -48,7 +48,7 @@ class HeadsAttentionConfig(ScaledAttention):
     """Query heads that share key and value heads in groups: MHA, GQA and MQA (Ainslie et al. 2023)."""
 
     name: Literal["heads"] = "heads"
-    n_kv_heads: PositiveInt | None = Field(default=None, le=WIDEST)
+    n_kv_heads: PositiveInt | None = Field(default=None, le=MAX_WIDTH)
     """Number of key and value heads (grouped-query attention); left out, `n_heads`."""
     qk_norm: bool | Literal["whole"] = False
     """RMSNorm on each head's queries and keys; or `"whole"`, on those of all heads together (OLMoE)."""
@@ -63,23 +63,23 @@ class HeadsAttentionConfig(ScaledAttention):
         return self.n_kv_heads or self.n_heads
 
     @property
-    def divided(self) -> dict[str, int]:
+    def tp_dims(self) -> dict[str, int]:
         """What tensor-parallel ranks share among them, by key: key heads that are normalised together, once each."""
         together = {"n_kv_heads (qk_norm = 'whole')": self.kv_heads} if self.qk_norm == "whole" else {}
-        return {**super().divided, **together}
+        return {**super().tp_dims, **together}
 
 
 class LatentAttentionConfig(ScaledAttention):
     """Multi-head latent attention (DeepSeek-AI 2024, section 2.1)."""
 
     name: Literal["latent"] = "latent"
-    kv_rank: PositiveInt = Field(examples=[512], le=WIDEST)
+    kv_rank: PositiveInt = Field(examples=[512], le=MAX_WIDTH)
     """Width of the latent from which keys and values are made."""
-    q_rank: PositiveInt | None = Field(default=None, le=WIDEST)
+    q_rank: PositiveInt | None = Field(default=None, le=MAX_WIDTH)
     """Width of the queries' latent; left out, queries are projected directly."""
-    rope_dim: PositiveInt = Field(examples=[64], le=WIDEST)
+    rope_dim: PositiveInt = Field(examples=[64], le=MAX_WIDTH)
     """Channels of a head that carry the position, their keys shared by all heads."""
-    v_dim: PositiveInt | None = Field(default=None, le=WIDEST)
+    v_dim: PositiveInt | None = Field(default=None, le=MAX_WIDTH)
     """Width of a head's values; left out, `head_dim`."""
 
 
@@ -93,9 +93,9 @@ class LinformerAttentionConfig(AttentionSection):
     """Keys and values of a document are projected to a fixed number of them (Wang et al. 2020)."""
 
     name: Literal["linformer"] = "linformer"
-    length: PositiveInt = Field(examples=[512], le=LONGEST)
+    length: PositiveInt = Field(examples=[512], le=MAX_LENGTH)
     """Places that are projected: no row may be longer."""
-    rank: PositiveInt = Field(default=128, le=WIDEST)
+    rank: PositiveInt = Field(default=128, le=MAX_WIDTH)
     """Keys and values that a document has."""
     share: Literal["none", "headwise", "key_value", "layerwise"] = "headwise"
     """Who has a projection in common: no one, all heads of a layer, besides them its keys and values, or besides those
@@ -110,7 +110,7 @@ class CompressedAttentionConfig(ScaledAttention):
     """Keys and values of neighbouring tokens are made one by a convolution, in decoders (Liu et al. 2018)."""
 
     name: Literal["compressed"] = "compressed"
-    factor: PositiveInt = Field(default=3, le=WIDEST)
+    factor: PositiveInt = Field(default=3, le=MAX_WIDTH)
     """Tokens that become one key and one value."""
     bias: bool = False
     """Biases in the projections of tokens."""
@@ -153,7 +153,7 @@ AttentionConfig = Annotated[
     | DisentangledSharedAttentionConfig
     | TwoStreamAttentionConfig
     | PluginAttentionConfig,
-    by_name(
+    union_by_name(
         HeadsAttentionConfig,
         LatentAttentionConfig,
         LongformerAttentionConfig,
@@ -162,6 +162,6 @@ AttentionConfig = Annotated[
         DisentangledAttentionConfig,
         DisentangledSharedAttentionConfig,
         TwoStreamAttentionConfig,
-        other=PluginAttentionConfig,
+        plugin=PluginAttentionConfig,
     ),
 ]

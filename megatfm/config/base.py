@@ -31,7 +31,7 @@ Rate = Annotated[float, Field(ge=0, le=1 - 2**-16)]
 """A probability of dropping something: in steps of 1/65,536 (`megatfm.ops.dropout`), of which at least one is left."""
 
 
-WIDEST, DEEPEST, LONGEST = 2**24, 2**14, 2**31
+MAX_WIDTH, MAX_LAYERS, MAX_LENGTH = 2**24, 2**14, 2**31
 """Of a model: far above any that was ever trained, and far below what hangs or overflows where it is made."""
 
 
@@ -56,7 +56,7 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @classmethod
-    def meanings(cls) -> dict[str, str]:
+    def field_docs(cls) -> dict[str, str]:
         """What each key means: the string below it. Read from the source when it is asked for, and not, as pydantic
         would, whenever a command starts."""
         found: dict[str, str] = {}
@@ -76,14 +76,14 @@ class Section(BaseModel):
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         schema = handler(core)
-        keys, meanings = handler.resolve_ref_schema(schema).get("properties", {}), cls.meanings()
+        keys, meanings = handler.resolve_ref_schema(schema).get("properties", {}), cls.field_docs()
         for key in keys.keys() & meanings.keys():
             keys[key].setdefault("description", meanings[key])
         return schema
 
     @model_validator(mode="before")
     @classmethod
-    def _true_is_not_one(cls, values: Any) -> Any:
+    def _reject_bool_as_number(cls, values: Any) -> Any:
         """Python takes true for the number 1; whoever writes `checkpoint.every = true` means something else."""
         for key, value in values.items() if isinstance(values, dict) else ():
             field = cls.model_fields.get(key)
@@ -93,7 +93,7 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _words_are_a_list(cls, values: Any) -> Any:
+    def _split_word_list(cls, values: Any) -> Any:
         """`log.sinks=wandb,tensorboard` and `[wandb]`, of which a shell has taken the quotes, mean lists of words."""
         if not isinstance(values, dict):
             return values
@@ -120,11 +120,11 @@ class Section(BaseModel):
                 ) from None
 
     @classmethod
-    def of(cls, keys: Mapping[str, Any] | None = None, /, **more: Any) -> Self:
+    def from_dotted(cls, keys: Mapping[str, Any] | None = None, /, **more: Any) -> Self:
         """From keys with dots, as on the command line: `of({"d_model": 64, "attention.n_heads": 4})`."""
-        return cls.model_validate(nested({**(keys or {}), **more}))
+        return cls.model_validate(unflatten({**(keys or {}), **more}))
 
-    def changed(self, keys: Mapping[str, Any]) -> Self:
+    def with_changes(self, keys: Mapping[str, Any]) -> Self:
         """A copy with other values of such keys, checked like any config.
 
         Keys with dots change what they name and leave its neighbours: `data.validation.code` adds a corpus, while
@@ -150,7 +150,7 @@ def _merge_into_table(
         key, _, below = path.partition(".")
         old = values.get(key)
         if not below and not (isinstance(old, Section) and isinstance(change, Mapping)):
-            values[key] = nested(change) if isinstance(change, Mapping) else change
+            values[key] = unflatten(change) if isinstance(change, Mapping) else change
     for key, changes in _changes_below(keys, values).items():
         old, annotation = values.get(key), annotations.get(key)
         if isinstance(old, Section):
@@ -161,7 +161,7 @@ def _merge_into_table(
             )
             values[key] = _merge_into_table(old, changes, inner)
         else:
-            values[key] = nested(changes)
+            values[key] = unflatten(changes)
     return values
 
 
@@ -224,32 +224,33 @@ def invalid(subject: str, error: ValidationError) -> UsageError:
     return UsageError(f"{subject}: {f'{key}: ' if key else ''}{reason}")
 
 
-def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
+def unflatten(keys: Mapping[str, Any]) -> dict[str, Any]:
     """Tables in tables, from keys with dots."""
     tables: dict[str, Any] = {}
     for key, value in keys.items():
         first, _, rest = key.partition(".")
         if rest or isinstance(value, Mapping):
             inner = tables.get(first)
-            more = nested({rest: value} if rest else value)
-            tables[first] = _merged(inner, more) if isinstance(inner, dict) else more
+            more = unflatten({rest: value} if rest else value)
+            tables[first] = deep_merge(inner, more) if isinstance(inner, dict) else more
         else:
             tables[first] = value
     return tables
 
 
-def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+def deep_merge(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Merge tables key by key at every depth; where both have a value, `other` wins."""
     both = dict(one)
     for key, value in other.items():
         old = both.get(key)
-        both[key] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        both[key] = deep_merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
     return both
 
 
 AnySection = TypeVar("AnySection", bound=Section)
 
 
-def expect(given: Section, kind: type[AnySection], key: str) -> AnySection:
+def require_variant(given: Section, kind: type[AnySection], key: str) -> AnySection:
     """A section as the variant whose options a part reads. Raises UsageError where the config has another."""
     if isinstance(given, kind):
         return given
@@ -341,7 +342,7 @@ def check_path(path: Path) -> Path:
     return path
 
 
-def by_name(*known: type[Section], other: type[Section]) -> BeforeValidator:
+def union_by_name(*known: type[Section], plugin: type[Section]) -> BeforeValidator:
     """Validate a table as the section whose `name` it gives, the first of them if it gives none.
 
     other: the section for any other name, so that a plugin's part can have keys of its own.
@@ -349,12 +350,12 @@ def by_name(*known: type[Section], other: type[Section]) -> BeforeValidator:
     sections = {section.model_fields["name"].default: section for section in known}
 
     def choose(value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, (*known, other)):
+        if isinstance(value, (*known, plugin)):
             return value
         named = (
             value.get("name", known[0].model_fields["name"].default) if isinstance(value, Mapping) else None
         )
-        section = sections.get(named, other) if named else known[0]
+        section = sections.get(named, plugin) if named else known[0]
         return section.model_validate(value, context=info.context)
 
     return BeforeValidator(choose)

@@ -4,7 +4,7 @@ from typing import Any, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from megatfm.config.base import LONGEST, PathStr, Section
+from megatfm.config.base import MAX_LENGTH, PathStr, Section
 
 
 class MixtureSource(Section):
@@ -54,13 +54,13 @@ class DataConfig(Section):
     tokenizer: PathStr | None = Field(default=None, examples=["corpora/quickstart/tokenizer.model"])
     """The tokenizer that made the corpora (checked by its hash): its file, or a folder that holds it. Left out only
     where the objective reads no text."""
-    sequence_length: PositiveInt = Field(examples=[512], le=LONGEST)
+    sequence_length: PositiveInt = Field(examples=[512], le=MAX_LENGTH)
     """Tokens in one packed row; in an encoder-decoder, in one of the encoder's."""
-    target_length: PositiveInt | None = Field(default=None, examples=[128], le=LONGEST)
+    target_length: PositiveInt | None = Field(default=None, examples=[128], le=MAX_LENGTH)
     """Tokens in one packed row of an encoder-decoder's decoder."""
     shuffle: bool = True
     """Read in a shuffled order, another one each epoch; false reads in stored order."""
-    streams: PositiveInt | None = Field(default=None, examples=[64], le=LONGEST)
+    streams: PositiveInt | None = Field(default=None, examples=[64], le=MAX_LENGTH)
     """Places of the corpus that are read in turn; part of the order, so fixed for a run. Left out: from
     train.global_batch, so that no two ranks read the same text."""
     attend_across_documents: bool = False

@@ -9,15 +9,15 @@ from megatfm.config.base import PathStr, Section
 from megatfm.config.optimizer import AdafactorConfig, LambConfig, MuonConfig, OptimizerSection, SoapConfig
 from megatfm.config.sections import ParallelConfig, TrainConfig
 
-Place = Literal["none", "cpu", "nvme"]
+OffloadDevice = Literal["none", "cpu", "nvme"]
 
 
 class DeepSpeedConfig(Section):
     """What only parallel.engine = "deepspeed" has."""
 
-    offload_optimizer: Place = "none"
+    offload_optimizer: OffloadDevice = "none"
     """Where optimizer state and the weights that it moves are kept, with zero = 1, 2 or 3: "none" is the device."""
-    offload_parameters: Place = "none"
+    offload_parameters: OffloadDevice = "none"
     """Where the weights that are not in use are kept, with zero = 3: "none" is the device."""
     nvme_path: PathStr | None = None
     """Folder on a local disk for what is offloaded to "nvme"."""
@@ -52,17 +52,17 @@ class DeepSpeedConfig(Section):
         return self
 
 
-WHOLE_IN_FILES = (
+NVME_UNSHARDED_ERROR = (
     "deepspeed.offload_parameters = 'nvme' and weights that one data rank holds whole, which DeepSpeed doesn't gather: "
     "it computes with their buffer, and gives that away before the backward pass"
 )
-WHOLE_WAY_OUT = (
+NVME_UNSHARDED_HINT = (
     "set parallel.dp_shard = 2 or more, parallel.ep to less than that, or offload_parameters = 'cpu'"
 )
-WHOLE_TENSORS = (MuonConfig, SoapConfig, AdafactorConfig, LambConfig)
+WHOLE_TENSOR_OPTIMIZERS = (MuonConfig, SoapConfig, AdafactorConfig, LambConfig)
 
 
-def check(
+def check_compatibility(
     parallel: ParallelConfig, train: TrainConfig, optimizer: OptimizerSection, own: DeepSpeedConfig
 ) -> None:
     """Raise ValueError for what DeepSpeed can't carry, or for a `deepspeed` section that nobody reads.
@@ -114,7 +114,7 @@ def _problems(
         yield problem
     if train.compile not in (False, "auto"):
         yield "train.compile = true: its hooks stand between compiled blocks: set train.compile = false"
-    if isinstance(optimizer, WHOLE_TENSORS):
+    if isinstance(optimizer, WHOLE_TENSOR_OPTIMIZERS):
         yield (
             f"optimizer.name = {optimizer.name!r}, which looks at whole tensors, while its ZeRO cuts flattened "
             "ones: set optimizer.name = 'adamw', 'lion' or 'schedule_free_adamw'"
@@ -138,8 +138,8 @@ def _problems(
         )
     if offload.offload_parameters != "none" and parallel.zero != 3:
         yield f"deepspeed.offload_parameters and parallel.zero = {parallel.zero}: set parallel.zero = 3"
-    if offload.offload_parameters == "nvme" and parallel.zero == 3 and _lies_whole(parallel):
-        yield f"{WHOLE_IN_FILES}: {WHOLE_WAY_OUT}"
+    if offload.offload_parameters == "nvme" and parallel.zero == 3 and _has_unsharded_weights(parallel):
+        yield f"{NVME_UNSHARDED_ERROR}: {NVME_UNSHARDED_HINT}"
     if offload.hpz > 1 and (problem := _zero_plus_plus_problem(parallel) or _hpz_problem(offload)):
         yield f"deepspeed.hpz = {offload.hpz} and {problem}"
     for key in offload.quantized:
@@ -149,7 +149,7 @@ def _problems(
             yield f"deepspeed.{key} and {problem}"
 
 
-def _lies_whole(parallel: ParallelConfig) -> bool:
+def _has_unsharded_weights(parallel: ParallelConfig) -> bool:
     """Whether there are weights, or experts, of which one rank holds all that its tensor parallelism leaves it; not
     known before the start where dp_shard is −1."""
     ranks = parallel.dp_shard * parallel.cp

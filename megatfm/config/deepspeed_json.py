@@ -1,8 +1,8 @@
 """The JSON that DeepSpeed is configured with, asked for no more than our config says (`derive`).
 
 A DeepSpeed JSON of the user's own is read when an engine is built or a job is launched. Each of its keys is one of
-ours under another name, and must agree with it (`decided`), or tunes, and is passed through (`FREE`, `TUNES`), or is
-refused with what to set instead.
+ours under another name, and must agree with it (`decided`), or tunes, and is passed through (`PASSED_SECTIONS`,
+`PASSED_ZERO_KEYS`), or is refused with what to set instead.
 """
 
 import json
@@ -14,7 +14,7 @@ from megatfm.config.root import Config
 from megatfm.errors import UsageError
 
 Json = dict[str, Any]
-ANYTHING = object()
+ANY_VALUE = object()
 """In the place of a value: whatever a JSON has there is right."""
 
 
@@ -31,7 +31,7 @@ def derive(config: Config, precision: str, folder: Path | None = None) -> Json:
         raise UsageError(f"deepspeed.json_file = {str(path)!r} can't be read: {error}") from None
     if not isinstance(given, dict):
         raise UsageError(f"deepspeed.json_file = {str(path)!r} holds no table")
-    return merge(derived, given, decided(config, precision))
+    return merge(derived, given, controlled_keys(config, precision))
 
 
 def _ours(config: Config, precision: str, folder: str) -> Json:
@@ -81,7 +81,7 @@ def _ours(config: Config, precision: str, folder: str) -> Json:
     return derived
 
 
-def decided(config: Config, precision: str) -> dict[str, tuple[str, Any]]:
+def controlled_keys(config: Config, precision: str) -> dict[str, tuple[str, Any]]:
     """DeepSpeed's keys that ours decide: → ours, and the value that a JSON must have there if it has the key."""
     parallel, train, optimizer = config.parallel, config.train, config.optimizer
     overlap = {"zero_optimization.overlap_comm": ("parallel.pp", False)} if parallel.pp > 1 else {}
@@ -91,12 +91,12 @@ def decided(config: Config, precision: str) -> dict[str, tuple[str, Any]]:
         **_of_offload(config),
         "train_batch_size": ("train.global_batch", train.global_batch),
         "train_micro_batch_size_per_gpu": ("train.micro_batch", train.micro_batch),
-        "gradient_accumulation_steps": ("train.global_batch and train.micro_batch", ANYTHING),
+        "gradient_accumulation_steps": ("train.global_batch and train.micro_batch", ANY_VALUE),
         "gradient_clipping": ("optimizer.clip", optimizer.clip),
         "zero_optimization.stage": ("parallel.zero", parallel.zero),
-        "optimizer.type": ("optimizer.name", _their_names(optimizer.name)),
+        "optimizer.type": ("optimizer.name", _optimizer_types(optimizer.name)),
         "optimizer.params.adam_w_mode": ("optimizer.name = 'adamw' decays weights by themselves", True),
-        "optimizer.params.torch_adam": ("optimizer.name", ANYTHING),
+        "optimizer.params.torch_adam": ("optimizer.name", ANY_VALUE),
         "optimizer.params.lr": ("optimizer.lr", optimizer.lr),
         "optimizer.params.betas": ("optimizer.betas", list(getattr(optimizer, "betas", ()))),
         "optimizer.params.eps": ("optimizer.eps", getattr(optimizer, "eps", None)),
@@ -112,7 +112,7 @@ def _of_precision(precision: str) -> dict[str, tuple[str, Any]]:
         "communication_data_type": ("gradients are reduced in it", ("fp32", None)),
     }
     for name in ("bf16", "fp16"):
-        found[f"{name}.enabled"] = ours, ANYTHING if precision == "auto" else precision == name
+        found[f"{name}.enabled"] = ours, ANY_VALUE if precision == "auto" else precision == name
     scale: dict[str, Any] = {
         "loss_scale": 0,
         "initial_scale_power": 16,
@@ -122,7 +122,7 @@ def _of_precision(precision: str) -> dict[str, tuple[str, Any]]:
     }
     why = "the scale starts at 2¹⁶, halves at an overflow, and doubles after 2000 steps without one"
     if precision != "fp16":
-        scale = dict.fromkeys(scale, ANYTHING)
+        scale = dict.fromkeys(scale, ANY_VALUE)
     return found | {f"fp16.{key}": (why, value) for key, value in scale.items()}
 
 
@@ -147,13 +147,13 @@ def _of_offload(config: Config) -> dict[str, tuple[str, Any]]:
     return found
 
 
-def _their_names(name: str) -> str | tuple[str, ...]:
+def _optimizer_types(name: str) -> str | tuple[str, ...]:
     """DeepSpeed's Adam is AdamW unless it is told otherwise."""
     names: dict[str, str | tuple[str, ...]] = {"adamw": ("AdamW", "Adam"), "lion": "Lion"}
     return names.get(name, name)
 
 
-FREE = {
+PASSED_SECTIONS = {
     "aio": "how NVMe is read and written",
     "comms_logger": "what is sent",
     "dump_state": "what is printed",
@@ -165,7 +165,7 @@ FREE = {
 }
 """DeepSpeed's keys that a JSON may set as it likes: they tune, and change no result."""
 
-TUNES = {
+PASSED_ZERO_KEYS = {
     "allgather_bucket_size",
     "allgather_partitions",
     "contiguous_gradients",
@@ -186,7 +186,7 @@ TUNES = {
 }
 """Keys of zero_optimization of which the same is true."""
 
-OURS = {
+FIXED_VALUES = {
     "prescale_gradients": False,
     "zero_allow_untested_optimizer": True,
     "zero_force_ds_cpu_optimizer": False,
@@ -198,7 +198,7 @@ OURS = {
 
 _PROCESS = "Adam's state stays in a process of its own, where no checkpoint reaches it"
 _CUDA = "its operator is compiled for CUDA alone"
-REFUSED = {
+UNSUPPORTED_KEYS = {
     "activation_checkpointing": "set train.recompute",
     "aio.use_gds": "its operator, for disks that GPUs read by themselves, would be compiled unasked",
     "amp": "set train.precision",
@@ -232,7 +232,7 @@ REFUSED = {
     "zero_optimization.zero_quantized_nontrainable_weights": "frozen weights are kept as they were stored",
 }
 """Keys that are not carried, and why, or what to set instead."""
-OFF = (False, None, "auto", -1)
+DISABLED_VALUES = (False, None, "auto", -1)
 """Values of what is refused that don't ask for it; so does a section with "enabled": false."""
 
 
@@ -241,18 +241,18 @@ def merge(derived: Json, given: Json, fixed: Mapping[str, tuple[str, Any]]) -> J
     merged: Json = json.loads(json.dumps(derived))
     wrong: dict[str, str] = {}
     for key, value in _leaves(given):
-        known = next((each for each in REFUSED if key == each or key.startswith(f"{each}.")), None)
+        known = next((each for each in UNSUPPORTED_KEYS if key == each or key.startswith(f"{each}.")), None)
         first, _, rest = key.partition(".")
-        if value == "auto" or _agrees(value, OURS.get(key)):
+        if value == "auto" or _matches(value, FIXED_VALUES.get(key)):
             continue
         if key in fixed:
             ours, wanted = fixed[key]
-            if not _agrees(value, wanted):
-                wrong[f"{key} = {json.dumps(value)}"] = _but(ours, wanted)
+            if not _matches(value, wanted):
+                wrong[f"{key} = {json.dumps(value)}"] = _conflict(ours, wanted)
         elif known:
-            if not (_is_off(given, key) or (value in OFF and known not in OURS)):
-                wrong[known] = f": {REFUSED[known]}"
-        elif first in FREE and (first != "zero_optimization" or rest in TUNES):
+            if not (_is_disabled(given, key) or (value in DISABLED_VALUES and known not in FIXED_VALUES)):
+                wrong[known] = f": {UNSUPPORTED_KEYS[known]}"
+        elif first in PASSED_SECTIONS and (first != "zero_optimization" or rest in PASSED_ZERO_KEYS):
             _set(merged, key, value)
         else:
             wrong[key] = ": not carried"
@@ -262,19 +262,19 @@ def merge(derived: Json, given: Json, fixed: Mapping[str, tuple[str, Any]]) -> J
     return merged
 
 
-def _agrees(value: Any, wanted: Any) -> bool:
-    if wanted is ANYTHING or value == wanted:
+def _matches(value: Any, wanted: Any) -> bool:
+    if wanted is ANY_VALUE or value == wanted:
         return True
     return isinstance(wanted, tuple) and value in wanted
 
 
-def _but(ours: str, wanted: Any) -> str:
+def _conflict(ours: str, wanted: Any) -> str:
     """A key of ours with its value, or words that say it."""
     shown = wanted[0] if isinstance(wanted, tuple) else wanted
     return f", but {ours}" if " " in ours else f", but {ours} = {json.dumps(shown)}"
 
 
-def _is_off(given: Json, key: str) -> bool:
+def _is_disabled(given: Json, key: str) -> bool:
     section: Any = given
     for name in key.split(".")[:-1]:
         section = section[name]

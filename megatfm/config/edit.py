@@ -16,7 +16,7 @@ CORPUS = "data.corpus"
 """Stands for three keys: the parts of a corpus as `megatfm prep` makes it."""
 
 
-def edit(kind: type[BaseModel], values: dict[str, Any], overrides: Sequence[str]) -> None:
+def apply_overrides(kind: type[BaseModel], values: dict[str, Any], overrides: Sequence[str]) -> None:
     """Apply overrides to the nested tables of a config, in their order. Raises UsageError.
 
     `key=value` sets; the value is TOML, or a plain string. `key=` and `~key` take a key or a section out, so that its
@@ -43,7 +43,7 @@ def edit(kind: type[BaseModel], values: dict[str, Any], overrides: Sequence[str]
         if not isinstance(value, str | list | dict) and _is_text(type_of(kind, values, parts)):
             value = FromCommandLine(text)
         if parts[-1] == "name" and len(parts) > 1:
-            _drop_the_others(kind, values, parts[:-1], value, given)
+            _drop_stale_options(kind, values, parts[:-1], value, given)
         table[parts[-1]] = value
 
 
@@ -74,7 +74,7 @@ def _table(values: dict[str, Any], parts: Sequence[str], override: str) -> dict[
     return table
 
 
-def _drop_the_others(
+def _drop_stale_options(
     kind: type[BaseModel], root: Mapping[str, Any], parts: Sequence[str], name: Any, given: set[str]
 ) -> None:
     """Of a section that gets another name: take out what only the one of the old name has, unless it is given, too."""

@@ -12,7 +12,7 @@ from pydantic import (
     model_validator,
 )
 
-from megatfm.config.base import LONGEST, WIDEST, Rate, Section, by_name, nearest_divisor
+from megatfm.config.base import MAX_LENGTH, MAX_WIDTH, Rate, Section, nearest_divisor, union_by_name
 from megatfm.config.model_parts import DenseFFNConfig, PluginFFNConfig
 
 
@@ -130,7 +130,7 @@ RouterConfig = Annotated[
     | DeepSeekV2RouterConfig
     | DeepSeekV3RouterConfig
     | PluginRouterConfig,
-    by_name(
+    union_by_name(
         TopKRouterConfig,
         SwitchRouterConfig,
         NoisyTopKRouterConfig,
@@ -139,7 +139,7 @@ RouterConfig = Annotated[
         ExpertChoiceRouterConfig,
         DeepSeekV2RouterConfig,
         DeepSeekV3RouterConfig,
-        other=PluginRouterConfig,
+        plugin=PluginRouterConfig,
     ),
 ]
 
@@ -148,16 +148,16 @@ class MoEConfig(DenseFFNConfig):
     """Experts, of which a router chooses some for each token; `d_ff` is the inner width of one."""
 
     name: Literal["moe"] = "moe"  # type: ignore[assignment]
-    n_experts: PositiveInt = Field(examples=[8], le=WIDEST)
+    n_experts: PositiveInt = Field(examples=[8], le=MAX_WIDTH)
     """Experts to choose from."""
-    top_k: PositiveInt = Field(examples=[2], le=WIDEST)
+    top_k: PositiveInt = Field(examples=[2], le=MAX_WIDTH)
     """Experts that a token goes through."""
-    n_shared_experts: NonNegativeInt = Field(default=0, le=WIDEST)
+    n_shared_experts: NonNegativeInt = Field(default=0, le=MAX_WIDTH)
     """Experts that all tokens go through besides: one network so many times as wide."""
     capacity: PositiveFloat | None = None
     """Tokens of a row that an expert takes, as a multiple of its even share; left out, all that choose it. A limit of
     training and evaluation; generation has none."""
-    places: PositiveInt | None = Field(default=None, le=LONGEST)
+    places: PositiveInt | None = Field(default=None, le=MAX_LENGTH)
     """The same as a number of tokens, however long rows are (transformers' Switch); left out, as `capacity` says."""
     drop_policy: Literal["choice", "position"] = "choice"
     """Which choices find no room: "choice", last choices before first ones (GShard), so that with `top_k` of 2 and more
@@ -171,7 +171,7 @@ class MoEConfig(DenseFFNConfig):
         return self.capacity is not None or self.places is not None
 
     @property
-    def divided(self) -> dict[str, int]:
+    def tp_dims(self) -> dict[str, int]:
         """What tensor-parallel ranks share among them, by key."""
         return {
             "n_experts": self.n_experts,
@@ -234,7 +234,7 @@ class SoftMoEConfig(MoEConfig):
     """Experts that get means of tokens, in encoders (Puigcerver et al. 2024)."""
 
     name: Literal["soft_moe"] = "soft_moe"  # type: ignore[assignment]
-    slots: PositiveInt = Field(default=1, le=WIDEST)
+    slots: PositiveInt = Field(default=1, le=MAX_WIDTH)
     """Means that each expert gets of a document."""
     top_k: Literal[1] = 1
     """Experts of a slot."""
@@ -252,7 +252,7 @@ class SoftMoEConfig(MoEConfig):
 
 FFNConfig = Annotated[
     DenseFFNConfig | MoEConfig | SoftMoEConfig | PluginFFNConfig,
-    by_name(DenseFFNConfig, MoEConfig, SoftMoEConfig, other=PluginFFNConfig),
+    union_by_name(DenseFFNConfig, MoEConfig, SoftMoEConfig, plugin=PluginFFNConfig),
 ]
 
 

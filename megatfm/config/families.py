@@ -7,7 +7,7 @@ from dataclasses import dataclass
 class Family:
     """One family's row.
 
-    knows: which of `PARTS_OF_SOME` it has. no_heads: why it has no heads but its own, if so. bare: whether it makes
+    knows: which of `FAMILY_KEYS` it has. no_heads: why it has no heads but its own, if so. bare: whether it makes
     sense without that one. other_names: beginnings of what people write for it.
     """
 
@@ -17,7 +17,7 @@ class Family:
     other_names: tuple[str, ...] = ()
 
 
-PARTS_OF_SOME = (
+FAMILY_KEYS = (
     "n_encoder_layers", "heads.sentence", "heads.boundary", "future_tokens", "embedding.n_segments", "generator",
     "ffn.name = 'moe'", "mup",
 )  # fmt: skip
@@ -46,12 +46,12 @@ FAMILIES = {
 """A family that is not here is a plugin's, which may read what it likes."""
 
 
-def that_know(part: str) -> list[str]:
+def families_supporting(part: str) -> list[str]:
     """The families that give a key a meaning."""
     return [name for name, family in FAMILIES.items() if part in family.knows]
 
 
-def meant_by(name: str) -> str:
+def suggest_family(name: str) -> str:
     """The family that another name begins like, else the name itself: for a suggestion."""
     lower = name.lower()
     return next((known for known, family in FAMILIES.items() if lower.startswith(family.other_names)), name)

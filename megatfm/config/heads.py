@@ -5,14 +5,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, PositiveInt
 
-from megatfm.config.base import WIDEST, Section, by_name
+from megatfm.config.base import MAX_WIDTH, Section, union_by_name
 
 
 class SentenceHeadConfig(Section):
     """Classes of whole sequences, told from the first token through a tanh pooler (BERT, ALBERT)."""
 
     name: Literal["sentence"] = "sentence"
-    classes: PositiveInt = Field(default=2, le=WIDEST)
+    classes: PositiveInt = Field(default=2, le=MAX_WIDTH)
     """How many."""
 
 
@@ -42,6 +42,6 @@ def _named(heads: Any) -> Any:
 
 HeadSection = Annotated[
     SentenceHeadConfig | BoundaryHeadConfig | PluginHeadConfig,
-    by_name(SentenceHeadConfig, BoundaryHeadConfig, other=PluginHeadConfig),
+    union_by_name(SentenceHeadConfig, BoundaryHeadConfig, plugin=PluginHeadConfig),
 ]
 HeadsConfig = Annotated[dict[str, HeadSection], BeforeValidator(_named)]

@@ -12,13 +12,13 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from megatfm.config.base import Section, name_of
-from megatfm.config.edit import edit, let_vocabulary_follow, sections_of
+from megatfm.config.edit import apply_overrides, let_vocabulary_follow, sections_of
 from megatfm.config.key_migrations import find_renamed_keys, migrate
-from megatfm.config.other_names import OTHER_NAMES
+from megatfm.config.other_names import FOREIGN_KEYS
 from megatfm.config.prep import PrepConfig
 from megatfm.config.root import Config
 from megatfm.errors import UsageError
-from megatfm.registry import did_you_mean, look_for_plugins
+from megatfm.registry import add_plugin_folders, did_you_mean
 
 ALIASES = {
     "gpt2": "gpt2-124m",
@@ -29,31 +29,33 @@ ALIASES = {
 }
 """Other names of presets."""
 
-COMMANDS: dict[type[Section], str] = {Config: "train", PrepConfig: "prep"}
+COMMAND_OF: dict[type[Section], str] = {Config: "train", PrepConfig: "prep"}
 """Whose config is of which kind."""
 
 AnySection = TypeVar("AnySection", bound=Section)
 
 
 def load_config(
-    path_or_preset: str | Path, overrides: Sequence[str] = (), instead: Mapping[str, Any] | None = None
+    path_or_preset: str | Path,
+    overrides: Sequence[str] = (),
+    replaced_sections: Mapping[str, Any] | None = None,
 ) -> Config:
     """The training config in a file or preset, with `key=value` overrides. Raises UsageError."""
-    return load(Config, path_or_preset, overrides, instead)
+    return load(Config, path_or_preset, overrides, replaced_sections)
 
 
 def load(
-    kind: type[AnySection],
+    config_class: type[AnySection],
     path_or_preset: str | Path,
     overrides: Sequence[str] = (),
-    instead: Mapping[str, Any] | None = None,
+    replaced_sections: Mapping[str, Any] | None = None,
 ) -> AnySection:
     """Read, override and validate a config of `kind`. instead: sections that stand in the place of the file's.
 
     Relative paths in a file are relative to the file; in a preset that ships with megatfm, and in overrides,
     to the current directory. Raises UsageError: one line with key, value, reason and a way out.
     """
-    if kind is PrepConfig and Path(path_or_preset).is_dir():
+    if config_class is PrepConfig and Path(path_or_preset).is_dir():
         raise UsageError(
             f"{path_or_preset}: is a folder, not a config: to prepare the text in it, `megatfm prep quickstart-data "
             f"read.folder={path_or_preset} out=corpora/NAME`"
@@ -65,25 +67,25 @@ def load(
         raise UsageError(f"{path}: not valid TOML: {error}") from None
     except OSError as error:
         raise UsageError(f"{path}: can't read it: {error.strerror}") from error
-    if kind is Config and _is_stored_by_us(path):
+    if config_class is Config and _is_stored_by_us(path):
         values = migrate(values)
-    values |= instead or {}
-    if is_preset and not instead:
+    values |= replaced_sections or {}
+    if is_preset and not replaced_sections:
         let_vocabulary_follow(values, overrides)
-    edit(kind, values, overrides)
-    if kind is Config and (renamed := find_renamed_keys(values)):
+    apply_overrides(config_class, values, overrides)
+    if config_class is Config and (renamed := find_renamed_keys(values)):
         names = ", ".join(f"{old} is {new} now" for old, new in renamed)
         raise UsageError(f"{path_or_preset}: keys that have other names: {names}: write these")
     base = Path.cwd() if is_preset else path.resolve().parent
     try:
-        config = kind.model_validate(values, context={"base": base})
+        config = config_class.model_validate(values, context={"base": base})
     except ValidationError as error:
-        _is_of_another_kind(path_or_preset, kind, values)
-        raise UsageError(f"{path_or_preset}: {_one_line(error, kind, values)}") from None
+        _check_command(path_or_preset, config_class, values)
+        raise UsageError(f"{path_or_preset}: {_format_error(error, config_class, values)}") from None
     if isinstance(config, Config | PrepConfig):
         beside = path.resolve().parent
         # A run may be anybody's: code in it must not become importable by reading its config.
-        look_for_plugins(config.plugins, [*[beside] * (not (beside / "checkpoints").is_dir()), Path.cwd()])
+        add_plugin_folders(config.plugins, [*[beside] * (not (beside / "checkpoints").is_dir()), Path.cwd()])
     return config
 
 
@@ -93,15 +95,17 @@ def _is_stored_by_us(path: Path) -> bool:
     return path.name == "config.toml" and any((path.parent / name).exists() for name in beside)
 
 
-def _is_of_another_kind(path_or_preset: str | Path, kind: type[Section], values: Mapping[str, Any]) -> None:
+def _check_command(
+    path_or_preset: str | Path, config_class: type[Section], values: Mapping[str, Any]
+) -> None:
     """Raise a UsageError that names the command to use, where a config's sections are all the other kind's."""
-    other = next(each for each in COMMANDS if each is not kind)
-    theirs = [key for key in values if key not in kind.model_fields]
+    other = next(each for each in COMMAND_OF if each is not config_class)
+    theirs = [key for key in values if key not in config_class.model_fields]
     if theirs and all(key in other.model_fields for key in values):
-        here, there = COMMANDS[kind], COMMANDS[other]
+        here, there = COMMAND_OF[config_class], COMMAND_OF[other]
         raise UsageError(
             f"{path_or_preset}: is a config of `megatfm {there}`, with {', '.join(theirs)}; `megatfm {here}` takes one "
-            f"with {', '.join(key for key, field in kind.model_fields.items() if field.is_required())}: use "
+            f"with {', '.join(key for key, field in config_class.model_fields.items() if field.is_required())}: use "
             f"`megatfm {there} {path_or_preset}`"
         )
 
@@ -149,27 +153,27 @@ def presets_of_models() -> list[str]:
 
 def to_toml(config: Section) -> str:
     """A config as TOML, every default spelled out; what is not set (None) is left out."""
-    return tomli_w.dumps(_plain(config.model_dump(exclude_none=True)))
+    return tomli_w.dumps(_to_builtin(config.model_dump(exclude_none=True)))
 
 
-def _plain(value: Any) -> Any:
+def _to_builtin(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _to_builtin(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_to_builtin(item) for item in value]
     return str(value) if isinstance(value, str) else value
 
 
-def _one_line(error: ValidationError, kind: type[BaseModel], values: Mapping[str, Any]) -> str:
+def _format_error(error: ValidationError, config_class: type[BaseModel], values: Mapping[str, Any]) -> str:
     """The first of a config's mistakes: key = value: reason; way out."""
     first = error.errors(include_url=False)[0]
-    place, section, given = _walk(first["loc"], kind, values)
+    place, section, given = _locate(first["loc"], config_class, values)
     message = first["msg"].removeprefix("Value error, ")
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     key = ".".join(place) or "config"
     if first["type"] == "extra_forbidden":
         known = list(section.model_fields) if section else []
-        ours = OTHER_NAMES.get(place[-1].lower()) if kind is Config else None
+        ours = FOREIGN_KEYS.get(place[-1].lower()) if config_class is Config else None
         hint = f" (did you mean {ours}?)" if ours else did_you_mean(place[-1], known)
         return f"{key}: unknown key{hint}; {_known(known)}{more}"
     if first["type"] == "missing" and given is None:
@@ -190,12 +194,12 @@ def _one_line(error: ValidationError, kind: type[BaseModel], values: Mapping[str
     return f"{key} = {shown}: {message[0].lower()}{message[1:]}{_example(section, place)}{more}"
 
 
-def _walk(
-    loc: tuple[int | str, ...], kind: type[BaseModel], values: Mapping[str, Any]
+def _locate(
+    loc: tuple[int | str, ...], config_class: type[BaseModel], values: Mapping[str, Any]
 ) -> tuple[list[str], type[BaseModel] | None, Any]:
     """Follow an error's location; the tags that pydantic inserts for unions are not keys, so they go."""
     place: list[str] = []
-    section: type[BaseModel] | None = kind
+    section: type[BaseModel] | None = config_class
     given: Any = values
     for index, part in enumerate(loc):
         options = sections_of(section, place[-1]) if section and place else []

@@ -5,12 +5,12 @@ from typing import Any, Self
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
 from megatfm.config.attention import AttentionConfig, LatentAttentionConfig, LinformerAttentionConfig
-from megatfm.config.base import DEEPEST, WIDEST, Rate, Section, nearest_divisor, nested
+from megatfm.config.base import MAX_LAYERS, MAX_WIDTH, Rate, Section, nearest_divisor, unflatten
 from megatfm.config.experts import FFNConfig, MoEConfig, SoftMoEConfig
-from megatfm.config.families import FAMILIES, PARTS_OF_SOME, that_know
+from megatfm.config.families import FAMILIES, FAMILY_KEYS, families_supporting
 from megatfm.config.heads import HeadsConfig
 from megatfm.config.model_parts import (
-    WIDTHS,
+    WIDTH_POWERS,
     EmbeddingConfig,
     GeneratorConfig,
     GPT2InitConfig,
@@ -21,7 +21,7 @@ from megatfm.config.model_parts import (
     RMSNormConfig,
     TokenEmbeddingConfig,
 )
-from megatfm.config.moved import tell_where_keys_went
+from megatfm.config.moved import reject_renamed_keys
 from megatfm.config.position import PositionConfig, RopeConfig, T5PositionConfig
 from megatfm.registry import did_you_mean
 
@@ -31,21 +31,21 @@ class ModelConfig(Section):
 
     family: str = "decoder"
     """decoder, encoder, encoder_decoder, xlnet, electra or discriminator (ELECTRA's, alone)."""
-    vocab_size: PositiveInt | None = Field(default=None, le=WIDEST)
+    vocab_size: PositiveInt | None = Field(default=None, le=MAX_WIDTH)
     """Rows of the embedding; left out, the tokenizer's size."""
-    d_model: PositiveInt = Field(examples=[256], le=WIDEST)
+    d_model: PositiveInt = Field(examples=[256], le=MAX_WIDTH)
     """Width of the residual stream."""
-    n_layers: PositiveInt = Field(examples=[4], le=DEEPEST)
+    n_layers: PositiveInt = Field(examples=[4], le=MAX_LAYERS)
     """Number of blocks, of the decoder in an encoder-decoder."""
-    n_encoder_layers: PositiveInt | None = Field(default=None, le=DEEPEST)
+    n_encoder_layers: PositiveInt | None = Field(default=None, le=MAX_LAYERS)
     """Number of blocks of an encoder-decoder's encoder; left out, `n_layers`."""
-    distinct_layers: PositiveInt | None = Field(default=None, le=DEEPEST)
+    distinct_layers: PositiveInt | None = Field(default=None, le=MAX_LAYERS)
     """Blocks with weights of their own, each used for a run of neighbouring layers (ALBERT: 1); left out, all."""
     dropout: Rate = 0.0
     """Dropout of the embeddings and of what sublayers add to the residual stream."""
     drop_path: Rate = 0.0
     """Stochastic depth: probability of skipping a sublayer of the last block, rising linearly from 0."""
-    future_tokens: NonNegativeInt = Field(default=0, le=DEEPEST)
+    future_tokens: NonNegativeInt = Field(default=0, le=MAX_LAYERS)
     """Heads that predict tokens beyond the next one (Gloeckle et al. 2024), each one block."""
 
     blocks: tuple[str, ...] = ()
@@ -78,7 +78,7 @@ class ModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _moved(cls, values: Any) -> Any:
-        tell_where_keys_went(values)
+        reject_renamed_keys(values)
         return values
 
     @model_validator(mode="after")
@@ -114,11 +114,11 @@ class ModelConfig(Section):
                 self.n_encoder_layers, "sentence" in self.heads, "boundary" in self.heads, self.future_tokens,
                 self.embedding.n_segments, self.generator, isinstance(self.ffn, MoEConfig), self.mup,
             )  # fmt: skip
-            for part, value in zip(PARTS_OF_SOME, given, strict=True):
+            for part, value in zip(FAMILY_KEYS, given, strict=True):
                 if value and part not in family.knows:
                     raise ValueError(
                         f"{part} has no meaning with family = {self.family!r}: leave it out, or choose family = "
-                        + " or ".join(map(repr, that_know(part)))
+                        + " or ".join(map(repr, families_supporting(part)))
                     )
             if family.no_heads and (self.heads or (self.head.name == "none" and not family.bare)):
                 key = f"heads.{next(iter(self.heads))}" if self.heads else "head.name = 'none'"
@@ -175,13 +175,14 @@ class ModelConfig(Section):
                     f"block.{kind} is a kind that no block of {self.n_layers} is of: name it in model.blocks, or leave "
                     "the section out"
                 )
-            for key in nested(keys):
-                if key not in OF_BLOCKS:
+            for key in unflatten(keys):
+                if key not in PER_LAYER_KEYS:
                     raise ValueError(
-                        f"block.{kind}.{key}: blocks of one model can differ in {', '.join(OF_BLOCKS)}: leave it out"
+                        f"block.{kind}.{key}: blocks of one model can differ in {', '.join(PER_LAYER_KEYS)}: "
+                        "leave it out"
                     )
             try:
-                self.of_kind(kind)
+                self.type_config(kind)
             except ValidationError as error:
                 first = error.errors()[0]
                 place = ".".join(str(part) for part in first["loc"] if not str(part).startswith("function"))
@@ -193,29 +194,29 @@ class ModelConfig(Section):
             )
         return self
 
-    def kind(self, depth: int) -> str | None:
+    def layer_type_at(self, depth: int) -> str | None:
         """Of the block at a depth from 0 on; None where all blocks are of one kind."""
         return self.blocks[depth % len(self.blocks)] if self.blocks else None
 
-    def at(self, depth: int) -> "ModelConfig":
+    def layer_config(self, depth: int) -> "ModelConfig":
         """The config of the block at a depth: this one, with what its kind has otherwise."""
-        kind = self.kind(depth)
-        return self if kind is None else self.of_kind(kind)
+        kind = self.layer_type_at(depth)
+        return self if kind is None else self.type_config(kind)
 
-    def of_kind(self, kind: str) -> "ModelConfig":
+    def type_config(self, kind: str) -> "ModelConfig":
         """The config of the blocks of a kind."""
-        return self.changed({**self.block[kind], "blocks": (), "block": {}})
+        return self.with_changes({**self.block[kind], "blocks": (), "block": {}})
 
     @property
-    def divided(self) -> dict[str, int]:
+    def tp_dims(self) -> dict[str, int]:
         """What tensor-parallel ranks share among them, by key: as parts report it, those of all kinds of blocks."""
         parts = {"attention": self.attention, "ffn": self.ffn} | (
             {"generator": self.generator} if self.generator else {}
         )
-        found = {f"{part}.{key}": n for part, section in parts.items() for key, n in section.divided.items()}
+        found = {f"{part}.{key}": n for part, section in parts.items() for key, n in section.tp_dims.items()}
         for kind in self.block:
-            other = self.of_kind(kind)
-            for part, divided in (("attention", other.attention.divided), ("ffn", other.ffn.divided)):
+            other = self.type_config(kind)
+            for part, divided in (("attention", other.attention.tp_dims), ("ffn", other.ffn.tp_dims)):
                 found |= {
                     f"block.{kind}.{part}.{key}": n
                     for key, n in divided.items()
@@ -223,14 +224,14 @@ class ModelConfig(Section):
                 }
         return found
 
-    def divided_as(self, expert_tp: str) -> dict[str, int]:
+    def tp_dims_for(self, expert_tp: str) -> dict[str, int]:
         """The same, where these take experts in that way (see `parallel.expert_tp`)."""
         if expert_tp == "whole":
-            return self.divided
-        found = {key: n for key, n in self.divided.items() if not key.endswith("n_experts")}
-        kinds = {"": self, **{f"block.{kind}.": self.of_kind(kind) for kind in self.block}}
+            return self.tp_dims
+        found = {key: n for key, n in self.tp_dims.items() if not key.endswith("n_experts")}
+        kinds = {"": self, **{f"block.{kind}.": self.type_config(kind) for kind in self.block}}
         for place, one in kinds.items() if expert_tp == "channels" else ():
-            if "n_experts" in one.ffn.divided:
+            if "n_experts" in one.ffn.tp_dims:
                 found[f"{place}ffn.d_ff"] = one.ffn.d_ff
         return found
 
@@ -256,13 +257,13 @@ class ModelConfig(Section):
 
     def with_numbers(self) -> "ModelConfig":
         """The same model, whose factors are numbers where a config may say that they follow the width."""
-        return self.changed({"embedding.scale": self.embedding_scale, "head.scale": self.head_scale})
+        return self.with_changes({"embedding.scale": self.embedding_scale, "head.scale": self.head_scale})
 
     @property
     def longest_row(self) -> tuple[int | None, str]:
         """Tokens that a row may have for each part of the model, and the key that limits it; None: any number."""
         limits: list[tuple[int, str]] = []
-        for kind in [self, *(self.of_kind(kind) for kind in self.block)]:
+        for kind in [self, *(self.type_config(kind) for kind in self.block)]:
             if (limit := kind.position.limit) is not None:
                 limits.append((limit, "position.max_positions"))
             if isinstance(kind.attention, LinformerAttentionConfig):
@@ -288,8 +289,8 @@ class ModelConfig(Section):
 
 def factor_at(factor: float | str, width: int) -> float:
     """A factor that may be a word such as `d_model^-1/2`, at a width."""
-    return float(width ** WIDTHS[factor]) if isinstance(factor, str) else factor
+    return float(width ** WIDTH_POWERS[factor]) if isinstance(factor, str) else factor
 
 
-OF_BLOCKS = ("attention", "ffn", "norm", "position", "dropout")
+PER_LAYER_KEYS = ("attention", "ffn", "norm", "position", "dropout")
 """What may differ from block to block."""

@@ -4,23 +4,23 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megatfm.config.base import DEEPEST, WIDEST, Rate, Section, by_name
+from megatfm.config.base import MAX_LAYERS, MAX_WIDTH, Rate, Section, union_by_name
 
-NORM_AFTER = ("post", "deepnorm")
+POST_NORM_PLACEMENTS = ("post", "deepnorm")
 """Placements whose blocks end in a norm, so that a stack needs none at its end."""
 
 
-WIDTHS = {"d_model^-1/2": -0.5, "d_model^1/2": 0.5}
+WIDTH_POWERS = {"d_model^-1/2": -0.5, "d_model^1/2": 0.5}
 """Factors that follow the width: in their words, powers of `d_model`. A config keeps the word, so that they follow it
 in every copy with another width; `ModelConfig.embedding_scale` and `head_scale` are the numbers."""
-Factor = PositiveFloat | Literal["d_model^-1/2", "d_model^1/2"]
+WidthFactor = PositiveFloat | Literal["d_model^-1/2", "d_model^1/2"]
 
 
 class DenseFFNConfig(Section):
     """One feed-forward network, which all tokens go through."""
 
     name: Literal["dense"] = "dense"
-    d_ff: PositiveInt = Field(examples=[1024], le=WIDEST)
+    d_ff: PositiveInt = Field(examples=[1024], le=MAX_WIDTH)
     """Inner width of the network."""
     activation: str = "swiglu"
     """Activation: gelu, swiglu or another that is registered."""
@@ -30,7 +30,7 @@ class DenseFFNConfig(Section):
     """Dropout of the inner activations."""
 
     @property
-    def divided(self) -> dict[str, int]:
+    def tp_dims(self) -> dict[str, int]:
         """What tensor-parallel ranks share among them, by key."""
         return {"d_ff": self.d_ff}
 
@@ -43,7 +43,7 @@ class PluginFFNConfig(DenseFFNConfig):
     """The name under which it is registered."""
 
     @property
-    def divided(self) -> dict[str, int]:
+    def tp_dims(self) -> dict[str, int]:
         """Nothing is known of how it is cut."""
         return {}
 
@@ -62,9 +62,9 @@ class NormSection(Section):
     """The norms of the first block's attention; false where the embedding's serves instead (ModernBERT)."""
 
     @property
-    def ends_stack(self) -> bool:
+    def has_final_norm(self) -> bool:
         """Whether a norm stands at the end of each stack."""
-        return self.placement not in NORM_AFTER if self.final is None else self.final
+        return self.placement not in POST_NORM_PLACEMENTS if self.final is None else self.final
 
     @property
     def options(self) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class PluginNormConfig(NormSection):
 
 NormConfig = Annotated[
     RMSNormConfig | LayerNormConfig | PluginNormConfig,
-    by_name(RMSNormConfig, LayerNormConfig, other=PluginNormConfig),
+    union_by_name(RMSNormConfig, LayerNormConfig, plugin=PluginNormConfig),
 ]
 
 
@@ -116,11 +116,11 @@ class EmbeddingSection(Section):
     """What every embedding has."""
 
     name: str
-    dim: PositiveInt | None = Field(default=None, le=WIDEST)
+    dim: PositiveInt | None = Field(default=None, le=MAX_WIDTH)
     """Width of the embeddings, projected to `d_model` (ALBERT, ELECTRA); left out, `d_model`."""
-    scale: Factor = 1.0
+    scale: WidthFactor = 1.0
     """Factor on the token embeddings; `"d_model^1/2"` is that number at any width."""
-    n_segments: NonNegativeInt = Field(default=0, le=WIDEST)
+    n_segments: NonNegativeInt = Field(default=0, le=MAX_WIDTH)
     """Rows of the segment embedding; 0: none."""
     norm: bool = False
     """A norm on the sum of the embeddings."""
@@ -143,7 +143,8 @@ class PluginEmbeddingConfig(EmbeddingSection):
 
 
 EmbeddingConfig = Annotated[
-    TokenEmbeddingConfig | PluginEmbeddingConfig, by_name(TokenEmbeddingConfig, other=PluginEmbeddingConfig)
+    TokenEmbeddingConfig | PluginEmbeddingConfig,
+    union_by_name(TokenEmbeddingConfig, plugin=PluginEmbeddingConfig),
 ]
 
 
@@ -156,7 +157,7 @@ class HeadConfig(Section):
     """A bias for each token of the vocabulary."""
     transform_bias: bool = True
     """A bias in the dense layer of `transform` (ModernBERT: none)."""
-    scale: Factor = 1.0
+    scale: WidthFactor = 1.0
     """Factor on the hidden vectors before the output matrix; `"d_model^-1/2"` is that number at any width."""
     softcap: PositiveFloat | None = None
     """Logits l become c tanh(l / c) with this c."""
@@ -170,26 +171,26 @@ class InitSection(Section):
     name: str
 
 
-class WithStd(InitSection):
+class NormalInitSection(InitSection):
     """Initial weights of a chosen size."""
 
     std: PositiveFloat = 0.02
     """Standard deviation of the initial weights."""
 
 
-class GPT2InitConfig(WithStd):
+class GPT2InitConfig(NormalInitSection):
     """GPT-2's: projections back to the residual stream are smaller with depth."""
 
     name: Literal["gpt2"] = "gpt2"
 
 
-class NormalInitConfig(WithStd):
+class NormalInitConfig(NormalInitSection):
     """The same normal distribution for every matrix."""
 
     name: Literal["normal"] = "normal"
 
 
-class BertInitConfig(WithStd):
+class BertInitConfig(NormalInitSection):
     """BERT's truncated normal distribution."""
 
     name: Literal["bert"] = "bert"
@@ -229,14 +230,14 @@ InitConfig = Annotated[
     | XavierInitConfig
     | DeepnormInitConfig
     | PluginInitConfig,
-    by_name(
+    union_by_name(
         GPT2InitConfig,
         NormalInitConfig,
         BertInitConfig,
         T5InitConfig,
         XavierInitConfig,
         DeepnormInitConfig,
-        other=PluginInitConfig,
+        plugin=PluginInitConfig,
     ),
 ]
 
@@ -244,17 +245,17 @@ InitConfig = Annotated[
 class GeneratorConfig(Section):
     """The generator of an ELECTRA pair; everything else is as in the discriminator."""
 
-    d_model: PositiveInt = Field(examples=[64], le=WIDEST)
+    d_model: PositiveInt = Field(examples=[64], le=MAX_WIDTH)
     """Width of the generator."""
-    n_heads: PositiveInt = Field(examples=[1], le=WIDEST)
+    n_heads: PositiveInt = Field(examples=[1], le=MAX_WIDTH)
     """Attention heads of the generator."""
-    d_ff: PositiveInt = Field(examples=[256], le=WIDEST)
+    d_ff: PositiveInt = Field(examples=[256], le=MAX_WIDTH)
     """Inner width of the generator's feed-forward network."""
-    n_layers: PositiveInt | None = Field(default=None, le=DEEPEST)
+    n_layers: PositiveInt | None = Field(default=None, le=MAX_LAYERS)
     """Blocks of the generator; left out, as many as in the discriminator."""
 
     @property
-    def divided(self) -> dict[str, int]:
+    def tp_dims(self) -> dict[str, int]:
         """What tensor-parallel ranks share among them, by key."""
         return {"n_heads": self.n_heads, "d_ff": self.d_ff}
 
@@ -262,7 +263,7 @@ class GeneratorConfig(Section):
 class MuPConfig(Section):
     """Maximal update parametrisation (Yang et al. 2022, table 8): hyperparameters tuned at a base width carry over."""
 
-    base_width: PositiveInt = Field(examples=[256], le=WIDEST)
+    base_width: PositiveInt = Field(examples=[256], le=MAX_WIDTH)
     """The d_model at which learning rate and init.std were chosen."""
     latent_ranks: Literal["fixed", "scaled"] = "fixed"
     """Of latent attention: whether q_rank and kv_rank are the same at every width, or grow with it."""

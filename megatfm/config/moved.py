@@ -44,7 +44,7 @@ MOVED = {
 """A key of `[model]` in versions whose model had one flat section, and its place in the sections of today."""
 
 
-def tell_where_keys_went(values: Any) -> None:
+def reject_renamed_keys(values: Any) -> None:
     """Raises ValueError that names every key of an earlier version in `[model]`, and its place now."""
     if not isinstance(values, Mapping):
         return

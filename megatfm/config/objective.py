@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from megatfm.config.base import Section, by_name
+from megatfm.config.base import Section, union_by_name
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -39,7 +39,7 @@ class MaskedObjective(Section):
     """Mask a text alike in every epoch."""
 
     @property
-    def predicted(self) -> float:
+    def target_fraction(self) -> float:
         """Share of the tokens for which the model predicts something."""
         return self.rate
 
@@ -81,7 +81,7 @@ class SpanBoundaryObjective(Section):
     """Longest span, in words."""
 
     @property
-    def predicted(self) -> float:
+    def target_fraction(self) -> float:
         """Share of the tokens for which the model predicts something."""
         return self.rate
 
@@ -96,7 +96,7 @@ class PermutationObjective(Section):
     """Longest span, in tokens; shorter ones are as frequent."""
 
     @property
-    def predicted(self) -> float:
+    def target_fraction(self) -> float:
         """Share of the tokens for which the model predicts something."""
         return 1 / self.every
 
@@ -141,7 +141,7 @@ class ReplacedTokenObjective(Section):
     """Weight of the discriminator's loss; the generator's has 1."""
 
     @property
-    def predicted(self) -> float:
+    def target_fraction(self) -> float:
         """Share of the tokens for which the model predicts something."""
         return self.rate
 
@@ -166,7 +166,7 @@ ObjectiveConfig = Annotated[
     | DenoisersObjective
     | ReplacedTokenObjective
     | PluginObjective,
-    by_name(
+    union_by_name(
         CausalObjective,
         PrefixObjective,
         MaskedObjective,
@@ -177,6 +177,6 @@ ObjectiveConfig = Annotated[
         SpanCorruptionObjective,
         DenoisersObjective,
         ReplacedTokenObjective,
-        other=PluginObjective,
+        plugin=PluginObjective,
     ),
 ]

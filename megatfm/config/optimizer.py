@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from megatfm.config.base import Section, by_name
+from megatfm.config.base import Section, union_by_name
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 """Decay of a running mean."""
@@ -127,7 +127,7 @@ OptimizerConfig = Annotated[
     | LionConfig
     | ScheduleFreeConfig
     | PluginOptimizer,
-    by_name(
+    union_by_name(
         AdamWConfig,
         MuonConfig,
         SoapConfig,
@@ -135,6 +135,6 @@ OptimizerConfig = Annotated[
         LambConfig,
         LionConfig,
         ScheduleFreeConfig,
-        other=PluginOptimizer,
+        plugin=PluginOptimizer,
     ),
 ]

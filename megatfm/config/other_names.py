@@ -1,6 +1,6 @@
 """What other frameworks call our keys, so that who comes from there is told ours."""
 
-OTHER_NAMES = {
+FOREIGN_KEYS = {
     "batch_size": "train.global_batch",
     "per_device_train_batch_size": "train.micro_batch",
     "micro_batch_size": "train.micro_batch",

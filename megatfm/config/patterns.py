@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveInt
 
-from megatfm.config.base import LONGEST, WIDEST, Section, by_name
+from megatfm.config.base import MAX_LENGTH, MAX_WIDTH, Section, union_by_name
 
 
 class FullPatternConfig(Section):
@@ -17,11 +17,11 @@ class WindowPatternConfig(Section):
     """The nearest tokens (Child et al. 2019; Beltagy et al. 2020; Jiang et al. 2023)."""
 
     name: Literal["window"] = "window"
-    width: PositiveInt = Field(examples=[4096], le=LONGEST)
+    width: PositiveInt = Field(examples=[4096], le=MAX_LENGTH)
     """In decoders, so many tokens up to the query itself; in encoders, the query and half of it on each side."""
-    step: PositiveInt = Field(default=1, le=LONGEST)
+    step: PositiveInt = Field(default=1, le=MAX_LENGTH)
     """Of those tokens every `step`-th one, over a window that is so many times as wide (a dilated window)."""
-    first: NonNegativeInt = Field(default=0, le=LONGEST)
+    first: NonNegativeInt = Field(default=0, le=MAX_LENGTH)
     """So many first tokens of the document are seen as well, in decoders (StreamingLLM: 4; Xiao et al. 2023)."""
 
 
@@ -29,7 +29,7 @@ class ChunkedPatternConfig(Section):
     """Tokens of the same chunk of the document, in decoders those up to the query itself (Llama 4)."""
 
     name: Literal["chunked"] = "chunked"
-    size: PositiveInt = Field(examples=[8192], le=LONGEST)
+    size: PositiveInt = Field(examples=[8192], le=MAX_LENGTH)
     """Tokens of a chunk."""
 
 
@@ -37,7 +37,7 @@ class StridedPatternConfig(Section):
     """The last `stride` tokens, and every `stride`-th before the query (Child et al. 2019, merged heads)."""
 
     name: Literal["strided"] = "strided"
-    stride: PositiveInt = Field(examples=[128], le=LONGEST)
+    stride: PositiveInt = Field(examples=[128], le=MAX_LENGTH)
     """Tokens between those that are seen."""
 
 
@@ -45,9 +45,9 @@ class FixedPatternConfig(Section):
     """The query's own stretch of the document, and the ends of the others (Child et al. 2019, merged heads)."""
 
     name: Literal["fixed"] = "fixed"
-    stride: PositiveInt = Field(examples=[128], le=LONGEST)
+    stride: PositiveInt = Field(examples=[128], le=MAX_LENGTH)
     """Tokens of a stretch."""
-    summary: PositiveInt = Field(default=8, le=LONGEST)
+    summary: PositiveInt = Field(default=8, le=MAX_LENGTH)
     """Tokens at the end of a stretch that all see, in decoders all later ones."""
 
 
@@ -55,11 +55,11 @@ class BigBirdPatternConfig(Section):
     """Blocks around the query's, random ones, and some that see all and are seen by all (Zaheer et al. 2020)."""
 
     name: Literal["bigbird"] = "bigbird"
-    block: PositiveInt = Field(default=64, le=LONGEST)
+    block: PositiveInt = Field(default=64, le=MAX_LENGTH)
     """Tokens of a block."""
-    random: NonNegativeInt = Field(default=3, le=WIDEST)
+    random: NonNegativeInt = Field(default=3, le=MAX_WIDTH)
     """Random blocks that each block sees, others in each head and layer."""
-    extra: NonNegativeInt = Field(default=0, le=LONGEST)
+    extra: NonNegativeInt = Field(default=0, le=MAX_LENGTH)
     """So many first tokens of the document see all and are seen by all, instead of its first and last block (ETC)."""
 
 
@@ -68,7 +68,7 @@ class LongformerPatternConfig(Section):
     has projections of their own for those."""
 
     name: Literal["longformer"] = "longformer"
-    width: PositiveInt = Field(examples=[512], le=LONGEST)
+    width: PositiveInt = Field(examples=[512], le=MAX_LENGTH)
     """Tokens that are seen beside the query, half of them on each side."""
     tokens: tuple[NonNegativeInt, ...] = (0,)
     """Places in the document of those that see all and are seen by all."""
@@ -95,7 +95,7 @@ PatternConfig = Annotated[
     | BigBirdPatternConfig
     | LongformerPatternConfig
     | PluginPatternConfig,
-    by_name(
+    union_by_name(
         FullPatternConfig,
         WindowPatternConfig,
         ChunkedPatternConfig,
@@ -103,7 +103,7 @@ PatternConfig = Annotated[
         FixedPatternConfig,
         BigBirdPatternConfig,
         LongformerPatternConfig,
-        other=PluginPatternConfig,
+        plugin=PluginPatternConfig,
     ),
     BeforeValidator(_named),  # the last is called first
 ]

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from megatfm.config.base import LONGEST, WIDEST, Section, by_name
+from megatfm.config.base import MAX_LENGTH, MAX_WIDTH, Section, union_by_name
 
 
 class PositionSection(Section):
@@ -40,7 +40,7 @@ class YarnScaling(Section):
     name: Literal["yarn"] = "yarn"
     factor: PositiveFloat = Field(examples=[8.0])
     """Longer by so much than the original context."""
-    original_length: PositiveInt = Field(examples=[4096], le=LONGEST)
+    original_length: PositiveInt = Field(examples=[4096], le=MAX_LENGTH)
     """The context that the model was first trained on, in tokens."""
     beta_fast: PositiveFloat = 32.0
     """Channels that turn at least so often within the original context are kept."""
@@ -67,7 +67,7 @@ class Llama3Scaling(Section):
     name: Literal["llama3"] = "llama3"
     factor: PositiveFloat = Field(examples=[8.0])
     """By how much slow channels are slowed."""
-    original_length: PositiveInt = Field(default=8192, examples=[8192], le=LONGEST)
+    original_length: PositiveInt = Field(default=8192, examples=[8192], le=MAX_LENGTH)
     """The context that the model was first trained on, in tokens."""
     low_freq_factor: PositiveFloat = 1.0
     """Channels with wavelengths above original_length / low_freq_factor are slowed by `factor`."""
@@ -123,9 +123,9 @@ class LearnedPositionConfig(PositionSection):
     """A learned vector for each position, added to the embeddings."""
 
     name: Literal["learned"] = "learned"
-    max_positions: PositiveInt = Field(examples=[1024], le=LONGEST)
+    max_positions: PositiveInt = Field(examples=[1024], le=MAX_LENGTH)
     """Rows that can be used."""
-    offset: NonNegativeInt = Field(default=0, le=WIDEST)
+    offset: NonNegativeInt = Field(default=0, le=MAX_WIDTH)
     """Rows before that of position 0 (RoBERTa: 2)."""
 
     @property
@@ -156,9 +156,9 @@ class T5PositionConfig(PositionSection):
     """A learned bias for each head and bucket of distances (Raffel et al. 2020)."""
 
     name: Literal["t5"] = "t5"
-    buckets: PositiveInt = Field(default=32, le=WIDEST)
+    buckets: PositiveInt = Field(default=32, le=MAX_WIDTH)
     """Buckets of relative positions."""
-    max_distance: PositiveInt = Field(default=128, le=LONGEST)
+    max_distance: PositiveInt = Field(default=128, le=MAX_LENGTH)
     """Distance from which all positions are taken as equally far."""
 
     def check_buckets(self, *, causal: bool, bidirectional: bool) -> None:
@@ -180,7 +180,7 @@ class ShawConfig(PositionSection):
     """Learned vectors of relative positions, added to keys and values (Shaw et al. 2018)."""
 
     name: Literal["shaw"] = "shaw"
-    max_distance: PositiveInt = Field(default=128, le=LONGEST)
+    max_distance: PositiveInt = Field(default=128, le=MAX_LENGTH)
     """Distance from which all positions are taken as equally far."""
 
 
@@ -188,7 +188,7 @@ class DisentangledPositionConfig(PositionSection):
     """The table of relative positions that attention of that name reads (He et al. 2021)."""
 
     name: Literal["disentangled"] = "disentangled"
-    max_distance: PositiveInt = Field(default=128, le=LONGEST)
+    max_distance: PositiveInt = Field(default=128, le=MAX_LENGTH)
     """Distance from which all positions are taken as equally far."""
 
 
@@ -196,9 +196,9 @@ class DisentangledBucketsConfig(PositionSection):
     """The same in buckets that grow with the distance; `disentangled_shared` reads it."""
 
     name: Literal["disentangled_buckets"] = "disentangled_buckets"
-    buckets: PositiveInt = Field(default=32, le=WIDEST)
+    buckets: PositiveInt = Field(default=32, le=MAX_WIDTH)
     """Buckets of relative positions, for each direction."""
-    max_distance: PositiveInt = Field(default=128, le=LONGEST)
+    max_distance: PositiveInt = Field(default=128, le=MAX_LENGTH)
     """Distance from which all positions are taken as equally far."""
 
     @model_validator(mode="after")
@@ -239,7 +239,7 @@ PositionConfig = Annotated[
     | DisentangledBucketsConfig
     | TransformerXLPositionConfig
     | PluginPositionConfig,
-    by_name(
+    union_by_name(
         RopeConfig,
         LearnedPositionConfig,
         SinusoidalConfig,
@@ -250,6 +250,6 @@ PositionConfig = Annotated[
         DisentangledPositionConfig,
         DisentangledBucketsConfig,
         TransformerXLPositionConfig,
-        other=PluginPositionConfig,
+        plugin=PluginPositionConfig,
     ),
 ]

@@ -41,7 +41,7 @@ class ReadConfig(Section):
     """A longer file or record is cut into several documents, at blank lines where there are any."""
 
     @property
-    def takes_over(self) -> bool:
+    def is_passthrough(self) -> bool:
         """Whether nothing is cleaned, split by source or searched for duplicates."""
         return self.format in ("images", "megatron", "tokens")
 
@@ -71,7 +71,7 @@ class SplitConfig(Section):
     """The values that get a corpus; all others share the one named "other". Left out, each gets its own."""
 
     @property
-    def holds_out(self) -> bool:
+    def has_validation_split(self) -> bool:
         """Whether there is a validation split."""
         return bool(self.files) or self.validation > 0
 
@@ -106,7 +106,7 @@ class TokenizerConfig(Section):
     """Train on at most about this much text: of a larger corpus, on a fixed random sample of documents."""
 
     @property
-    def reserves_modes(self) -> bool:
+    def has_mode_tokens(self) -> bool:
         """Whether ids are kept for mode tokens; unless said, only sentencepiece's BPE keeps none."""
         return self.kind != "sentencepiece-bpe" if self.modes is None else self.modes
 
@@ -169,9 +169,9 @@ class PrepConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _stays_as_it_is(self) -> Self:
+    def _check_passthrough_format(self) -> Self:
         read = f"read.format = {self.read.format!r}"
-        if not self.read.takes_over:
+        if not self.read.is_passthrough:
             return self
         if self.steps or self.duplicates:
             raise ValueError(f"{read}: there is no text for steps and duplicates: leave them out")

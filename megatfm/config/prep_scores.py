@@ -30,8 +30,8 @@ class LinearConfig(Section):
 
     name: Literal["linear"]
     file: PathStr = Field(examples=["quality.npz"])
-    """Its weights, as `megatfm.data_prep.steps.linear.Weights` saves them: `.npz` or `.safetensors` with "weight"
-    [2^k], "bias" [1] and "ngrams" [1]."""
+    """Its weights, as `megatfm.data_prep.steps.linear.LinearClassifier` saves them: `.npz` or `.safetensors` with
+    "weight" [2^k], "bias" [1] and "ngrams" [1]."""
     at_least: Share = 0.0
     """Drop a document that is less probable."""
     at_most: Share = 1.0

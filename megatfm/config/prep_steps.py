@@ -286,7 +286,7 @@ class RepeatedParagraphsConfig(Section):
     """Compare without case, digits, punctuation and space."""
 
 
-class AlikeConfig(Section):
+class MinHashConfig(Section):
     """Of documents that are nearly the same keeps the first: MinHash and locality-sensitive hashing (Broder 1997)."""
 
     name: Literal["near"]
@@ -311,7 +311,7 @@ class RepeatedSubstringsConfig(Section):
 
 
 DuplicatesConfig = Annotated[
-    RepeatedLinesConfig | RepeatedParagraphsConfig | AlikeConfig | RepeatedSubstringsConfig,
+    RepeatedLinesConfig | RepeatedParagraphsConfig | MinHashConfig | RepeatedSubstringsConfig,
     Field(discriminator="name"),
 ]
 

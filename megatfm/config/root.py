@@ -7,10 +7,9 @@ from pydantic import Field, model_validator
 from pydantic.fields import FieldInfo
 
 from megatfm.config.base import PathStr, Section, divisors, nearest_divisor, variants_of
-from megatfm.config.deepspeed import DeepSpeedConfig
-from megatfm.config.deepspeed import check as check_deepspeed
+from megatfm.config.deepspeed import DeepSpeedConfig, check_compatibility
 from megatfm.config.experts import MoEConfig, SoftMoEConfig
-from megatfm.config.families import FAMILIES, meant_by
+from megatfm.config.families import FAMILIES, suggest_family
 from megatfm.config.gpu_only import check as check_gpu_only
 from megatfm.config.model import ModelConfig
 from megatfm.config.objective import CausalObjective, ObjectiveConfig, PluginObjective
@@ -65,7 +64,7 @@ class Config(Section):
         family = self.model.family
         if family not in FAMILIES and not self.plugins:
             raise ValueError(
-                f"model.family = {family!r}: unknown{did_you_mean(meant_by(family), FAMILIES)}; there are: "
+                f"model.family = {family!r}: unknown{did_you_mean(suggest_family(family), FAMILIES)}; there are: "
                 f"{', '.join(FAMILIES)}; others need the package that registers them in plugins"
             )
         parts: list[tuple[str, Section, str]] = [("", self, "optimizer"), ("", self, "schedule")]
@@ -74,7 +73,7 @@ class Config(Section):
         for place, holder, key in parts:
             section = getattr(holder, key)
             if type(section).__name__.startswith("Plugin") and not self.plugins:
-                name, known = section.name, names(type(holder).model_fields[key])
+                name, known = section.name, variant_names(type(holder).model_fields[key])
                 raise ValueError(
                     f"{place}{key}.name = {name!r}: unknown{did_you_mean(name, known)}; there are: {', '.join(known)}; "
                     "others need the package that registers them in plugins"
@@ -88,7 +87,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _deepspeed_carries_it(self) -> Self:
-        check_deepspeed(self.parallel, self.train, self.optimizer, self.deepspeed)
+        check_compatibility(self.parallel, self.train, self.optimizer, self.deepspeed)
         return self
 
     @model_validator(mode="after")
@@ -111,7 +110,7 @@ class Config(Section):
                 f"train.global_batch = {self.train.global_batch} is not a multiple of "
                 f"train.micro_batch = {self.train.micro_batch}: the nearest that is one is {nearest}"
             )
-        divided = self.model.divided_as(self.parallel.expert_tp)
+        divided = self.model.tp_dims_for(self.parallel.expert_tp)
 
         def divides(tp: int, key: str) -> bool:
             return divided[key] % tp == 0 or (key.endswith("n_kv_heads") and tp % divided[key] == 0)
@@ -163,7 +162,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _experts_are_divided(self) -> Self:
         ep, tp = self.parallel.ep, self.parallel.tp if self.parallel.expert_tp == "whole" else 1
-        experts = {key: n // tp for key, n in self.model.divided.items() if key.endswith("n_experts")}
+        experts = {key: n // tp for key, n in self.model.tp_dims.items() if key.endswith("n_experts")}
         if ep > 1 and not experts:
             raise ValueError(
                 f"parallel.ep = {ep}, but the model has no experts to divide: set parallel.ep = 1, or "
@@ -189,7 +188,7 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _cuts_rows(self) -> Self:
+    def _check_context_parallel(self) -> Self:
         parallel = self.parallel
         if parallel.cp > 1 and parallel.engine not in ENGINES:
             raise ValueError(
@@ -197,7 +196,9 @@ class Config(Section):
                 "engine = 'native', or cp = 1"
             )
         if parallel.cp > 1 and parallel.context == "heads":
-            kinds = [self.model.at(depth).attention for depth in range(max(1, len(self.model.blocks)))]
+            kinds = [
+                self.model.layer_config(depth).attention for depth in range(max(1, len(self.model.blocks)))
+            ]
             heads = [(attention.n_heads, attention.kv_heads) for attention in kinds]
             if self.model.generator is not None:
                 heads.append((self.model.generator.n_heads, self.model.generator.n_heads))
@@ -220,7 +221,7 @@ class Config(Section):
     def _has_global_tokens(self) -> Self:
         length = self.data.sequence_length
         for depth in range(max(1, len(self.model.blocks))):
-            pattern = self.model.at(depth).attention.pattern
+            pattern = self.model.layer_config(depth).attention.pattern
             if isinstance(pattern, LongformerPatternConfig) and max(pattern.tokens, default=0) >= length:
                 raise ValueError(
                     f"model.attention.pattern.tokens has the place {max(pattern.tokens)}, but rows have "
@@ -231,8 +232,8 @@ class Config(Section):
     def refuses_compile(self) -> str | None:
         """Why blocks can't be compiled, and what to set instead; None where they can."""
         model, parallel = self.model, self.parallel
-        patterns = {model.at(depth).attention.pattern for depth in range(max(1, len(model.blocks)))}
-        kinds = [model, *(model.of_kind(kind) for kind in model.block)]
+        patterns = {model.layer_config(depth).attention.pattern for depth in range(max(1, len(model.blocks)))}
+        kinds = [model, *(model.type_config(kind) for kind in model.block)]
         if any(isinstance(pattern, BigBirdPatternConfig) and pattern.random for pattern in patterns):
             return (
                 "train.compile = true: model.attention.pattern.name = 'bigbird' draws random blocks for each length, "
@@ -262,7 +263,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _soft_mixtures_are_not_cut_by_channels(self) -> Self:
-        kinds = [self.model, *(self.model.of_kind(kind) for kind in self.model.block)]
+        kinds = [self.model, *(self.model.type_config(kind) for kind in self.model.block)]
         if self.parallel.tp > 1 and any(isinstance(kind.ffn, SoftMoEConfig) for kind in kinds):
             raise ValueError(
                 f"parallel.tp = {self.parallel.tp}: ffn.name = 'soft_moe' is not cut over tensor-parallel ranks: set "
@@ -291,7 +292,7 @@ def _repeats(schedule: str, key: str, value: object, other: object) -> str:
     )
 
 
-def names(field: FieldInfo) -> list[str]:
+def variant_names(field: FieldInfo) -> list[str]:
     """The names among which a field's section is chosen, without a plugin's."""
     defaults = [section.model_fields["name"].default for section in variants_of(field.annotation)]
     return [name for name in defaults if isinstance(name, str)]

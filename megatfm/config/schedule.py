@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt
 
-from megatfm.config.base import Section, by_name
+from megatfm.config.base import Section, union_by_name
 
 Ratio = Annotated[float, Field(ge=0, le=1)]
 
@@ -69,12 +69,12 @@ class PluginSchedule(ScheduleSection):
 
 ScheduleConfig = Annotated[
     CosineSchedule | LinearSchedule | ConstantSchedule | InverseSqrtSchedule | WSDSchedule | PluginSchedule,
-    by_name(
+    union_by_name(
         CosineSchedule,
         LinearSchedule,
         ConstantSchedule,
         InverseSqrtSchedule,
         WSDSchedule,
-        other=PluginSchedule,
+        plugin=PluginSchedule,
     ),
 ]

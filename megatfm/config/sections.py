@@ -5,7 +5,7 @@ from typing import Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from megatfm.config.base import LONGEST, WIDEST, PathStr, Section, nearest_divisor
+from megatfm.config.base import MAX_LENGTH, MAX_WIDTH, PathStr, Section, nearest_divisor
 from megatfm.config.data import DataConfig as DataConfig
 
 
@@ -14,9 +14,9 @@ class ParallelConfig(Section):
 
     engine: str = Field(default="native", min_length=1)
     """Who carries out the steps: "native", "deepspeed", or the name of a plugin's engine."""
-    dp_replicate: PositiveInt = Field(default=1, le=WIDEST)
+    dp_replicate: PositiveInt = Field(default=1, le=MAX_WIDTH)
     """Data-parallel replicas, each holding a whole copy of its shards (with dp_shard > 1: HSDP)."""
-    dp_shard: int = Field(default=-1, ge=-1, le=WIDEST)
+    dp_shard: int = Field(default=-1, ge=-1, le=MAX_WIDTH)
     """Data-parallel ranks over which a ZeRO stage shards; -1: all that are left."""
     zero: Literal[0, 1, 2, 3] = 3
     """What is sharded over dp_shard: 1: optimizer state, 2: gradients too, 3: parameters too; 0: nothing."""
@@ -33,14 +33,14 @@ class ParallelConfig(Section):
     comm_memory: Literal["torch", "group"] = "torch"
     """With zero = 2 or 3: who allocates what gathering and scattering send; "group": the process group itself, where it
     can (NCCL on a switch that computes), so that the network takes it without a copy."""
-    tp: PositiveInt = Field(default=1, le=WIDEST)
+    tp: PositiveInt = Field(default=1, le=MAX_WIDTH)
     """Tensor-parallel ranks."""
     sequence_parallel: bool = True
     """With tp > 1, keep norms and residuals on shards of the sequence."""
     async_tp: bool = False
     """With sequence_parallel and train.compile, on the GPUs of one machine: what tensor-parallel ranks send goes in
     pieces, each under way while products of the piece before are made."""
-    pp: PositiveInt = Field(default=1, le=WIDEST)
+    pp: PositiveInt = Field(default=1, le=MAX_WIDTH)
     """Pipeline ranks, each with its share of the layers."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev"] = "1f1b"
     """Order in which pipeline ranks take micro-batches forward and backward."""
@@ -48,13 +48,13 @@ class ParallelConfig(Section):
     """Stages on each pipeline rank of an interleaved schedule; left out: 2."""
     cuts: list[str] = Field(default_factory=list, examples=[["decoder.layers.5"]])
     """Steps of the model with which all pipeline stages but the first begin; left out: where costs are most equal."""
-    cp: PositiveInt = Field(default=1, le=WIDEST)
+    cp: PositiveInt = Field(default=1, le=MAX_WIDTH)
     """Context-parallel ranks, each with its part of every row."""
     context: Literal["auto", "ring", "heads"] = "auto"
     """How full attention looks across parts: "ring": keys and values go round, or are fetched where documents leave
     less than half to send; "heads": ranks exchange tokens for heads, each has all tokens of some (Ulysses); auto: heads
     where it can and sends less."""
-    ep: PositiveInt = Field(default=1, le=WIDEST)
+    ep: PositiveInt = Field(default=1, le=MAX_WIDTH)
     """Ranks of dp_shard × cp among which experts are divided, and which send each other tokens; divides their product.
     """
     expert_tp: Literal["whole", "channels", "folded"] = "whole"
@@ -98,10 +98,10 @@ class ParallelConfig(Section):
                 "'shards', or zero = 0 or 1"
             )
         axes = {key: getattr(self, key) for key in ("dp_replicate", "dp_shard", "tp", "pp", "cp")}
-        if (ranks := abs(prod(axes.values()))) > WIDEST:
+        if (ranks := abs(prod(axes.values()))) > MAX_WIDTH:
             raise ValueError(
                 f"{' × '.join(key for key, size in axes.items() if size > 1)} are {ranks} processes: choose sizes "
-                f"whose product is at most {WIDEST}"
+                f"whose product is at most {MAX_WIDTH}"
             )
         if self.dp_shard == 0:
             raise ValueError("dp_shard = 0: choose -1 (all ranks that are left) or a positive number")
@@ -129,19 +129,20 @@ class ParallelConfig(Section):
                 f"expert_tp = 'folded' divides experts among ranks of ep, and ep = 1: set ep = {self.tp}, or leave it "
                 "out"
             )
-        if self.ep_within > 0 and self.ep_within % self.ep:
+        if self.expert_mesh_size > 0 and self.expert_mesh_size % self.ep:
             axes = [
                 "dp_shard",
                 *(["cp"] if self.cp > 1 else []),
                 *(["tp"] if self.expert_tp == "folded" else []),
             ]
             raise ValueError(
-                f"ep = {self.ep} does not divide {' × '.join(axes)} = {self.ep_within}, over which experts lie: the "
-                f"nearest that does is {nearest_divisor(self.ep_within, self.ep)}"
+                f"ep = {self.ep} does not divide {' × '.join(axes)} = {self.expert_mesh_size}, over which "
+                "experts lie: the "
+                f"nearest that does is {nearest_divisor(self.expert_mesh_size, self.ep)}"
             )
 
     @property
-    def ep_within(self) -> int:
+    def expert_mesh_size(self) -> int:
         """How many ranks `ep` divides; negative where dp_shard is left open."""
         return self.dp_shard * self.cp * (self.tp if self.expert_tp == "folded" else 1)
 
@@ -151,9 +152,9 @@ class TrainConfig(Section):
 
     steps: PositiveInt = Field(examples=[1000], le=2**53)
     """Optimizer steps."""
-    global_batch: PositiveInt = Field(examples=[32], le=LONGEST)
+    global_batch: PositiveInt = Field(examples=[32], le=MAX_LENGTH)
     """Rows per step, over all ranks."""
-    micro_batch: PositiveInt = Field(examples=[8], le=LONGEST)
+    micro_batch: PositiveInt = Field(examples=[8], le=MAX_LENGTH)
     """Rows that a rank takes through the model at once; the rest of its share is accumulated."""
     seed: NonNegativeInt = Field(default=0, le=2**63 - 1)
     """Seed of initial weights and of the sample order."""
@@ -190,7 +191,7 @@ class TrainConfig(Section):
     must each take less."""
 
     @model_validator(mode="after")
-    def _takes_over_from_somewhere(self) -> Self:
+    def _check_init_sources(self) -> Self:
         if self.init_only and self.init_from is None:
             raise ValueError(
                 "init_only chooses among the weights of train.init_from: give that, or leave it out"
@@ -202,7 +203,7 @@ class TrainConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _measures_eagerly(self) -> Self:
+    def _check_recompute(self) -> Self:
         if self.compile not in (False, "auto") and self.recompute.endswith("B"):
             raise ValueError(
                 f"recompute = {self.recompute!r}: how much blocks keep is measured while they run, and compile = true "
@@ -235,7 +236,7 @@ class CheckpointConfig(Section):
     """Steps between saves to `local`. 0: none is made there."""
 
     @model_validator(mode="after")
-    def _local_is_whole(self) -> Self:
+    def _check_local(self) -> Self:
         if (not self.local) != (self.local_every == 0):
             raise ValueError("local and local_every go together: where, and how often")
         return self

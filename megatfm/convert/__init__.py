@@ -6,14 +6,14 @@ config.json as our `ModelConfig` and back, and a table of rules between their te
 
 from megatfm.convert import architectures
 from megatfm.convert.registry import ARCHITECTURES, Architecture, architecture_for
-from megatfm.convert.table import Rule, to_ours, to_theirs
+from megatfm.convert.table import WeightMapping, from_hf, to_hf
 
 __all__ = [
     "ARCHITECTURES",
     "Architecture",
-    "Rule",
+    "WeightMapping",
     "architecture_for",
     "architectures",
-    "to_ours",
-    "to_theirs",
+    "from_hf",
+    "to_hf",
 ]

@@ -25,16 +25,16 @@ class Key:
     default: Any = None
     kinds: tuple[type, ...] = ANY
     allowed: tuple[Any, ...] | None = None
-    idle: bool = False
-    means: str = ""
+    is_ignored: bool = False
+    alias_of: str = ""
 
-    def check(self, name: str, value: Any, *, given: bool) -> None:
+    def check(self, name: str, value: Any, *, is_present: bool) -> None:
         """Raise UsageError for a value of another kind, or one with which we don't compute the same."""
-        if given and self.allowed is None and self.kinds and not _is_one(value, self.kinds):
+        if is_present and self.allowed is None and self.kinds and not _is_one(value, self.kinds):
             raise UsageError(f"config.json: {name} = {_shown(value)} is no {_kind(self.kinds)}")
         if self.allowed is not None and not any(_same(value, one) for one in self.allowed):
             only = " or ".join(repr(one) for one in self.allowed)
-            absent = "" if given else " (it is not there, which means that)"
+            absent = "" if is_present else " (it is not there, which means that)"
             raise UsageError(f"config.json: {name} = {_shown(value)} is not supported, only {only}{absent}")
 
 
@@ -42,28 +42,28 @@ def _kinds(kinds: Iterable[type | None]) -> tuple[type, ...]:
     return tuple(type(None) if kind is None else kind for kind in kinds)
 
 
-def taken(default: Any, *kinds: type | None) -> Key:
+def used(default: Any, *kinds: type | None) -> Key:
     """A key that `read` takes; kinds: where it may have others than its default's, None among them."""
     return Key(default, _kinds(kinds) if kinds else _kinds([type(default)]))
 
 
-def only(*allowed: Any, default: Any = ...) -> Key:
+def supported_values(*allowed: Any, default: Any = ...) -> Key:
     """A key of which we compute these values; default: where transformers' is another than the first."""
     kinds = _kinds([*(type(value) for value in allowed), *([] if default is ... else [type(default)])])
     return Key(allowed[0] if default is ... else default, kinds, allowed)
 
 
-def idle(*names: str, kinds: Iterable[type | None] = ()) -> dict[str, Key]:
+def ignored(*names: str, kinds: Iterable[type | None] = ()) -> dict[str, Key]:
     """Keys that change nothing of what a model computes."""
-    return dict.fromkeys(names, Key(kinds=_kinds(kinds), idle=True))
+    return dict.fromkeys(names, Key(kinds=_kinds(kinds), is_ignored=True))
 
 
 def alias(key: str) -> Key:
     """Another name of a key."""
-    return Key(means=key)
+    return Key(alias_of=key)
 
 
-def settled(theirs: Mapping[str, Any], keys: Mapping[str, Key], name: str) -> Json:
+def resolve_hf_config(theirs: Mapping[str, Any], keys: Mapping[str, Key], name: str) -> Json:
     """What `read` is given of a config.json: every key that is not idle, defaults filled in.
 
     name: the architecture's. Raises UsageError for a key that is not declared, and as `Key.check` does.
@@ -74,22 +74,22 @@ def settled(theirs: Mapping[str, Any], keys: Mapping[str, Key], name: str) -> Js
                 f"config.json: {key} = {_shown(value)}: megatfm knows no such key of a {name}"
                 f"{did_you_mean(key, keys)}: if the model computes the same without it, take it out of the file"
             )
-    known = {key: declared for key, declared in keys.items() if not declared.means}
-    aliased = {d.means: theirs[key] for key, d in keys.items() if d.means and key in theirs}
+    known = {key: declared for key, declared in keys.items() if not declared.alias_of}
+    aliased = {d.alias_of: theirs[key] for key, d in keys.items() if d.alias_of and key in theirs}
     given = aliased | {key: theirs[key] for key in known if key in theirs}
     values = {key: given.get(key, declared.default) for key, declared in known.items()}
     for key, declared in known.items():
-        declared.check(key, values[key], given=key in given)
+        declared.check(key, values[key], is_present=key in given)
     for key, declared in keys.items():
-        if declared.means and key in theirs and not _same(theirs[key], values[declared.means]):
+        if declared.alias_of and key in theirs and not _same(theirs[key], values[declared.alias_of]):
             raise UsageError(
-                f"config.json: {key} = {_shown(theirs[key])} is another name of {declared.means}, which is "
-                f"{_shown(values[declared.means])}: give {declared.means} alone"
+                f"config.json: {key} = {_shown(theirs[key])} is another name of {declared.alias_of}, which is "
+                f"{_shown(values[declared.alias_of])}: give {declared.alias_of} alone"
             )
-    return {key: value for key, value in values.items() if not known[key].idle}
+    return {key: value for key, value in values.items() if not known[key].is_ignored}
 
 
-def inner(name: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
+def check_table_keys(name: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
     """Check that a table within config.json has no other keys. Raises UsageError."""
     for key, value in given.items():
         if key not in known:
@@ -103,33 +103,33 @@ TOKENS = (int, list, type(None))
 """One id or several."""
 
 COMMON: Mapping[str, Key] = {
-    "architectures": taken(None, list, None),
-    "is_encoder_decoder": only(False),
-    "is_decoder": only(False),
-    "add_cross_attention": only(False),
-    "tie_encoder_decoder": only(False),
-    "cross_attention_hidden_size": only(None),
-    "pruned_heads": only(None, {}),
-    "quantization_config": only(None),
-    "per_layer_config": only(None),
-    "pad_token_id": taken(None, int, None),
-    "bos_token_id": taken(None, *TOKENS),
-    "eos_token_id": taken(None, *TOKENS),
-    "decoder_start_token_id": taken(None, int, None),
-    **idle("sep_token_id", "cls_token_id", "unk_token_id", "mask_token_id", kinds=TOKENS),
-    **idle("output_hidden_states", "output_attentions", "return_dict", "use_cache", kinds=[bool, None]),
-    **idle("chunk_size_feed_forward", kinds=[int]),
-    **idle("id2label", "label2id", "task_specific_params", kinds=[dict, None]),
-    **idle("dtype", "torch_dtype", "problem_type", "tokenizer_class", "prefix", kinds=WORD),
+    "architectures": used(None, list, None),
+    "is_encoder_decoder": supported_values(False),
+    "is_decoder": supported_values(False),
+    "add_cross_attention": supported_values(False),
+    "tie_encoder_decoder": supported_values(False),
+    "cross_attention_hidden_size": supported_values(None),
+    "pruned_heads": supported_values(None, {}),
+    "quantization_config": supported_values(None),
+    "per_layer_config": supported_values(None),
+    "pad_token_id": used(None, int, None),
+    "bos_token_id": used(None, *TOKENS),
+    "eos_token_id": used(None, *TOKENS),
+    "decoder_start_token_id": used(None, int, None),
+    **ignored("sep_token_id", "cls_token_id", "unk_token_id", "mask_token_id", kinds=TOKENS),
+    **ignored("output_hidden_states", "output_attentions", "return_dict", "use_cache", kinds=[bool, None]),
+    **ignored("chunk_size_feed_forward", kinds=[int]),
+    **ignored("id2label", "label2id", "task_specific_params", kinds=[dict, None]),
+    **ignored("dtype", "torch_dtype", "problem_type", "tokenizer_class", "prefix", kinds=WORD),
     # About files and software.
-    **idle(
+    **ignored(
         "transformers_version", "_name_or_path", "name_or_path", "_commit_hash", "auto_map", "gradient_checkpointing",
         "xla_device", "torchscript", "use_bfloat16", "tf_legacy_loss", "output_past", "finetuning_task", "num_labels",
         "attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "pretraining_tp",
         "unsloth_version", "_num_labels", "classifier_dropout",
     ),
     # How to generate, which transformers keeps in generation_config.json by now.
-    **idle(
+    **ignored(
         "assistant_confidence_threshold", "assistant_lookbehind", "bad_words_ids", "begin_suppress_tokens",
         "diversity_penalty", "do_sample", "early_stopping", "eos_token_ids", "encoder_no_repeat_ngram_size",
         "encoder_repetition_penalty", "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty",

@@ -16,10 +16,10 @@ from megatfm.config import Config, ModelConfig, to_toml
 from megatfm.config.key_migrations import migrate
 from megatfm.convert import template, tokenizer_files, travels
 from megatfm.convert.folder import CONFIG, HfFolder, is_hf_folder
-from megatfm.convert.pair import HfPair, is_pair, open_folder, parts_of
+from megatfm.convert.pair import ElectraFolder, exported_models, is_electra_folder, open_folder
 from megatfm.convert.write import write_json, write_weights
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.layers.initialisation import stored_tensors
+from megatfm.layers.initialisation import checkpoint_tensors
 from megatfm.models import build
 from megatfm.registry import import_foreign_plugins
 from megatfm.version import __version__
@@ -46,7 +46,7 @@ def convert(
     source, target = Path(source), Path(target)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise UsageError(f"{target}: is there already: give a new folder")
-    if (is_hf_folder(source) or is_pair(source)) == (to == "hf"):
+    if (is_hf_folder(source) or is_electra_folder(source)) == (to == "hf"):
         other = "megatfm" if to == "hf" else "hf"
         if to == "megatfm":
             _check_is_ours(source)
@@ -84,7 +84,7 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
     tokenizer = digest if isinstance(digest := state.get("tokenizer"), str) else None
     kept = state.get("origin")
     origin = kept if isinstance(kept, dict) else {}
-    parts = parts_of(config.model, origin.get("name"))
+    parts = exported_models(config.model, origin.get("name"))
     stored = checkpoint.names(found)
     ours = {
         key.removeprefix("model."): torch.empty(shape, dtype=dtype, device="meta")
@@ -93,11 +93,11 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
     }
     _check_names(found, ours, config.model)
     dtype = max((tensor.dtype for tensor in ours.values()), key=lambda dtype: dtype.itemsize)
-    written, said, broken = set[str](), list[str](), list[str]()
+    written, summary, broken = set[str](), list[str](), list[str]()
     for part in parts:
         place = folder / part.folder
-        disk.make_folder(place)
-        order = [key for rule in part.rules for key in rule.ours]
+        disk.make_durable_dirs(place)
+        order = [key for rule in part.rules for key in rule.megatfm]
         notes, ids = tokenizer_files.to_hf(found, config, place, tokenizer)
         _check_padding(part.theirs, ids)
         reader = _Reader(found, order, ours)
@@ -105,45 +105,49 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
         broken += reader.broken
         notes += part.architecture.remarks(config.model)
         before = origin if part.name == origin.get("name") else {}
-        travelled = travels.on_the_way_back(before, part.theirs)
-        theirs = part.theirs | {"dtype": str(dtype).removeprefix("torch."), **ids, **travelled}
+        restored = travels.restore_origin(before, part.theirs)
+        theirs = part.theirs | {"dtype": str(dtype).removeprefix("torch."), **ids, **restored}
         if isinstance(generation := before.get("generation"), dict):
             write_json(place / travels.GENERATION, generation)
-        if (key := part.architecture.length_key) and key not in theirs:
+        if (key := part.architecture.max_length_key) and key not in theirs:
             theirs[key] = config.data.sequence_length
         write_json(place / CONFIG, theirs)
         disk.sync_folder(place)
         written |= set(order)
-        said.append(f"{part.name}, {len(order)} tensors, {size / 1e6:,.1f} MB")
+        summary.append(f"{part.name}, {len(order)} tensors, {size / 1e6:,.1f} MB")
     if left := sorted(ours.keys() - written):
         notes.append(f"left out, for transformers has no place for it: {', '.join(left)}")
-    return ["; ".join(said), *notes, *not_finite(list(dict.fromkeys(broken)))]
+    return ["; ".join(summary), *notes, *not_finite(list(dict.fromkeys(broken)))]
 
 
 def _to_megatfm(source: Path, folder: Path, target: Path) -> list[str]:
     opened = open_folder(source)
     shapes = meta_shapes(opened.config)
-    kept, notes = tokenizer_files.to_megatfm(source / "discriminator" if is_pair(source) else source, folder)
-    length = opened.json.get(opened.architecture.length_key) or opened.config.position.limit
-    config = template.config(target, opened.config, kept, length)
-    travelling: dict[str, JsonValue] = {"origin": {"name": opened.name}}
+    kept, notes = tokenizer_files.to_megatfm(
+        source / "discriminator" if is_electra_folder(source) else source, folder
+    )
+    length = opened.json.get(opened.architecture.max_length_key) or opened.config.position.limit
+    config = template.starting_config(target, opened.config, kept, length)
+    provenance: dict[str, JsonValue] = {"origin": {"name": opened.name}}
     if isinstance(opened, HfFolder):
-        written = opened.architecture.write(opened.config)
-        travelling["origin"] = travels.origin_of(source, opened.name, opened.json, written)
+        written = opened.architecture.config_to_hf(opened.config)
+        provenance["origin"] = travels.record_origin(source, opened.name, opened.json, written)
         if kept:
             tokenizer = tokenizers.load(folder / kept)
-            files = tokenizers.files(folder / kept)
-            travelling["begins"] = [*travels.begin_of(source, files, tokenizer)]
-            travelling["stop"] = [*travels.stop_of(source, opened.json, tokenizer)]
+            files = tokenizers.tokenizer_files(folder / kept)
+            provenance["begins"] = [*travels.bos_prefix_ids(source, files, tokenizer)]
+            provenance["stop"] = [*travels.eos_token_id_of(source, opened.json, tokenizer)]
     state: dict[str, JsonValue] = {
-        **travelling,
+        **provenance,
         "step": 0,
         "megatfm": __version__,
         "config": config.model_dump(mode="json"),
         "tokenizer": tokenizers.load(folder / kept).hash if kept else None,
     }
-    checkpoint.save_stream(folder / "checkpoints", 0, _renamed(opened, shapes), state)
-    header = template.header(opened.name, family=opened.config.family).encode()
+    checkpoint.write_checkpoint_from_iterator(
+        folder / "checkpoints", 0, _with_model_prefix(opened, shapes), state
+    )
+    header = template.config_comment(opened.name, family=opened.config.family).encode()
     disk.write_file(folder / "config.toml", [memoryview(header + to_toml(config).encode())])
     family = opened.config.family
     untrainable = [template.UNTRAINABLE[family]] if family in template.UNTRAINABLE else []
@@ -159,10 +163,12 @@ def meta_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of what is stored of a model: parameters, and the state of modules."""
     with torch.device("meta"):
         model = build(config)
-    return {name: tuple(tensor.shape) for name, tensor in stored_tensors(model).items()}
+    return {name: tuple(tensor.shape) for name, tensor in checkpoint_tensors(model).items()}
 
 
-def ours_of(opened: HfFolder | HfPair, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
+def converted_tensors(
+    opened: HfFolder | ElectraFolder, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, Tensor]]:
     """Our tensors of a folder, one after the other; adds a note of those that hold no numbers to the folder's.
 
     Raises MegatfmError where a shape is not the model's.
@@ -173,7 +179,7 @@ def ours_of(opened: HfFolder | HfPair, shapes: Mapping[str, tuple[int, ...]]) ->
         for name, tensor in opened.ours(rule).items():
             if shapes.get(name) != tuple(tensor.shape):
                 raise MegatfmError(
-                    f"{opened.path}: {', '.join(rule.theirs)} would make {name} {list(tensor.shape)}, but the model of "
+                    f"{opened.path}: {', '.join(rule.hf)} would make {name} {list(tensor.shape)}, but the model of "
                     f"its config.json has {list(shapes[name]) if name in shapes else 'no such tensor'}"
                 )
             missing.discard(name)
@@ -192,10 +198,10 @@ def not_finite(names: Sequence[str]) -> list[str]:
     return [f"NaN or infinity in {names[0]}{more}: what the model computes may be NaN, too"]
 
 
-def _renamed(
-    opened: HfFolder | HfPair, shapes: Mapping[str, tuple[int, ...]]
+def _with_model_prefix(
+    opened: HfFolder | ElectraFolder, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in ours_of(opened, shapes):
+    for name, tensor in converted_tensors(opened, shapes):
         yield f"model.{name}", tensor
 
 
@@ -225,14 +231,14 @@ class _Reader:
 
     def __init__(self, path: Path, order: Sequence[str], ours: Mapping[str, Tensor]) -> None:
         self.path, self.order, self.ours = path, list(order), ours
-        self.held: dict[str, Tensor] = {}
+        self.rank_params: dict[str, Tensor] = {}
         self.broken: list[str] = []
 
     def read(self, names: Sequence[str]) -> Mapping[str, Tensor]:
         """Each name can be asked for once."""
-        while any(name not in self.held for name in names):
+        while any(name not in self.rank_params for name in names):
             self._read_more()
-        return {name: self.held.pop(name) for name in names}
+        return {name: self.rank_params.pop(name) for name in names}
 
     def _read_more(self) -> None:
         batch = [self.order.pop(0)]
@@ -240,15 +246,15 @@ class _Reader:
         while self.order and (size := size + self.ours[self.order[0]].nbytes) <= READ_BYTES:
             batch.append(self.order.pop(0))
         read = checkpoint.read_tensors(self.path, only={f"model.{name}" for name in batch})
-        self.held |= {name.removeprefix("model."): tensor for name, tensor in read.items()}
-        self.broken += [name for name in batch if not self.held[name].isfinite().all()]
+        self.rank_params |= {name.removeprefix("model."): tensor for name, tensor in read.items()}
+        self.broken += [name for name in batch if not self.rank_params[name].isfinite().all()]
 
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
     """A folder that becomes `target` when all is well, and goes otherwise."""
     target = target.absolute()
-    disk.make_folder(target.parent)
+    disk.make_durable_dirs(target.parent)
     partial = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
     with disk.naming("create", partial):
         partial.mkdir()

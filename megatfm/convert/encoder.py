@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatfm.config import ModelConfig
-from megatfm.convert.config_keys import Json, Key, idle, only, taken
+from megatfm.convert.config_keys import Json, Key, ignored, supported_values, used
 from megatfm.convert.keys import activation, std, their_activation
-from megatfm.convert.table import Rule, linear, same
+from megatfm.convert.table import WeightMapping, rename, rename_linear
 
 OLD_NORMS = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))
 """As the checkpoints that came from TensorFlow call a norm's weight and bias."""
@@ -14,28 +14,28 @@ POSITION_IDS = r"embeddings\.position_ids$"
 """A buffer that older files hold."""
 
 KEYS: dict[str, Key] = {
-    "vocab_size": taken(30522),
-    "hidden_size": taken(768),
-    "num_hidden_layers": taken(12),
-    "num_attention_heads": taken(12),
-    "intermediate_size": taken(3072),
-    "hidden_act": taken("gelu"),
-    "hidden_dropout_prob": taken(0.1),
-    "attention_probs_dropout_prob": taken(0.1),
-    "max_position_embeddings": taken(512),
-    "type_vocab_size": taken(2),
-    "initializer_range": taken(0.02),
-    "layer_norm_eps": taken(1e-12),
-    "position_embedding_type": only("absolute"),
-    "tie_word_embeddings": only(True),
+    "vocab_size": used(30522),
+    "hidden_size": used(768),
+    "num_hidden_layers": used(12),
+    "num_attention_heads": used(12),
+    "intermediate_size": used(3072),
+    "hidden_act": used("gelu"),
+    "hidden_dropout_prob": used(0.1),
+    "attention_probs_dropout_prob": used(0.1),
+    "max_position_embeddings": used(512),
+    "type_vocab_size": used(2),
+    "initializer_range": used(0.02),
+    "layer_norm_eps": used(1e-12),
+    "position_embedding_type": supported_values("absolute"),
+    "tie_word_embeddings": supported_values(True),
 }
 """Of BERT's config.json, with its defaults; others have the same with some more."""
-POOLER = idle(
+POOLER = ignored(
     "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head",
     "pooler_type",
 )  # fmt: skip
 """Google's, of a part that transformers doesn't build from them."""
-SUMMARY = idle(
+SUMMARY = ignored(
     "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
     "summary_last_dropout",
 )  # fmt: skip
@@ -71,7 +71,9 @@ def read(theirs: Json, **others: Any) -> ModelConfig:
         "init.name": "bert",
         "init.std": theirs["initializer_range"],
     }
-    return ModelConfig.of({key: value for key, value in (common | others).items() if value is not None})
+    return ModelConfig.from_dotted(
+        {key: value for key, value in (common | others).items() if value is not None}
+    )
 
 
 def write(ours: ModelConfig, **others: Any) -> Json:
@@ -94,36 +96,36 @@ def write(ours: ModelConfig, **others: Any) -> Json:
     return common | others
 
 
-def embedding(theirs: str, *, copies: Iterable[str] = ()) -> list[Rule]:
+def embedding(theirs: str, *, copies: Iterable[str] = ()) -> list[WeightMapping]:
     """Tables and norm under `theirs`, such as "bert.embeddings."; copies: names of the output matrix."""
     return [
-        same("encoder.embedding.tokens.weight", f"{theirs}word_embeddings.weight", copies=copies),
-        same("encoder.embedding.positions.weight", f"{theirs}position_embeddings.weight"),
-        same("encoder.embedding.segments.weight", f"{theirs}token_type_embeddings.weight"),
-        *linear("encoder.embedding.norm", f"{theirs}LayerNorm", bias=True),
+        rename("encoder.embedding.tokens.weight", f"{theirs}word_embeddings.weight", copies=copies),
+        rename("encoder.embedding.positions.weight", f"{theirs}position_embeddings.weight"),
+        rename("encoder.embedding.segments.weight", f"{theirs}token_type_embeddings.weight"),
+        *rename_linear("encoder.embedding.norm", f"{theirs}LayerNorm", bias=True),
     ]
 
 
 SELF_ATTENTION = [
-    *linear("attn.wq", "attention.self.query", bias=True),
-    *linear("attn.wk", "attention.self.key", bias=True),
-    *linear("attn.wv", "attention.self.value", bias=True),
+    *rename_linear("attn.wq", "attention.self.query", bias=True),
+    *rename_linear("attn.wk", "attention.self.key", bias=True),
+    *rename_linear("attn.wv", "attention.self.value", bias=True),
 ]
 AFTER_ATTENTION = [
-    *linear("attn.wo", "attention.output.dense", bias=True),
-    *linear("attn_residual.norm", "attention.output.LayerNorm", bias=True),
-    *linear("ffn.w_up", "intermediate.dense", bias=True),
-    *linear("ffn.w_down", "output.dense", bias=True),
-    *linear("ffn_residual.norm", "output.LayerNorm", bias=True),
+    *rename_linear("attn.wo", "attention.output.dense", bias=True),
+    *rename_linear("attn_residual.norm", "attention.output.LayerNorm", bias=True),
+    *rename_linear("ffn.w_up", "intermediate.dense", bias=True),
+    *rename_linear("ffn.w_down", "output.dense", bias=True),
+    *rename_linear("ffn_residual.norm", "output.LayerNorm", bias=True),
 ]
 BLOCK = [*SELF_ATTENTION, *AFTER_ATTENTION]
 """A block of BERT, RoBERTa and ELECTRA."""
 
 
-def head(transform: str, norm: str, bias: str, copies: Iterable[str] = ()) -> list[Rule]:
+def head(transform: str, norm: str, bias: str, copies: Iterable[str] = ()) -> list[WeightMapping]:
     """Dense layer, norm and bias of the output head; copies: further names of the bias."""
     return [
-        *linear("head.transform.dense", transform, bias=True),
-        *linear("head.transform.norm", norm, bias=True),
-        same("head.bias", bias, copies=copies),
+        *rename_linear("head.transform.dense", transform, bias=True),
+        *rename_linear("head.transform.norm", norm, bias=True),
+        rename("head.bias", bias, copies=copies),
     ]

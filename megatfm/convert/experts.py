@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatfm.config import ModelConfig, expect
+from megatfm.config import ModelConfig, require_variant
 from megatfm.config.experts import MoEConfig, TopKRouterConfig
 from megatfm.convert.config_keys import Json
-from megatfm.convert.table import Rule, same
+from megatfm.convert.table import WeightMapping, rename
 from megatfm.errors import UsageError
 
 
@@ -23,23 +23,28 @@ class ExpertNames:
     down: str = "down_proj"
 
 
-def expert_rules(config: ModelConfig, names: ExpertNames, *, fused: bool) -> list[Rule]:
+def expert_rules(config: ModelConfig, names: ExpertNames, *, fused: bool) -> list[WeightMapping]:
     """Of one block's router and experts. fused: with all experts of a block in one tensor, the gate above the rest."""
-    experts = expect(config.ffn, MoEConfig, "model.ffn")
+    experts = require_variant(config.ffn, MoEConfig, "model.ffn")
     if fused:
         return [
-            same("ffn.router.weight", "mlp.gate.weight"),
-            Rule(("ffn.experts.w_gate", "ffn.experts.w_up"), ("mlp.experts.gate_up_proj",), _below, _halves),
-            same("ffn.experts.w_down", "mlp.experts.down_proj"),
+            rename("ffn.router.weight", "mlp.gate.weight"),
+            WeightMapping(
+                ("ffn.experts.w_gate", "ffn.experts.w_up"),
+                ("mlp.experts.gate_up_proj",),
+                concat_gate_up,
+                _halves,
+            ),
+            rename("ffn.experts.w_down", "mlp.experts.down_proj"),
         ]
     parts = [("gate", names.gate), ("up", names.up), ("down", names.down)]
     return [
-        same("ffn.router.weight", f"{names.block}.gate.weight"),
+        rename("ffn.router.weight", f"{names.block}.gate.weight"),
         *(
-            Rule(
+            WeightMapping(
                 (f"ffn.experts.w_{ours}",),
                 tuple(f"{names.block}.experts.{e}.{theirs}.weight" for e in range(experts.n_experts)),
-                apart,
+                unbind_experts,
                 stacked,
             )
             for ours, theirs in parts
@@ -47,9 +52,9 @@ def expert_rules(config: ModelConfig, names: ExpertNames, *, fused: bool) -> lis
     ]
 
 
-def dropless(config: ModelConfig) -> MoEConfig:
+def require_dropless(config: ModelConfig) -> MoEConfig:
     """The section of a model's experts. Raises UsageError for what these architectures of transformers lack."""
-    experts = expect(config.ffn, MoEConfig, "model.ffn")
+    experts = require_variant(config.ffn, MoEConfig, "model.ffn")
     for key in ("capacity", "places"):
         if (given := getattr(experts, key)) is not None:
             raise UsageError(
@@ -58,12 +63,12 @@ def dropless(config: ModelConfig) -> MoEConfig:
     return experts
 
 
-def top_k_router(config: ModelConfig) -> TopKRouterConfig:
+def require_top_k_router(config: ModelConfig) -> TopKRouterConfig:
     """Raises UsageError for another router."""
-    return expect(dropless(config).router, TopKRouterConfig, "model.ffn.router")
+    return require_variant(require_dropless(config).router, TopKRouterConfig, "model.ffn.router")
 
 
-def top_k_section(theirs: Json, n_experts: int, d_ff: int, activation: str, *, normalise: bool) -> Json:
+def top_k_moe_section(theirs: Json, n_experts: int, d_ff: int, activation: str, *, normalise: bool) -> Json:
     """Our section, without the weights of terms of the loss: transformers' factor means another sum."""
     return {
         "name": "moe",
@@ -75,7 +80,7 @@ def top_k_section(theirs: Json, n_experts: int, d_ff: int, activation: str, *, n
     }
 
 
-def apart(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def unbind_experts(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """All experts' matrices in one, each for itself."""
     return tensors[0].unbind()
 
@@ -85,7 +90,8 @@ def stacked(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return [torch.stack(list(tensors))]
 
 
-def _below(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def concat_gate_up(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Join the gate's and the up projection's output channels, experts first."""
     return [torch.cat(list(tensors), dim=1)]
 
 

@@ -10,8 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatfm.convert.registry import ARCHITECTURES, OLD_NAMES, Architecture, architectures_of, reason
-from megatfm.convert.table import Rule
+from megatfm.convert.registry import ARCHITECTURES, OLD_NAMES, Architecture, architectures_of, format_error
+from megatfm.convert.table import WeightMapping
 from megatfm.errors import MegatfmError, UsageError
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -40,12 +40,12 @@ class HfFolder:
         for name in names:
             self._read_config(name)
             stored = self.stored_names(name) if stored is None else stored
-            if not (missing := self._match(stored)):
+            if not (missing := self._match_tensors(stored)):
                 break
             lost = lost or missing
         else:
             raise MegatfmError(f"{self.path}: {lost[0]} is not in its files, but {names[0]} has it")
-        self.notes = [*remarks, *self._left_there(), *self.architecture.remarks(self.config)]
+        self.notes = [*remarks, *self._unused_tensors(), *self.architecture.remarks(self.config)]
         if lost and self.json.get("architectures"):
             self.notes.insert(
                 0, f"opened without its head, for its files lack {_counted(lost)} of a {names[0]}"
@@ -53,7 +53,7 @@ class HfFolder:
 
     def stored_names(self, name: str) -> Mapping[str, str]:
         """Name of a tensor → its file; name: the architecture's."""
-        return _stored(self.path, name)
+        return _weight_map(self.path, name)
 
     def _take_type_from_tensors(self) -> list[str]:
         """Add the model_type to a config.json that tells nothing of its class; returns a note if it was added."""
@@ -70,35 +70,35 @@ class HfFolder:
         """Take it for a model of that class."""
         self.name, self.architecture = name, ARCHITECTURES.get(name)
         try:
-            self.config = self.architecture.config(self.json, name)
+            self.config = self.architecture.parse_config(self.json, name)
         except (ArithmeticError, KeyError, TypeError, ValueError) as error:
             raise UsageError(
-                f"{self.path / CONFIG}: not a config that megatfm can read: {reason(error)}"
+                f"{self.path / CONFIG}: not a config that megatfm can read: {format_error(error)}"
             ) from None
         except UsageError as error:
             raise UsageError(f"{self.path}: {error}") from None
 
-    def _match(self, stored: Mapping[str, str]) -> list[str]:
+    def _match_tensors(self, stored: Mapping[str, str]) -> list[str]:
         """Find its tensors in the files; returns those that are missing."""
-        self.files = _named(stored, self.architecture)
-        self.config = self.architecture.fit(self.config, self.files)
+        self.files = _canonical_names(stored, self.architecture)
+        self.config = self.architecture.refine_config(self.config, self.files)
         self.rules = list(self.architecture.rules_for(self.config, self.files))
-        return sorted({name for rule in self.rules for name in rule.theirs} - self.files.keys())
+        return sorted({name for rule in self.rules for name in rule.hf} - self.files.keys())
 
-    def _left_there(self) -> list[str]:
+    def _unused_tensors(self) -> list[str]:
         """What the files hold beside the model: heads of a bare one are said. Raises MegatfmError for all else."""
-        allowed = {name for rule in self.rules for name in (*rule.theirs, *rule.copies)}
-        prefix, beyond = self.architecture.prefix, sorted(self.files.keys() - allowed)
+        allowed = {name for rule in self.rules for name in (*rule.hf, *rule.tied_names)}
+        prefix, beyond = self.architecture.base_model_prefix, sorted(self.files.keys() - allowed)
         further = self.architecture.further(self.json, self.files)
         for name in (name for name in beyond if not any(re.search(pattern, name) for pattern in further)):
             is_head = not name.startswith(prefix) or name.startswith(f"{prefix}pooler.")
-            if not (self.architecture.is_bare and is_head):
+            if not (self.architecture.is_base_model and is_head):
                 raise MegatfmError(
                     f"{self.path}: {name} is in its files, but no part of a {self.name} that megatfm knows"
                 )
         return [f"left there, for it is no part of a {self.name}: {_counted(beyond)}"] * bool(beyond)
 
-    def get(self, name: str) -> Tensor:
+    def read_tensor(self, name: str) -> Tensor:
         """A tensor under the name that the table has, in memory of its own: in the file it may begin anywhere."""
         file, stored = self.files[name]
         try:
@@ -109,21 +109,19 @@ class HfFolder:
         except (SafetensorError, OSError) as error:
             raise MegatfmError(f"{self.path / file}: can't read {stored}: {error}") from None
 
-    def ours(self, rule: Rule) -> Mapping[str, Tensor]:
+    def ours(self, mapping: WeightMapping) -> Mapping[str, Tensor]:
         """The tensors of a rule under our names. Raises MegatfmError where a copy differs from its original."""
-        theirs = [self.get(name) for name in rule.theirs]
-        for copy in rule.copies:
-            if copy in self.files and not torch.equal(self.get(copy), theirs[0]):
+        theirs = [self.read_tensor(name) for name in mapping.hf]
+        for copy in mapping.tied_names:
+            if copy in self.files and not torch.equal(self.read_tensor(copy), theirs[0]):
                 raise MegatfmError(
-                    f"{self.path}: {copy} differs from {rule.theirs[0]}, which config.json says it shares: the "
+                    f"{self.path}: {copy} differs from {mapping.hf[0]}, which config.json says it shares: the "
                     "config must say tie_word_embeddings = false, or the file was damaged"
                 )
         try:
-            return dict(zip(rule.ours, rule.back(theirs), strict=True))
+            return dict(zip(mapping.megatfm, mapping.from_hf(theirs), strict=True))
         except (RuntimeError, ValueError, IndexError):
-            shapes = (
-                f"{name} {list(tensor.shape)}" for name, tensor in zip(rule.theirs, theirs, strict=True)
-            )
+            shapes = (f"{name} {list(tensor.shape)}" for name, tensor in zip(mapping.hf, theirs, strict=True))
             raise MegatfmError(
                 f"{self.path}: {', '.join(shapes)} can't be what its config.json describes: its widths or heads differ"
             ) from None
@@ -153,7 +151,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _stored(path: Path, name: str) -> Mapping[str, str]:
+def _weight_map(path: Path, name: str) -> Mapping[str, str]:
     """Name of a tensor → its file."""
     if (path / INDEX).is_file():
         listed = read_json(path / INDEX).get("weight_map")
@@ -173,14 +171,16 @@ def _stored(path: Path, name: str) -> Mapping[str, str]:
     raise UsageError(f"{path}: a config.json, but neither {WEIGHTS} nor {INDEX}{pickled}")
 
 
-def _named(files: Mapping[str, str], architecture: Architecture) -> dict[str, tuple[str, str]]:
+def _canonical_names(files: Mapping[str, str], architecture: Architecture) -> dict[str, tuple[str, str]]:
     """Name in the table → file and name in that file."""
-    bare = architecture.prefix and not any(name.startswith(architecture.prefix) for name in files)
+    bare = architecture.base_model_prefix and not any(
+        name.startswith(architecture.base_model_prefix) for name in files
+    )
     found: dict[str, tuple[str, str]] = {}
     for stored, file in files.items():
-        name = f"{architecture.prefix}{stored}" if bare else stored
-        for old, new in architecture.spellings:
+        name = f"{architecture.base_model_prefix}{stored}" if bare else stored
+        for old, new in architecture.legacy_names:
             name = re.sub(old, new, name)
-        if not any(re.search(pattern, name) for pattern in architecture.ignored):
+        if not any(re.search(pattern, name) for pattern in architecture.ignored_tensors):
             found[name] = (file, stored)
     return found

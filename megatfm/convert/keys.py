@@ -6,7 +6,7 @@ from typing import Any
 
 from megatfm.config import ModelConfig, RopeConfig
 from megatfm.config.position import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
-from megatfm.convert.config_keys import Json, inner, only, taken
+from megatfm.convert.config_keys import Json, check_table_keys, supported_values, used
 from megatfm.errors import UsageError
 
 ACTIVATIONS = {
@@ -42,7 +42,7 @@ def their_activation(ours: str, *, gated: bool = False) -> str:
     raise UsageError(f"model.ffn.activation = {ours!r} is not one that transformers has here")
 
 
-def derived(config: Mapping[str, Any], **values: Any) -> None:
+def check_implied_values(config: Mapping[str, Any], **values: Any) -> None:
     """Check that keys which follow from others, where they are given, are what follows. Raises UsageError."""
     for key, value in values.items():
         if config[key] is not None and config[key] != value:
@@ -57,11 +57,11 @@ def std(ours: ModelConfig) -> float:
 
 
 ROPE = {
-    "rope_parameters": taken(None, dict, None),
-    "rope_scaling": taken(None, dict, None),
-    "rope_theta": taken(None, float),
-    "partial_rotary_factor": only(None, 1.0),
-    "original_max_position_embeddings": taken(None, int),
+    "rope_parameters": used(None, dict, None),
+    "rope_scaling": used(None, dict, None),
+    "rope_theta": used(None, float),
+    "partial_rotary_factor": supported_values(None, 1.0),
+    "original_max_position_embeddings": used(None, int),
 }
 """Keys of config.json that say how queries and keys turn."""
 ROPE_TYPES = {
@@ -99,7 +99,7 @@ def rope_of_kind(
     """
     tables, older = config["rope_parameters"], config["rope_scaling"] if scaled else None
     if tables is not None:
-        inner("rope_parameters", tables, ("full_attention", "sliding_attention"))
+        check_table_keys("rope_parameters", tables, ("full_attention", "sliding_attention"))
     if tables and older:
         raise UsageError(
             "config.json: rope_scaling and rope_parameters both: take out the one that does not hold"
@@ -182,7 +182,9 @@ def _scaling(given: Mapping[str, Any], config: Mapping[str, Any], place: str) ->
         raise UsageError(
             f"config.json: rope_type {kind!r} is not supported; there are: {', '.join(ROPE_TYPES)}"
         )
-    inner(place, given, ("rope_type", "type", "rope_theta", "partial_rotary_factor", *ROPE_TYPES[kind]))
+    check_table_keys(
+        place, given, ("rope_type", "type", "rope_theta", "partial_rotary_factor", *ROPE_TYPES[kind])
+    )
     if given.get("partial_rotary_factor", 1.0) != 1.0:
         raise UsageError("config.json: partial_rotary_factor other than 1 is not supported")
     if not isinstance(truncate := given.get("truncate", True), bool):

@@ -43,7 +43,7 @@ def widths(ours: ModelConfig) -> list[int | None]:
     """Of each block's window; None: it sees all. Raises UsageError."""
     found: list[int | None] = []
     for depth in range(ours.n_layers):
-        pattern = ours.at(depth).attention.pattern
+        pattern = ours.layer_config(depth).attention.pattern
         if not isinstance(pattern, WindowPatternConfig | FullPatternConfig):
             raise UsageError(
                 f"model.attention.pattern.name = {pattern.name!r}: only windows and full are stored"

@@ -11,11 +11,11 @@ from torch import nn
 from megatfm import tokenizers
 from megatfm.config import ModelConfig
 from megatfm.convert import template, tokenizer_files, travels
-from megatfm.convert.convert import meta_shapes, ours_of
+from megatfm.convert.convert import converted_tensors, meta_shapes
 from megatfm.convert.folder import CONFIG, HfFolder, read_json
 from megatfm.convert.pair import open_folder
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.layers.initialisation import set_buffers, stored_tensors
+from megatfm.layers.initialisation import checkpoint_tensors, initialise_buffers
 from megatfm.models import build
 from megatfm.models.dtype import take, working_dtype
 from megatfm.ops.aligned import aligned
@@ -32,9 +32,9 @@ def load_model(
     first = opened.ours(opened.rules[0]).values() if dtype == "auto" else []
     dtype = working_dtype(dtype, next((tensor.dtype for tensor in first), torch.float32))
     model = build(opened.config)
-    set_buffers(model)
-    stored = stored_tensors(model)
-    for name, tensor in ours_of(opened, meta_shapes(opened.config)):
+    initialise_buffers(model)
+    stored = checkpoint_tensors(model)
+    for name, tensor in converted_tensors(opened, meta_shapes(opened.config)):
         # In place, so that tied modules keep sharing it.
         stored[name].data = aligned(take(stored[name], tensor, dtype))
     for note in opened.notes:
@@ -42,14 +42,14 @@ def load_model(
     return model.eval().to(device)
 
 
-def text_parts(path: str | Path) -> dict[str, Any]:
-    """What `generate.load.Loaded` has besides the model: as it would be after a conversion.
+def text_generation_fields(path: str | Path) -> dict[str, Any]:
+    """Give what `generate.load.TextModel` has besides the model: as it would be after a conversion.
 
     Raises UsageError where there is no tokenizer, MegatfmError where it doesn't fit the model.
     """
     opened, place = open_folder(path), Path(path)
     source = place if isinstance(opened, HfFolder) else place / "discriminator"
-    where = tokenizer_files.place_in(source)
+    where = tokenizer_files.tokenizer_path(source)
     try:
         tokenizer = tokenizers.load(where)
     except MegatfmError as error:
@@ -62,32 +62,38 @@ def text_parts(path: str | Path) -> dict[str, Any]:
             f"{path}: the model has {rows} rows, fewer than its tokenizer's {tokenizer.vocab_size} ids: one of the two "
             "was replaced"
         )
-    length = opened.json.get(opened.architecture.length_key) or opened.config.position.limit
+    length = opened.json.get(opened.architecture.max_length_key) or opened.config.position.limit
     return {
         "tokenizer": tokenizer,
-        "config": template.config(place, opened.config, where.name, length),
+        "config": template.starting_config(place, opened.config, where.name, length),
         "step": 0,
-        "folder": None,
-        "begins": tuple(travels.begin_of(source, tokenizers.files(where), tokenizer)),
+        "run_dir": None,
+        "prompt_prefix_ids": tuple(
+            travels.bos_prefix_ids(source, tokenizers.tokenizer_files(where), tokenizer)
+        ),
         "knows_objective": False,
-        "stop": tuple(travels.stop_of(source, opened.json, tokenizer)),
+        "eos_token_id": tuple(travels.eos_token_id_of(source, opened.json, tokenizer)),
     }
 
 
 def begins_of(path: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
     """What a folder's own tokenizer puts before a text."""
     place = Path(path)
-    return tuple(travels.begin_of(place, tokenizers.files(tokenizer_files.place_in(place)), tokenizer))
+    return tuple(
+        travels.bos_prefix_ids(
+            place, tokenizers.tokenizer_files(tokenizer_files.tokenizer_path(place)), tokenizer
+        )
+    )
 
 
-def padding_of(path: str | Path) -> int | None:
+def pad_token_id_of(path: str | Path) -> int | None:
     """The padding token that a folder's config.json names, of either half of a pair."""
     place = Path(path)
     file = place / CONFIG if (place / CONFIG).is_file() else place / "discriminator" / CONFIG
     return read_json(file).get("pad_token_id")
 
 
-def sentence_options(path: str | Path, model: nn.Module) -> dict[str, Any]:
+def sentence_transformer_options(path: str | Path, model: nn.Module) -> dict[str, Any]:
     """How a folder of Sentence Transformers makes vectors; otherwise the mean, as it is. Raises UsageError."""
     place, config = Path(path), model.config
     assert isinstance(config, ModelConfig)

@@ -11,8 +11,8 @@ from megatfm.config import ModelConfig
 from megatfm.config.model_parts import GeneratorConfig, HeadConfig
 from megatfm.convert.config_keys import Json
 from megatfm.convert.folder import HfFolder, is_hf_folder
-from megatfm.convert.registry import Architecture, architecture_for, differences
-from megatfm.convert.table import Rule
+from megatfm.convert.registry import Architecture, architecture_for, config_differences
+from megatfm.convert.table import WeightMapping
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.models.electra import generator_config
 
@@ -24,17 +24,17 @@ SHARED = ("encoder.embedding.tokens.weight", "encoder.embedding.positions.weight
 
 
 @dataclass(frozen=True)
-class Part:
+class ExportedModel:
     """One model of transformers that a model of ours is stored as; folder: where in the target, "" for itself."""
 
     folder: str
     name: str
     architecture: Architecture
     theirs: Json
-    rules: Sequence[Rule]
+    rules: Sequence[WeightMapping]
 
 
-def parts_of(config: ModelConfig, before: object = None) -> list[Part]:
+def exported_models(config: ModelConfig, before: object = None) -> list[ExportedModel]:
     """Two for ELECTRA, one for all others. Raises UsageError where transformers can't store the model.
 
     before: the name of what the model was converted from, which is chosen again if it still fits.
@@ -44,45 +44,47 @@ def parts_of(config: ModelConfig, before: object = None) -> list[Part]:
             name, architecture, theirs = architecture_for(config, [str(before)] if before else None)
         except UsageError:
             name, architecture, theirs = architecture_for(config)
-        return [Part("", name, architecture, theirs, architecture.rules(config))]
+        return [ExportedModel("", name, architecture, theirs, architecture.weight_mappings(config))]
     classes = DEBERTA if config.position.name == "disentangled_buckets" else CLASSES
     halves = _halves(config)
     if classes is DEBERTA:
         bare = {"family": "encoder", "head": HeadConfig(name="none")}
         halves["discriminator"] = halves["discriminator"].model_copy(update=bare)
-    return [_half(half, alone, classes[half]) for half, alone in halves.items()]
+    return [_export(half, half_config, classes[half]) for half, half_config in halves.items()]
 
 
-def is_pair(path: str | Path) -> bool:
+def is_electra_folder(path: str | Path) -> bool:
     """Whether a folder holds both halves."""
     return all(is_hf_folder(Path(path) / half) for half in CLASSES)
 
 
-def open_folder(path: str | Path) -> "HfFolder | HfPair":
+def open_folder(path: str | Path) -> "HfFolder | ElectraFolder":
     """A folder in the Hugging Face format. Raises as they do."""
-    return HfPair(path) if is_pair(path) else HfFolder(path)
+    return ElectraFolder(path) if is_electra_folder(path) else HfFolder(path)
 
 
-class HfPair:
+class ElectraFolder:
     """Both halves as one model of ours; to be used as HfFolder is."""
 
     def __init__(self, path: str | Path) -> None:
         """Raises UsageError where the halves don't belong together."""
         self.path = Path(path)
-        self.halves = {half: HfFolder(self.path / half) for half in CLASSES}
-        opened = self.halves["discriminator"]
+        self.models = {half: HfFolder(self.path / half) for half in CLASSES}
+        opened = self.models["discriminator"]
         self.notes: list[str] = []
         self.name, self.json = " and ".join(CLASSES.values()), opened.json
         for half, name in CLASSES.items():
-            if self.halves[half].name == DEBERTA[half]:
+            if self.models[half].name == DEBERTA[half]:
                 raise UsageError(
                     f"{self.path / half}: a {DEBERTA[half]}, which is stored without what makes it a {half}: open it "
                     "alone"
                 )
-            if self.halves[half].name != name:
-                raise UsageError(f"{self.path / half}: a {self.halves[half].name}, but a {half} is a {name}")
+            if self.models[half].name != name:
+                raise UsageError(f"{self.path / half}: a {self.models[half].name}, but a {half} is a {name}")
         self.architecture, self.config = opened.architecture, self._config()
-        parts = [_half(half, alone, CLASSES[half]) for half, alone in _halves(self.config).items()]
+        parts = [
+            _export(half, half_config, CLASSES[half]) for half, half_config in _halves(self.config).items()
+        ]
         self.rules = [
             rule
             for part in parts
@@ -91,14 +93,14 @@ class HfPair:
         ]
         self._check_shared()
 
-    def ours(self, rule: Rule) -> Mapping[str, Tensor]:
+    def ours(self, rule: WeightMapping) -> Mapping[str, Tensor]:
         """The tensors of a rule under our names."""
-        half = rule.ours[0].partition(".")[0]
-        alone = replace(rule, ours=tuple(name.removeprefix(f"{half}.") for name in rule.ours))
-        return {f"{half}.{name}": tensor for name, tensor in self.halves[half].ours(alone).items()}
+        half = rule.megatfm[0].partition(".")[0]
+        half_config = replace(rule, megatfm=tuple(name.removeprefix(f"{half}.") for name in rule.megatfm))
+        return {f"{half}.{name}": tensor for name, tensor in self.models[half].ours(half_config).items()}
 
     def _config(self) -> ModelConfig:
-        whole, smaller = (self.halves[half].config for half in CLASSES)
+        whole, smaller = (self.models[half].config for half in CLASSES)
         generator = GeneratorConfig(
             d_model=smaller.d_model,
             n_heads=smaller.attention.n_heads,
@@ -106,35 +108,35 @@ class HfPair:
             n_layers=None if smaller.n_layers == whole.n_layers else smaller.n_layers,
         )
         config = whole.model_copy(update={"family": "electra", "generator": generator})
-        if lost := differences(smaller, generator_config(config)):
+        if lost := config_differences(smaller, generator_config(config)):
             raise UsageError(
                 f"{self.path}: the generator has {', '.join(lost)}, the discriminator another: they are no pair"
             )
         return config
 
     def _check_shared(self) -> None:
-        whole, smaller = (self.halves[half] for half in CLASSES)
+        whole, smaller = (self.models[half] for half in CLASSES)
         for rule in whole.rules:
-            if rule.ours[0] in SHARED and not torch.equal(
-                whole.get(rule.theirs[0]), smaller.get(rule.theirs[0])
+            if rule.megatfm[0] in SHARED and not torch.equal(
+                whole.read_tensor(rule.hf[0]), smaller.read_tensor(rule.hf[0])
             ):
                 raise MegatfmError(
-                    f"{self.path}: {rule.theirs[0]} of the two halves differ, but ELECTRA shares them: they are no pair"
+                    f"{self.path}: {rule.hf[0]} of the two halves differ, but ELECTRA shares them: they are no pair"
                 )
 
 
 def _halves(config: ModelConfig) -> dict[str, ModelConfig]:
-    alone = {"family": "discriminator", "generator": None}
-    return {"discriminator": config.model_copy(update=alone), "generator": generator_config(config)}
+    half_config = {"family": "discriminator", "generator": None}
+    return {"discriminator": config.model_copy(update=half_config), "generator": generator_config(config)}
 
 
-def _half(half: str, config: ModelConfig, kind: str) -> Part:
+def _export(half: str, config: ModelConfig, kind: str) -> ExportedModel:
     name, architecture, theirs = architecture_for(config, among=[kind])
     rules = [
-        replace(rule, ours=tuple(_name(half, name) for name in rule.ours))
-        for rule in architecture.rules(config)
+        replace(rule, megatfm=tuple(_name(half, name) for name in rule.megatfm))
+        for rule in architecture.weight_mappings(config)
     ]
-    return Part(half, name, architecture, theirs, rules)
+    return ExportedModel(half, name, architecture, theirs, rules)
 
 
 def _name(half: str, name: str) -> str:
@@ -142,5 +144,5 @@ def _name(half: str, name: str) -> str:
     return f"{'discriminator' if name in SHARED else half}.{name}"
 
 
-def _shared(rule: Rule) -> bool:
-    return rule.ours[0].partition(".")[2] in SHARED
+def _shared(rule: WeightMapping) -> bool:
+    return rule.megatfm[0].partition(".")[2] in SHARED

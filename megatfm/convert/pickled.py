@@ -42,13 +42,13 @@ PICKLE_BYTES = 2**26
 """More than the names, shapes and numbers of any model's parameters take."""
 
 
-class Nothing:
+class _Placeholder:
     """In the place of an object of a class that isn't known."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
-    def __call__(self, *_: Any, **__: Any) -> "Nothing":
+    def __call__(self, *_: Any, **__: Any) -> "_Placeholder":
         return self
 
     def __setstate__(self, state: Any) -> None:
@@ -104,14 +104,14 @@ class _StorageType(_Closed):
 
 
 class _Reader(pickle.Unpickler):
-    """Unpickler that finds tensors, plain containers, and `Nothing` for all else."""
+    """Unpickler that finds tensors, plain containers, and `_Placeholder` for all else."""
 
     def __init__(self, content: bytes, archive: "_Archive") -> None:
         super().__init__(io.BytesIO(content), encoding="utf-8")
         self.archive = archive
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a file names: one of a few functions, `OrderedDict`, or `Nothing`."""
+        """What a file names: one of a few functions, `OrderedDict`, or `_Placeholder`."""
         if module == "torch" and name in STORAGES:
             return _StorageType(STORAGES[name])
         known: dict[tuple[str, str], Any] = {
@@ -120,7 +120,7 @@ class _Reader(pickle.Unpickler):
             ("torch._utils", "_rebuild_parameter"): _Function(lambda stored, *_: _checked(stored)),
             ("torch._utils", "_rebuild_tensor_v2"): _Function(_tensor),
         }
-        return known.get((module, name), Nothing)
+        return known.get((module, name), _Placeholder)
 
     def persistent_load(self, pid: Any) -> Tensor:
         """The bytes of a tensor, as a flat tensor of their kind."""

@@ -9,14 +9,14 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatfm.config import LatentAttentionConfig, ModelConfig, ScaledAttention
-from megatfm.config.model import OF_BLOCKS
+from megatfm.config.model import PER_LAYER_KEYS
 from megatfm.config.model_parts import HeadConfig
-from megatfm.convert.config_keys import COMMON, Json, Key, only, settled
-from megatfm.convert.table import Rule
+from megatfm.convert.config_keys import COMMON, Json, Key, resolve_hf_config, supported_values
+from megatfm.convert.table import WeightMapping
 from megatfm.errors import UsageError
 from megatfm.registry import Registry
 
-Rules = Callable[[ModelConfig], Sequence[Rule]]
+Rules = Callable[[ModelConfig], Sequence[WeightMapping]]
 """The table for a config."""
 
 
@@ -31,10 +31,11 @@ class Architecture:
     lack, see `architecture_for`. rules: the table for a config; fused_rules: that for files with all experts of a block
     in one tensor, where these are another. prefix: files of the bare model lack it before every
     name. ignored: regular expressions of tensors in their files that are no parameters. spellings: older names, as
-    regular expressions and what stands in their place. length_key: the key of config.json for the longest sequence,
+    regular expressions and what stands in their place. max_length_key: the key of config.json for the longest sequence,
     where `write` doesn't give it since our config doesn't. marks: values of our keys by which its models are told from
     others', so that the nearest is found for one that none stores. fit: what of the config only the names of the
-    tensors tell. is_bare: has no head; those that its files hold, such as a downstream task's, are left and named.
+    tensors tell. is_base_model: has no head; those that its files hold, such as a downstream task's, are left and
+    named.
     further: regular expressions of tensors, among those of these names, that config.json declares and no class reads;
     they are left and named, too.
     remarks: what to say of a model that is opened.
@@ -42,33 +43,33 @@ class Architecture:
 
     model_type: str
     keys: Mapping[str, Key]
-    read: Callable[[Json], ModelConfig]
-    write: Callable[[ModelConfig], Json]
-    rules: Rules
-    prefix: str = ""
-    ignored: tuple[str, ...] = ()
-    spellings: tuple[tuple[str, str], ...] = ()
-    length_key: str = ""
-    marks: Mapping[str, Any] = field(default_factory=dict)
-    fit: Callable[[ModelConfig, Container[str]], ModelConfig] = lambda config, names: config
-    is_bare: bool = False
+    config_from_hf: Callable[[Json], ModelConfig]
+    config_to_hf: Callable[[ModelConfig], Json]
+    weight_mappings: Rules
+    base_model_prefix: str = ""
+    ignored_tensors: tuple[str, ...] = ()
+    legacy_names: tuple[tuple[str, str], ...] = ()
+    max_length_key: str = ""
+    fingerprint: Mapping[str, Any] = field(default_factory=dict)
+    refine_config: Callable[[ModelConfig, Container[str]], ModelConfig] = lambda config, names: config
+    is_base_model: bool = False
     fused_rules: Rules | None = None
     further: Callable[[Mapping[str, Any], Container[str]], Sequence[str]] = lambda theirs, names: ()
     remarks: Callable[[ModelConfig], Sequence[str]] = lambda config: ()
 
-    def config(self, theirs: Mapping[str, Any], name: str) -> ModelConfig:
+    def parse_config(self, theirs: Mapping[str, Any], name: str) -> ModelConfig:
         """Their config.json as our config; name: the architecture's. Raises UsageError, ValueError."""
-        return self.read(settled(theirs, self.all_keys(), name))
+        return self.config_from_hf(resolve_hf_config(theirs, self.all_keys(), name))
 
     def all_keys(self) -> dict[str, Key]:
         """The declaration of every key that config.json may have."""
-        return {**COMMON, "model_type": only(self.model_type), **self.keys}
+        return {**COMMON, "model_type": supported_values(self.model_type), **self.keys}
 
-    def rules_for(self, config: ModelConfig, names: Iterable[str]) -> Sequence[Rule]:
+    def rules_for(self, config: ModelConfig, names: Iterable[str]) -> Sequence[WeightMapping]:
         """The table for files with tensors of these names: one for each expert, or one for all experts of a block."""
         if self.fused_rules and any(name.endswith(".experts.down_proj") for name in names):
             return self.fused_rules(config)
-        return self.rules(config)
+        return self.weight_mappings(config)
 
 
 ARCHITECTURES: Registry[Architecture] = Registry("Hugging Face architecture")
@@ -81,7 +82,7 @@ TRAINING_ONLY = {
 """Keys of ModelConfig that don't change what a trained model computes; heads among them are left out, and that said."""
 
 
-DOWNSTREAM = re.compile(
+TASK_CLASSES = re.compile(
     r"(\w+)For(SequenceClassification|TokenClassification|QuestionAnswering(Simple)?|MultipleChoice|NextSentencePrediction)"
 )
 """Classes that are a bare model and a head of their own."""
@@ -95,15 +96,15 @@ OLD_NAMES = {
 }
 """What a tensor tells of the model_type, where the config.json of transformers 2 lacks it and a class: no younger model
 has such a file."""
-HEADS = ("head.", "sentence.", "dense.", "verdict.")
+HEAD_PREFIXES = ("head.", "sentence.", "dense.", "verdict.")
 """What our names of a head's parameters begin with."""
 
 
-def register_bare(name: str, architecture: Architecture) -> None:
+def register_base_model(name: str, architecture: Architecture) -> None:
     """Register the model without its head, as transformers' class of that name is."""
 
     def read(theirs: Json) -> ModelConfig:
-        config = architecture.read(theirs)
+        config = architecture.config_from_hf(theirs)
         embedding = config.embedding.model_copy(update={"tied": True})
         bare = {"family": "encoder"} if config.family == "discriminator" else {}
         return config.model_copy(
@@ -112,13 +113,20 @@ def register_bare(name: str, architecture: Architecture) -> None:
 
     def without_head(rules: Rules) -> Rules:
         return lambda config: [
-            replace(rule, copies=()) for rule in rules(config) if not rule.ours[0].startswith(HEADS)
+            replace(rule, tied_names=())
+            for rule in rules(config)
+            if not rule.megatfm[0].startswith(HEAD_PREFIXES)
         ]
 
-    said = tuple(pattern for pattern in architecture.ignored if "pooler" not in pattern)
+    said = tuple(pattern for pattern in architecture.ignored_tensors if "pooler" not in pattern)
     fused = architecture.fused_rules and without_head(architecture.fused_rules)
-    bare = replace(architecture, read=read, rules=without_head(architecture.rules), fused_rules=fused)
-    ARCHITECTURES.register(name)(replace(bare, ignored=said, is_bare=True))
+    bare = replace(
+        architecture,
+        config_from_hf=read,
+        weight_mappings=without_head(architecture.weight_mappings),
+        fused_rules=fused,
+    )
+    ARCHITECTURES.register(name)(replace(bare, ignored_tensors=said, is_base_model=True))
 
 
 def architectures_of(config_json: Json) -> list[str]:
@@ -130,10 +138,10 @@ def architectures_of(config_json: Json) -> list[str]:
     if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
         raise UsageError(f"config.json: architectures = {listed!r:.80} is no list of names")
     named = listed[:1]
-    if named and (downstream := DOWNSTREAM.fullmatch(named[0])):
+    if named and (downstream := TASK_CLASSES.fullmatch(named[0])):
         bare = f"{downstream[1]}Model"
         # Without a prefix, as in T5, the head's tensors can't be told from the model's.
-        has_prefix = bare in ARCHITECTURES.names() and ARCHITECTURES.get(bare).prefix
+        has_prefix = bare in ARCHITECTURES.names() and ARCHITECTURES.get(bare).base_model_prefix
         named = [bare] if has_prefix else named
     if named and named[0] not in ARCHITECTURES.names():
         named = listed[:1]
@@ -141,14 +149,16 @@ def architectures_of(config_json: Json) -> list[str]:
     known = {name: ARCHITECTURES.get(name) for name in ARCHITECTURES.names()}
     if named:
         kind = known[named[0]].model_type
-        return named + [n for n, a in known.items() if a.model_type == kind and a.is_bare and n != named[0]]
+        return named + [
+            n for n, a in known.items() if a.model_type == kind and a.is_base_model and n != named[0]
+        ]
     named = [name for name, architecture in known.items() if architecture.model_type == kind]
     if not named:
         raise UsageError(
             f"config.json names neither an architecture nor a model_type that megatfm reads; there are: "
             f"{', '.join(known)}"
         )
-    return sorted(named, key=lambda name: (known[name].is_bare, "PreTraining" not in name))
+    return sorted(named, key=lambda name: (known[name].is_base_model, "PreTraining" not in name))
 
 
 def architecture_for(
@@ -161,28 +171,30 @@ def architecture_for(
     """
     nearest: list[tuple[int, bool, int, str]] = []
     config = config.with_numbers()  # transformers has numbers
-    values = essence(config)
+    values = functional_config(config)
     for name in among or ARCHITECTURES.names():
         architecture = ARCHITECTURES.get(name)
-        strange = sum(values.get(key) != mark for key, mark in architecture.marks.items())
+        n_mismatches = sum(values.get(key) != mark for key, mark in architecture.fingerprint.items())
         try:
             theirs = {
                 "architectures": [name],
                 "model_type": architecture.model_type,
-                **architecture.write(config),
+                **architecture.config_to_hf(config),
             }
-            lost = differences(config, architecture.config(theirs, name))
+            missing = config_differences(config, architecture.parse_config(theirs, name))
         except (UsageError, ValueError) as error:
-            nearest.append((strange, True, 0, f"the nearest, {name}, can't be: {reason(error)}"))
+            nearest.append((n_mismatches, True, 0, f"the nearest, {name}, can't be: {format_error(error)}"))
             continue
-        if not lost:
+        if not missing:
             return name, architecture, theirs
-        nearest.append((strange, False, len(lost), f"the nearest, {name}, lacks {', '.join(lost)}"))
-    told = min(nearest)[-1]
-    raise UsageError(f"no architecture of transformers that megatfm writes stores this model: {told}")
+        nearest.append(
+            (n_mismatches, False, len(missing), f"the nearest, {name}, lacks {', '.join(missing)}")
+        )
+    message = min(nearest)[-1]
+    raise UsageError(f"no architecture of transformers that megatfm writes stores this model: {message}")
 
 
-def reason(error: Exception) -> str:
+def format_error(error: Exception) -> str:
     """Why a config could not be read or written, in one line."""
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False)[0]
@@ -190,24 +202,24 @@ def reason(error: Exception) -> str:
     return f"it has no {error}" if isinstance(error, KeyError) else str(error)
 
 
-def differences(ours: ModelConfig, back: ModelConfig) -> list[str]:
+def config_differences(ours: ModelConfig, back: ModelConfig) -> list[str]:
     """What of our config did not come back, as `key = value`."""
     by_layer = bool(ours.blocks or back.blocks)
-    wanted, found = essence(ours, by_layer=by_layer), essence(back, by_layer=by_layer)
+    wanted, found = functional_config(ours, by_layer=by_layer), functional_config(back, by_layer=by_layer)
     keys = [*wanted, *(key for key in found if key.startswith("heads.") and key not in wanted)]
     return [
-        f"model.{key} = {wanted.get(key)!r}" for key in keys if not _alike(wanted.get(key), found.get(key))
+        f"model.{key} = {wanted.get(key)!r}" for key in keys if not _is_close(wanted.get(key), found.get(key))
     ]
 
 
-def essence(config: ModelConfig, *, by_layer: bool = False) -> dict[str, Any]:
+def functional_config(config: ModelConfig, *, by_layer: bool = False) -> dict[str, Any]:
     """What a trained model computes depends on these, defaults filled in. by_layer: what kinds of blocks are called
     doesn't matter, but which layer is what."""
     if by_layer:
         return {
             key: value
             for depth in range(max(config.n_layers, config.encoder_layers))
-            for key, value in _named_by_layer(depth, essence(config.at(depth)))
+            for key, value in _named_by_layer(depth, functional_config(config.layer_config(depth)))
         }
     values = {
         key: value for key, value in _flat(config.with_numbers().model_dump()) if key not in TRAINING_ONLY
@@ -218,7 +230,7 @@ def essence(config: ModelConfig, *, by_layer: bool = False) -> dict[str, Any]:
         "embedding.dim": config.embedding_width,
         "n_encoder_layers": config.encoder_layers if config.family == "encoder_decoder" else None,
         "distinct_layers": config.distinct_layers or config.n_layers,
-        "norm.final": config.norm.ends_stack,
+        "norm.final": config.norm.has_final_norm,
     }
     if config.head.name == "none":
         values = {key: value for key, value in values.items() if not key.startswith("head.")}
@@ -232,7 +244,7 @@ def essence(config: ModelConfig, *, by_layer: bool = False) -> dict[str, Any]:
 
 def _named_by_layer(depth: int, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
-        yield (f"block at {depth}.{key}" if key.startswith(OF_BLOCKS) else key), value
+        yield (f"block at {depth}.{key}" if key.startswith(PER_LAYER_KEYS) else key), value
 
 
 def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
@@ -244,9 +256,9 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, An
             yield f"{before}{key}", value
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _is_close(one: Any, other: Any) -> bool:
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_alike(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(_is_close(one[key], other[key]) for key in one)
     if isinstance(one, float) and isinstance(other, int | float):
         return math.isclose(one, other, rel_tol=1e-6)
     return bool(one == other)

@@ -11,42 +11,44 @@ from megatfm.errors import MegatfmError
 Transform = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
-def unchanged(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def identity(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """The same tensors, not copies: the transform of a rule that only renames."""
     return tensors
 
 
 @dataclass(frozen=True)
-class Rule:
+class WeightMapping:
     """Some tensors of ours and the same numbers as theirs.
 
     forth: ours → theirs; back: theirs → ours; both linear, so that they convert gradients as well. copies: further
     names under which their files may hold the (only) tensor of `theirs`; they are checked when read, never written.
     """
 
-    ours: tuple[str, ...]
-    theirs: tuple[str, ...]
-    forth: Transform = unchanged
-    back: Transform = unchanged
-    copies: tuple[str, ...] = ()
+    megatfm: tuple[str, ...]
+    hf: tuple[str, ...]
+    to_hf: Transform = identity
+    from_hf: Transform = identity
+    tied_names: tuple[str, ...] = ()
 
 
-def same(ours: str, theirs: str, *, copies: Iterable[str] = ()) -> Rule:
+def rename(ours: str, theirs: str, *, copies: Iterable[str] = ()) -> WeightMapping:
     """Another name and nothing else."""
-    return Rule((ours,), (theirs,), copies=tuple(copies))
+    return WeightMapping((ours,), (theirs,), tied_names=tuple(copies))
 
 
-def linear(ours: str, theirs: str, *, bias: bool = False) -> list[Rule]:
+def rename_linear(ours: str, theirs: str, *, bias: bool = False) -> list[WeightMapping]:
     """A matrix and its bias, if it has one; norms and tables are named alike."""
-    return [same(f"{ours}.{part}", f"{theirs}.{part}") for part in ("weight", *["bias"] * bias)]
+    return [rename(f"{ours}.{part}", f"{theirs}.{part}") for part in ("weight", *["bias"] * bias)]
 
 
-def transposed(ours: str, theirs: str) -> Rule:
+def transpose(ours: str, theirs: str) -> WeightMapping:
     """A matrix that they store as [d_in, d_out] (transformers' Conv1D)."""
-    return Rule((ours,), (theirs,), _transpose, _transpose)
+    return WeightMapping((ours,), (theirs,), _transpose, _transpose)
 
 
-def fused(ours: Sequence[str], theirs: str, sizes: Sequence[int], *, transpose: bool = False) -> Rule:
+def concat(
+    ours: Sequence[str], theirs: str, sizes: Sequence[int], *, transpose: bool = False
+) -> WeightMapping:
     """Tensors of ours, with `sizes` rows each, below one another in one of theirs; transpose: as [d_in, d_out]."""
 
     def forth(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -56,42 +58,42 @@ def fused(ours: Sequence[str], theirs: str, sizes: Sequence[int], *, transpose: 
     def back(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return (tensors[0].T if transpose else tensors[0]).split(list(sizes), dim=0)
 
-    return Rule(tuple(ours), (theirs,), forth, back)
+    return WeightMapping(tuple(ours), (theirs,), forth, back)
 
 
-def under(ours: str, theirs: str, rules: Iterable[Rule]) -> list[Rule]:
+def with_prefix(ours: str, theirs: str, rules: Iterable[WeightMapping]) -> list[WeightMapping]:
     """The rules with a prefix before each name."""
     return [
         replace(
             rule,
-            ours=tuple(ours + name for name in rule.ours),
-            theirs=tuple(theirs + name for name in rule.theirs),
-            copies=tuple(theirs + name for name in rule.copies),
+            megatfm=tuple(ours + name for name in rule.megatfm),
+            hf=tuple(theirs + name for name in rule.hf),
+            tied_names=tuple(theirs + name for name in rule.tied_names),
         )
         for rule in rules
     ]
 
 
-def layers(n: int, ours: str, theirs: str, rules: Sequence[Rule]) -> list[Rule]:
+def per_layer(n: int, ours: str, theirs: str, rules: Sequence[WeightMapping]) -> list[WeightMapping]:
     """The rules of one block for each of n blocks: `decoder.layers.` and `model.layers.`, then number and dot."""
-    return [rule for i in range(n) for rule in under(f"{ours}{i}.", f"{theirs}{i}.", rules)]
+    return [rule for i in range(n) for rule in with_prefix(f"{ours}{i}.", f"{theirs}{i}.", rules)]
 
 
-def to_theirs(rules: Iterable[Rule], ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_hf(rules: Iterable[WeightMapping], ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors (or gradients) of ours under their names. Raises MegatfmError where a rule's tensor is missing."""
     return {
         name: tensor
         for rule in rules
-        for name, tensor in zip(rule.theirs, rule.forth(_take(rule.ours, ours)), strict=True)
+        for name, tensor in zip(rule.hf, rule.to_hf(_take(rule.megatfm, ours)), strict=True)
     }
 
 
-def to_ours(rules: Iterable[Rule], theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def from_hf(rules: Iterable[WeightMapping], theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of theirs under our names. Raises MegatfmError where a rule's tensor is missing."""
     return {
         name: tensor
         for rule in rules
-        for name, tensor in zip(rule.ours, rule.back(_take(rule.theirs, theirs)), strict=True)
+        for name, tensor in zip(rule.megatfm, rule.from_hf(_take(rule.hf, theirs)), strict=True)
     }
 
 

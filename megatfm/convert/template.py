@@ -17,11 +17,11 @@ OBJECTIVES = {
     "discriminator": "replaced_token",
 }
 """What each family is usually trained for."""
-LENGTH = 512
+DEFAULT_SEQUENCE_LENGTH = 512
 """Tokens a row where config.json doesn't say how long the model's sequences are."""
 
 
-def config(target: Path, model: ModelConfig, tokenizer: str | None, length: int | None) -> Config:
+def starting_config(target: Path, model: ModelConfig, tokenizer: str | None, length: int | None) -> Config:
     """tokenizer: its file in `target`. length: tokens a row."""
     target = target.absolute()
     values = {
@@ -31,7 +31,7 @@ def config(target: Path, model: ModelConfig, tokenizer: str | None, length: int 
         "data": {
             "train": str(target / "corpus" / "train"),
             "tokenizer": str(target / (tokenizer or "tokenizer.model")),
-            "sequence_length": length or LENGTH,
+            "sequence_length": length or DEFAULT_SEQUENCE_LENGTH,
         },
         "optimizer": {"name": "adamw", "lr": 1e-4},
         "train": {"steps": 1000, "global_batch": 32, "micro_batch": 1, "init_from": str(target)},
@@ -39,7 +39,7 @@ def config(target: Path, model: ModelConfig, tokenizer: str | None, length: int 
     return _checked(values, target)
 
 
-def branch(config: Config, target: Path, step: int) -> Config:
+def branching_config(config: Config, target: Path, step: int) -> Config:
     """One that goes on from a checkpoint with the state of its optimizer, and with data of its own."""
     values = config.model_dump(mode="json")
     values["train"] |= {
@@ -66,7 +66,9 @@ UNTRAINABLE = {
 """Families that no objective of ours trains, and what to do."""
 
 
-def header(name: str, how: str = "--from THIS_FOLDER data.train=CORPUS/train", family: str = "") -> str:
+def config_comment(
+    name: str, how: str = "--from THIS_FOLDER data.train=CORPUS/train", family: str = ""
+) -> str:
     """What stands at the top of config.toml; how: what `megatfm train` is to be told to go on."""
     if family in UNTRAINABLE:
         made = f"# Made by `megatfm convert` from a {name}. [model] is what was converted."

@@ -11,8 +11,14 @@ from megatfm.convert.folder import read_json
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.tokenizers import Tokenizer
 
-ABOUT = "tokenizer_config.json"
-BESIDE = (ABOUT, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")
+TOKENIZER_CONFIG = "tokenizer_config.json"
+COMPANION_FILES = (
+    TOKENIZER_CONFIG,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+)
 """Files of transformers that say more of a tokenizer; they travel along."""
 
 
@@ -24,7 +30,9 @@ def to_hf(
     wanted: the hash of the tokenizer that the model was trained with, if there was one. Raises UsageError for another.
     """
     run = checkpoint.absolute().parent.parent
-    place = tokenizers.find(run) or (Path(config.data.tokenizer) if config.data.tokenizer else None)
+    place = tokenizers.find_tokenizer_file(run) or (
+        Path(config.data.tokenizer) if config.data.tokenizer else None
+    )
     if place is None or not place.is_file():
         return [f"no tokenizer: there is none in {run}, nor at {place or 'data.tokenizer'}"], {}
     opened = tokenizers.load(place)
@@ -36,7 +44,11 @@ def to_hf(
             f"put that one into {run}"
         )
     _copy(place, folder)
-    notes = [] if (folder / ABOUT).is_file() else _describe(opened, folder, config.model.family)
+    notes = (
+        []
+        if (folder / TOKENIZER_CONFIG).is_file()
+        else _write_tokenizer_config(opened, folder, config.model.family)
+    )
     ids = {"bos_token_id": opened.bos, "eos_token_id": opened.eos, "pad_token_id": opened.pad}
     if config.model.family == "encoder_decoder":
         ids["decoder_start_token_id"] = opened.pad
@@ -45,7 +57,7 @@ def to_hf(
 
 def to_megatfm(source: Path, folder: Path) -> tuple[str | None, list[str]]:
     """Copy the tokenizer of a folder in the Hugging Face format; returns its file's name, and notes."""
-    place = place_in(source)
+    place = tokenizer_path(source)
     try:
         tokenizers.load(place)
     except MegatfmError as error:
@@ -53,14 +65,14 @@ def to_megatfm(source: Path, folder: Path) -> tuple[str | None, list[str]]:
     return _copy(place, folder), []
 
 
-def place_in(source: Path) -> Path:
+def tokenizer_path(source: Path) -> Path:
     """What `tokenizers.load` is to open of a folder in the Hugging Face format: a file, or all of it."""
-    return tokenizers.find(source) or _plain_model(source) or source
+    return tokenizers.find_tokenizer_file(source) or _bare_sentencepiece(source) or source
 
 
-def _plain_model(source: Path) -> Path | None:
+def _bare_sentencepiece(source: Path) -> Path | None:
     """A SentencePiece model to which the files beside it add no token, such as one that `to_hf` left."""
-    place, about = source / "tokenizer.model", source / ABOUT
+    place, about = source / "tokenizer.model", source / TOKENIZER_CONFIG
     if not place.is_file() or (source / "added_tokens.json").is_file():
         return None
     more = about.is_file() and read_json(about).get("added_tokens_decoder")
@@ -69,20 +81,22 @@ def _plain_model(source: Path) -> Path | None:
 
 def _copy(place: Path, target: Path) -> str:
     """Write what belongs to the tokenizer at `place`; returns the name of its file."""
-    files = tokenizers.files(place)
+    files = tokenizers.tokenizer_files(place)
     if place.name == "tokenizer.json":
         files |= {
-            name: (place.parent / name).read_bytes() for name in BESIDE if (place.parent / name).is_file()
+            name: (place.parent / name).read_bytes()
+            for name in COMPANION_FILES
+            if (place.parent / name).is_file()
         }
     for name, content in files.items():
         disk.write_file(target / name, [memoryview(content)])
     return "tokenizer.json" if "tokenizer.json" in files else "tokenizer.model"
 
 
-def _describe(tokenizer: Tokenizer, folder: Path, family: str) -> list[str]:
+def _write_tokenizer_config(tokenizer: Tokenizer, folder: Path, family: str) -> list[str]:
     """Write what transformers needs to read a tokenizer as we do, where it has a class for it; returns notes."""
     about: dict[str, Any] = {
-        f"{role}_token": tokenizer.piece(token)
+        f"{role}_token": tokenizer.id_to_piece(token)
         for role in ("bos", "eos", "unk", "pad", "mask", "cls", "sep")
         if (token := getattr(tokenizer, role)) is not None
     }
@@ -98,5 +112,5 @@ def _describe(tokenizer: Tokenizer, folder: Path, family: str) -> list[str]:
             "the tokenizer is copied as it is: transformers has no class for a unigram model that keeps all spaces"
         ]
     about["clean_up_tokenization_spaces"] = False
-    disk.write_file(folder / ABOUT, [memoryview((json.dumps(about, indent=2) + "\n").encode())])
+    disk.write_file(folder / TOKENIZER_CONFIG, [memoryview((json.dumps(about, indent=2) + "\n").encode())])
     return notes

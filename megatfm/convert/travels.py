@@ -13,11 +13,11 @@ from megatfm.tokenizers import Tokenizer
 
 GENERATION = "generation_config.json"
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
-RATES = re.compile(r"(pdrop|dropout|dropout_prob)$")
-BOS = "add_bos_token"
+DROPOUT_KEY = re.compile(r"(pdrop|dropout|dropout_prob)$")
+ADD_BOS_KEY = "add_bos_token"
 
 
-def origin_of(source: Path, name: str, theirs: Json, written: Json) -> Json:
+def record_origin(source: Path, name: str, theirs: Json, written: Json) -> Json:
     """What a checkpoint keeps of the folder that its model came from, also through training on.
 
     config: special ids and dropout rates of config.json where `written`, our own export, says another; generation:
@@ -26,7 +26,7 @@ def origin_of(source: Path, name: str, theirs: Json, written: Json) -> Json:
     differing = {
         key: {"theirs": value, "ours": written.get(key)}
         for key, value in theirs.items()
-        if (key in IDS or RATES.search(key)) and (key not in written or written[key] != value)
+        if (key in IDS or DROPOUT_KEY.search(key)) and (key not in written or written[key] != value)
     }
     file = source / GENERATION
     return {
@@ -36,13 +36,13 @@ def origin_of(source: Path, name: str, theirs: Json, written: Json) -> Json:
     }
 
 
-def on_the_way_back(origin: Mapping[str, Any], written: Mapping[str, Any]) -> Json:
+def restore_origin(origin: Mapping[str, Any], written: Mapping[str, Any]) -> Json:
     """Of config.json what `origin_of` kept, but for what our config has said otherwise since: that is `written`."""
     kept = origin.get("config", {})
     return {key: each["theirs"] for key, each in kept.items() if written.get(key) == each["ours"]}
 
 
-def stop_of(source: Path, theirs: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
+def eos_token_id_of(source: Path, theirs: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
     """All ids that end a text, as the model says; the tokenizer's own is the first if it is among them."""
     file = source / GENERATION
     ids = (read_json(file) if file.is_file() else {}).get("eos_token_id", theirs.get("eos_token_id"))
@@ -50,7 +50,7 @@ def stop_of(source: Path, theirs: dict[str, Any], tokenizer: Tokenizer) -> list[
     return sorted(dict.fromkeys(stops), key=lambda id: id != tokenizer.eos)
 
 
-def begin_of(source: Path, files: Mapping[str, bytes], tokenizer: Tokenizer) -> list[int]:
+def bos_prefix_ids(source: Path, files: Mapping[str, bytes], tokenizer: Tokenizer) -> list[int]:
     """What the model's own tokenizer, of these files, puts before a text; nothing for GPT-2, a BOS for Llama."""
     file = source / "tokenizer_config.json"
     about = read_json(file) if file.is_file() else {}
@@ -59,8 +59,8 @@ def begin_of(source: Path, files: Mapping[str, bytes], tokenizer: Tokenizer) -> 
         whole, bare = (library.encode("a", add_special_tokens=special).ids for special in (True, False))
         ends = range(len(whole) - len(bare) + 1)
         begins = next((whole[:i] for i in ends if whole[i : i + len(bare)] == bare), [])
-        if BOS not in about:
+        if ADD_BOS_KEY not in about:
             return begins
-    elif BOS not in about:
-        about = {BOS: str(about.get("tokenizer_class", "Llama")).startswith("Llama")}
-    return [tokenizer.bos] if about[BOS] else []
+    elif ADD_BOS_KEY not in about:
+        about = {ADD_BOS_KEY: str(about.get("tokenizer_class", "Llama")).startswith("Llama")}
+    return [tokenizer.bos] if about[ADD_BOS_KEY] else []

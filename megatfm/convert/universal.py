@@ -20,10 +20,10 @@ from megatfm import checkpoint, tokenizers
 from megatfm.checkpoint import disk
 from megatfm.config import to_toml
 from megatfm.convert import template, tokenizer_files
-from megatfm.convert.convert import meta_shapes, new_folder, not_finite, ours_of
+from megatfm.convert.convert import converted_tensors, meta_shapes, new_folder, not_finite
 from megatfm.convert.folder import HfFolder
 from megatfm.convert.pickled import Stored, read
-from megatfm.convert.table import Rule
+from megatfm.convert.table import WeightMapping
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.version import __version__
 
@@ -56,8 +56,10 @@ def from_universal(source: str | Path, target: str | Path, like: str | Path) -> 
     step = opened.step()
     with new_folder(target) as partial:
         kept, notes = tokenizer_files.to_megatfm(Path(like), partial)
-        length = opened.json.get(opened.architecture.length_key) or opened.config.position.limit
-        config = template.branch(template.config(target, opened.config, kept, length), target, step)
+        length = opened.json.get(opened.architecture.max_length_key) or opened.config.position.limit
+        config = template.branching_config(
+            template.starting_config(target, opened.config, kept, length), target, step
+        )
         state: dict[str, JsonValue] = {
             "step": step,
             "tokens": 0,
@@ -68,9 +70,11 @@ def from_universal(source: str | Path, target: str | Path, like: str | Path) -> 
             "config": config.model_dump(mode="json"),
             "tokenizer": tokenizers.load(partial / kept).hash if kept else None,
         }
-        checkpoint.save_stream(partial / "checkpoints", step, opened.stored(step), state)
+        checkpoint.write_checkpoint_from_iterator(
+            partial / "checkpoints", step, opened.state_tensors(step), state
+        )
         how = "THIS_FILE data.train=CORPUS/train name=NEW"
-        header = template.header(f"{opened.name} of DeepSpeed", how).encode()
+        header = template.config_comment(f"{opened.name} of DeepSpeed", how).encode()
         disk.write_file(partial / "config.toml", [memoryview(header + to_toml(config).encode())])
     said = f"{opened.name}, {len(meta_shapes(opened.config))} tensors with Adam's state of step {step}"
     return [said, *opened.notes, *notes]
@@ -88,7 +92,7 @@ class UniversalFolder(HfFolder):
         folder = self.source / ZERO
         return {path.parent.name: path.parent.name for path in folder.glob(f"*/{WEIGHT}.pt")}
 
-    def get(self, name: str) -> Tensor:
+    def read_tensor(self, name: str) -> Tensor:
         """A weight, as DeepSpeed's optimizer moves it."""
         return self.tensor(name, WEIGHT)
 
@@ -124,21 +128,21 @@ class UniversalFolder(HfFolder):
             self._known = {
                 theirs: tuple(tensor.shape)
                 for rule in self.rules
-                for theirs, tensor in zip(rule.theirs, rule.forth([ours[o] for o in rule.ours]), strict=True)
+                for theirs, tensor in zip(rule.hf, rule.to_hf([ours[o] for o in rule.megatfm]), strict=True)
             }
-            self._known |= {copy: self._known[rule.theirs[0]] for rule in self.rules for copy in rule.copies}
+            self._known |= {copy: self._known[rule.hf[0]] for rule in self.rules for copy in rule.tied_names}
         return self._known
 
     def step(self) -> int:
         """Steps of Adam. Raises MegatfmError where parameters differ in it, or none has one."""
-        counts = {_number(read(path)) for path in (self.source / ZERO).glob("*/step.pt")}
+        counts = {_as_int(read(path)) for path in (self.source / ZERO).glob("*/step.pt")}
         together = self.source / ZERO / "optimizer_state.pt"
         if not counts and together.is_file():
             table = read(together)
             for key in ("optimizer_state_dict", "state"):
                 table = table.get(key, {}) if isinstance(table, Mapping) else {}
             states = table.values() if isinstance(table, Mapping) else ()
-            counts = {_number(s.get("step")) if isinstance(s, Mapping) else None for s in states}
+            counts = {_as_int(s.get("step")) if isinstance(s, Mapping) else None for s in states}
         if len(counts) != 1 or None in counts:
             raise MegatfmError(
                 f"{self.source}: its parameters have {len(counts - {None})} counts of steps, not one: give what "
@@ -148,26 +152,26 @@ class UniversalFolder(HfFolder):
         assert step is not None
         return step
 
-    def stored(self, step: int) -> Iterator[tuple[str, Tensor]]:
+    def state_tensors(self, step: int) -> Iterator[tuple[str, Tensor]]:
         """What a checkpoint of ours holds, one tensor after the other."""
         shapes, broken = meta_shapes(self.config), list[str]()
-        for name, tensor in ours_of(self, shapes):
+        for name, tensor in converted_tensors(self, shapes):
             yield f"model.{name}", tensor
         for rule in self.rules:
             for key in MOMENTS:
                 for name, tensor in self._moments(rule, key):
                     broken += [f"{name}'s {key}"] * (not tensor.isfinite().all())
                     yield f"optimizer.{name}.{key}", tensor
-            for name in rule.ours:
+            for name in rule.megatfm:
                 yield f"optimizer.{name}.step", torch.tensor(float(step))
         self.notes += not_finite(broken)
 
-    def _moments(self, rule: Rule, key: str) -> Iterator[tuple[str, Tensor]]:
-        made = rule.back([self.tensor(name, key) for name in rule.theirs])
-        yield from zip(rule.ours, (tensor.contiguous() for tensor in made), strict=True)
+    def _moments(self, rule: WeightMapping, key: str) -> Iterator[tuple[str, Tensor]]:
+        made = rule.from_hf([self.tensor(name, key) for name in rule.hf])
+        yield from zip(rule.megatfm, (tensor.contiguous() for tensor in made), strict=True)
 
 
-def _number(value: Any) -> int | None:
+def _as_int(value: Any) -> int | None:
     """A count that may be in a tensor; None for what counts nothing."""
     if isinstance(value, Stored):
         value = value.tensor.item() if value.tensor.numel() == 1 else None

@@ -22,13 +22,13 @@ from megatfm.ops.initial import Normal, draw
 from megatfm.registry import import_foreign_plugins
 from megatfm.version import __version__
 
-PART = re.compile(r"(.*\.ffn)\.experts\.([wb])_(gate|up|down)")
+EXPERT_TENSOR = re.compile(r"(.*\.ffn)\.experts\.([wb])_(gate|up|down)")
 ROUTER_STD = 0.02
 """Of the routers' initial weights."""
 
 
 @dataclass(frozen=True)
-class Mixture:
+class Upcycling:
     """What a dense model becomes. experts: as many networks as this, of the dense one's width; top_k: that a token goes
     through; granularity: into how many experts each of these networks is cut, so that there are so many times as many,
     of which a token goes through so many times as many; every: which blocks have experts, the last of so many; noise:
@@ -68,10 +68,10 @@ class Mixture:
         try:
             if self.every == 1:
                 block = {kind: self._block(dense, kind) for kind in dense.block}
-                return dense.changed({"ffn": self._section(dense.ffn), "block": block})
+                return dense.with_changes({"ffn": self._section(dense.ffn), "block": block})
             blocks = ["dense"] * (self.every - 1) + ["sparse"]
             sparse = {"ffn": self._section(dense.ffn)}
-            return dense.changed({"blocks": blocks, "block": {"dense": {}, "sparse": sparse}})
+            return dense.with_changes({"blocks": blocks, "block": {"dense": {}, "sparse": sparse}})
         except ValidationError as error:
             raise invalid("no mixture can be made of it", error) from None
 
@@ -93,7 +93,7 @@ class Mixture:
         """The keys of a kind of blocks, with experts of its own where its network is another than the model's."""
         keys = {key: value for key, value in dense.block[kind].items() if key.partition(".")[0] != "ffn"}
         has_ffn = len(keys) < len(dense.block[kind])
-        return keys | ({"ffn": self._section(dense.of_kind(kind).ffn)} if has_ffn else {})
+        return keys | ({"ffn": self._section(dense.type_config(kind).ffn)} if has_ffn else {})
 
     def tensors(
         self, dense: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
@@ -110,8 +110,8 @@ class Mixture:
         self, dense: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
     ) -> Iterator[tuple[str, Tensor]]:
         for name, shape in shapes.items():
-            if found := PART.fullmatch(name):
-                yield name, self._experts(name, dense[_of_dense(found)], found)
+            if found := EXPERT_TENSOR.fullmatch(name):
+                yield name, self._experts(name, dense[_dense_name(found)], found)
             elif name.endswith(".ffn.router.weight"):
                 # The parts of a network are chosen together at first, as they have a router's row in common.
                 rows = (self.experts, shape[1])
@@ -142,21 +142,23 @@ class Mixture:
 
 def kinds_of(model: ModelConfig) -> list[ModelConfig]:
     """The model's config, and that of each kind of blocks."""
-    return [model, *(model.of_kind(kind) for kind in model.block)]
+    return [model, *(model.type_config(kind) for kind in model.block)]
 
 
 def _widths(dense: ModelConfig) -> dict[str, int]:
     """d_ff of every kind of blocks, by its key."""
-    kinds = {"model.ffn.d_ff": dense} | {f"model.block.{k}.ffn.d_ff": dense.of_kind(k) for k in dense.block}
+    kinds = {"model.ffn.d_ff": dense} | {
+        f"model.block.{k}.ffn.d_ff": dense.type_config(k) for k in dense.block
+    }
     return {key: kind.ffn.d_ff for key, kind in kinds.items() if isinstance(kind.ffn, DenseFFNConfig)}
 
 
-def _of_dense(found: re.Match[str]) -> str:
+def _dense_name(found: re.Match[str]) -> str:
     return f"{found[1]}.w_{found[3]}.{'weight' if found[2] == 'w' else 'bias'}"
 
 
 def upcycle(
-    source: str | Path, target: str | Path, mixture: Mixture, *, trust_plugins: bool = False
+    source: str | Path, target: str | Path, mixture: Upcycling, *, trust_plugins: bool = False
 ) -> list[str]:
     """Write a mixture of the dense model at `source`, a run or checkpoint, to the new folder `target`.
 
@@ -172,7 +174,7 @@ def upcycle(
     import_foreign_plugins(config.plugins, found, trusted=trust_plugins)
     try:
         model = mixture.model(config.model)
-        made = config.changed(
+        made = config.with_changes(
             {"model": model, "train.init_from": str(target.absolute()), "train.branch_from": None}
         )
     except UsageError as error:
@@ -183,8 +185,8 @@ def upcycle(
     kept: dict[str, JsonValue] = {key: state[key] for key in ("tokenizer", "begins", "stop") if key in state}
     written = {**kept, "step": 0, "megatfm": __version__, "config": made.model_dump(mode="json")}
     with new_folder(target) as folder:
-        tensors = mixture.tensors(_Stored(found), shapes)
-        checkpoint.save_stream(
+        tensors = mixture.tensors(_LazyCheckpoint(found), shapes)
+        checkpoint.write_checkpoint_from_iterator(
             folder / "checkpoints", 0, ((f"model.{name}", t) for name, t in tensors), written
         )
         header = f"# Made by `megatfm convert --to moe` from {source}: go on with `megatfm train --from {target}`.\n\n"
@@ -194,7 +196,7 @@ def upcycle(
     return [f"{mixture.experts * mixture.granularity} experts a block, {len(shapes)} tensors", *notes]
 
 
-class _Stored(Mapping[str, Tensor]):
+class _LazyCheckpoint(Mapping[str, Tensor]):
     """A checkpoint's tensors, each read when it is asked for."""
 
     def __init__(self, path: Path) -> None:

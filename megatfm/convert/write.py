@@ -11,20 +11,20 @@ from torch import Tensor
 from megatfm.checkpoint import disk
 from megatfm.checkpoint.metadata import DTYPE_NAMES
 from megatfm.convert.folder import INDEX, WEIGHTS
-from megatfm.convert.table import Rule, to_theirs
+from megatfm.convert.table import WeightMapping, to_hf
 
 Read = Callable[[Sequence[str]], Mapping[str, Tensor]]
 """Our tensors of some names."""
 
 
 def write_weights(
-    folder: Path, rules: Sequence[Rule], ours: Mapping[str, Tensor], read: Read, shard_bytes: int
+    folder: Path, rules: Sequence[WeightMapping], ours: Mapping[str, Tensor], read: Read, shard_bytes: int
 ) -> int:
     """Write the tensors that `rules` make, into files of at most `shard_bytes` (or one larger tensor); returns bytes.
 
     ours: every tensor on the meta device, from which the layout of the files follows before anything is read.
     """
-    theirs = to_theirs(rules, ours)
+    theirs = to_hf(rules, ours)
     shards = split(theirs, shard_bytes)
     total = len(shards)
     names = [WEIGHTS] if total == 1 else [_file(number, total) for number in range(1, total + 1)]
@@ -57,9 +57,9 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
     disk.write_file(path, [memoryview((json.dumps(content, indent=2) + "\n").encode())])
 
 
-def _made(rules: Sequence[Rule], read: Read) -> Iterator[Tensor]:
+def _made(rules: Sequence[WeightMapping], read: Read) -> Iterator[Tensor]:
     for rule in rules:
-        yield from to_theirs([rule], read(rule.ours)).values()
+        yield from to_hf([rule], read(rule.megatfm)).values()
 
 
 def _parts(layout: Mapping[str, Tensor], tensors: Iterator[Tensor]) -> Iterator[memoryview]:

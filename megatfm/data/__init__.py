@@ -1,60 +1,60 @@
 """Corpora on disk, the order in which their documents are read, packing into rows, and the loader."""
 
-from megatfm.data.batch_schedule import BatchSchedule, Stage, Streams, streams_for
+from megatfm.data.batch_schedule import BatchSchedule, Interleave, Stage, choose_interleave
 from megatfm.data.corpus import Corpus
-from megatfm.data.export import Codec, export
-from megatfm.data.foreign import Indexed, index_folder
-from megatfm.data.inspect import Checked, check, show
-from megatfm.data.loader import Loader, Readers, check_batch
+from megatfm.data.export import Detokenizer, export
+from megatfm.data.foreign import IndexReport, index_folder
+from megatfm.data.inspect import CheckReport, check, show
+from megatfm.data.loader import DataLoader, ReaderGroup, check_global_batch
 from megatfm.data.manifest import Manifest
 from megatfm.data.members import Sample
 from megatfm.data.mixture import Mixture, Phase, source_seed
-from megatfm.data.order import Order, RowAddress
-from megatfm.data.packing import IGNORED_TARGET, NO_DOCUMENT, Field, Piece, SequenceBuilder
+from megatfm.data.order import RowAddress, RowOrder
+from megatfm.data.packing import IGNORE_INDEX, PAD_DOCUMENT_ID, DocumentChunk, Field, PackingObjective
 from megatfm.data.quarantine import Quarantine
-from megatfm.data.remote import Remote, RemoteFile
-from megatfm.data.rows import CorpusRows, PackedRows, Rows
-from megatfm.data.samples import ShuffledSamples
+from megatfm.data.remote import RemoteFile, RemoteFolder
+from megatfm.data.rows import PackedDataset, RowDataset, SizedRowDataset
+from megatfm.data.samples import ShuffledDocuments
 from megatfm.data.statistics import stats
-from megatfm.data.store import Cache
+from megatfm.data.store import ShardCacheConfig
 from megatfm.data.writer import ShardWriter
 
 __all__ = [
-    "IGNORED_TARGET",
-    "NO_DOCUMENT",
+    "IGNORE_INDEX",
+    "PAD_DOCUMENT_ID",
     "BatchSchedule",
-    "Cache",
-    "Checked",
-    "Codec",
+    "CheckReport",
     "Corpus",
-    "CorpusRows",
+    "DataLoader",
+    "Detokenizer",
+    "DocumentChunk",
     "Field",
-    "Indexed",
-    "Loader",
+    "IndexReport",
+    "Interleave",
     "Manifest",
     "Mixture",
-    "Order",
-    "PackedRows",
+    "PackedDataset",
+    "PackingObjective",
     "Phase",
-    "Piece",
     "Quarantine",
-    "Readers",
-    "Remote",
+    "ReaderGroup",
     "RemoteFile",
+    "RemoteFolder",
     "RowAddress",
-    "Rows",
+    "RowDataset",
+    "RowOrder",
     "Sample",
-    "SequenceBuilder",
+    "ShardCacheConfig",
     "ShardWriter",
-    "ShuffledSamples",
+    "ShuffledDocuments",
+    "SizedRowDataset",
     "Stage",
-    "Streams",
     "check",
-    "check_batch",
+    "check_global_batch",
+    "choose_interleave",
     "export",
     "index_folder",
     "show",
     "source_seed",
     "stats",
-    "streams_for",
 ]

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatfm.data.packing import NO_DOCUMENT, Fields
+from megatfm.data.packing import PAD_DOCUMENT_ID, Fields
 
 
 class Stage(NamedTuple):
@@ -13,7 +13,7 @@ class Stage(NamedTuple):
 
     steps: int
     global_batch: int
-    parts: int = 1
+    splits_per_row: int = 1
 
 
 @dataclass(frozen=True)
@@ -45,21 +45,21 @@ class BatchSchedule:
         return sorted({self.global_batch, *(stage.global_batch for stage in self.warmup)})
 
 
-class Streams(NamedTuple):
+class Interleave(NamedTuple):
     """So many places are read in turn, so many rows of each."""
 
     streams: int
     turn: int = 1
 
 
-def streams_for(global_batch: int, streams: int | None = None) -> Streams:
+def choose_interleave(global_batch: int, streams: int | None = None) -> Interleave:
     """Streams such that each slot of the batch always reads the same ones: the ranks, which divide the batch, then
     divide the streams, and none reads what another reads. More than 256 would overflow a lone rank's cache."""
     if streams is None and global_batch < 64:
         streams = global_batch * -(-64 // global_batch)
     if streams is None:
         streams = max(n for n in range(1, 257) if global_batch % n == 0)
-    return Streams(streams, max(1, global_batch // streams) if global_batch % streams == 0 else 1)
+    return Interleave(streams, max(1, global_batch // streams) if global_batch % streams == 0 else 1)
 
 
 def split_rows(rows: Fields, parts: int) -> Fields:
@@ -71,14 +71,14 @@ def split_rows(rows: Fields, parts: int) -> Fields:
         for name, field in rows.items()
     }
     documents, positions = cut["documents"], cut["positions"]
-    real = documents != NO_DOCUMENT
+    real = documents != PAD_DOCUMENT_ID
     first = np.where(real, documents, np.iinfo(np.int64).max).min(axis=1, keepdims=True)
     same = real & (documents == documents[:, :1])
     cut["positions"] = np.where(same, positions - positions[:, :1], positions)
-    cut["documents"] = np.where(real, documents - first, NO_DOCUMENT)
+    cut["documents"] = np.where(real, documents - first, PAD_DOCUMENT_ID)
     return cut
 
 
-def nearest_batch(batch: int, unit: int) -> int:
+def round_to_multiple(batch: int, unit: int) -> int:
     """The multiple of `unit` that is nearest to a batch."""
     return max(1, (batch + unit // 2) // unit) * unit

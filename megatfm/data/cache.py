@@ -15,9 +15,9 @@ class ByteCache(Generic[Key, Value]):
     Pickled, it is empty on the other side, so that worker processes start with caches of their own.
     """
 
-    def __init__(self, limit: int, size: Callable[[Value], int]) -> None:
+    def __init__(self, limit: int, size_of: Callable[[Value], int]) -> None:
         self._limit = limit
-        self._size = size
+        self._size = size_of
         self._values: OrderedDict[Key, Value] = OrderedDict()
         self._bytes = 0
         self._lock = Lock()
@@ -26,7 +26,7 @@ class ByteCache(Generic[Key, Value]):
     def __reduce__(self) -> tuple[Any, ...]:
         return ByteCache, (self._limit, self._size)
 
-    def get(self, key: Key, make: Callable[[], Value]) -> Value:
+    def get(self, key: Key, load: Callable[[], Value]) -> Value:
         """The value of `key`, made if it is not here; threads that want the same one wait, others don't."""
         with self._lock:
             if key in self._values:
@@ -37,7 +37,7 @@ class ByteCache(Generic[Key, Value]):
             with self._lock:
                 if key in self._values:
                     return self._values[key]
-            value = make()
+            value = load()
             with self._lock:
                 self._making.pop(key, None)
                 self._drop(key)
@@ -50,7 +50,7 @@ class ByteCache(Generic[Key, Value]):
     def __len__(self) -> int:
         return len(self._values)
 
-    def forget(self, key: Key) -> None:
+    def evict(self, key: Key) -> None:
         """Drop a value that is not needed again."""
         with self._lock:
             self._drop(key)

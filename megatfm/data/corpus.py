@@ -10,19 +10,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatfm.data.files import read_at
-from megatfm.data.frames import BadFrame, unpack, unpack_together
+from megatfm.data.frames import BadFrame, decompress_frame, decompress_frames
 from megatfm.data.index import NPY_HEADER_BYTES, frame_hash
 from megatfm.data.indexes import Indexes
 from megatfm.data.manifest import MANIFEST, Manifest
 from megatfm.data.members import (
     PAYLOAD_OFFSET,
     Sample,
-    check_foreign,
-    decode_pack,
+    check_external_sample,
+    decode_packed_documents,
     decode_sample,
     npy_header,
 )
-from megatfm.data.store import Cache, RemoteStore, Store, open_store
+from megatfm.data.store import CachedRemoteStorage, ShardCacheConfig, ShardStorage, open_storage
 from megatfm.errors import MegatfmError, UsageError
 
 
@@ -40,7 +40,7 @@ class Corpus:
     its hash, where there is one. Frames of zstd bear checksums besides, and `samples` holds all against all each time.
     """
 
-    def __init__(self, store: Store, manifest: Manifest) -> None:
+    def __init__(self, store: ShardStorage, manifest: Manifest) -> None:
         self.store = store
         self.folder = store.folder
         self.manifest = manifest
@@ -54,14 +54,14 @@ class Corpus:
         self._verified = np.zeros(self.n_blocks, np.bool_)
 
     @classmethod
-    def open(cls, place: str | Path, cache: Cache | None = None) -> Self:
+    def open(cls, place: str | Path, cache: ShardCacheConfig | None = None) -> Self:
         """Open a corpus after checking manifest, file sizes and indexes (not the shards' content).
 
         place: a folder, or a URL whose files are kept in `cache` while they are used. Raises a UsageError if it is no
         corpus, a MegatfmError that names the first bad file.
         """
-        store = open_store(place, cache or Cache())
-        if isinstance(store, RemoteStore):
+        store = open_storage(place, cache or ShardCacheConfig())
+        if isinstance(store, CachedRemoteStorage):
             manifest = Manifest.parse(store.manifest(MANIFEST), f"{store.url}/{MANIFEST}")
         else:
             manifest = Manifest.load(store.folder)
@@ -120,21 +120,21 @@ class Corpus:
                 f"{tokenizer_hash[:16]}: use the tokenizer beside the corpus, or prepare it again"
             )
 
-    def block(self, number: int) -> list[tuple[int, NDArray[Any]]]:
+    def read_block(self, number: int) -> list[tuple[int, NDArray[Any]]]:
         """The samples of a block: (sample number, read-only tokens [n] in the stored type)."""
         *_, tokens = self._read(number)
         return list(enumerate(tokens, start=int(self.blocks[number])))
 
-    def together(self, numbers: Sequence[int]) -> list[list[tuple[int, NDArray[Any]]]]:
+    def read_blocks(self, numbers: Sequence[int]) -> list[list[tuple[int, NDArray[Any]]]]:
         """The samples of several blocks, none of which `is_uncompressed`: faster than one by one, in one memory."""
-        places = [self._place(number) for number in numbers]
+        places = [self._locate(number) for number in numbers]
         packed = [self.frame_bytes(number) for number in numbers]
         sizes = [int(self.indexes[shard].frames["uncompressed"][frame]) for shard, frame in places]
         found: Sequence[bytes | memoryview]
         try:
-            found = unpack_together(packed, sizes)
+            found = decompress_frames(packed, sizes)
         except BadFrame:  # which of them it is, and why, is said by the one that fails alone
-            found = [self._unpacked(*place, data) for place, data in zip(places, packed, strict=True)]
+            found = [self._decompress(*place, data) for place, data in zip(places, packed, strict=True)]
         return [
             list(enumerate(self._tokens(number, data), start=int(self.blocks[number])))
             for number, data in zip(numbers, found, strict=True)
@@ -142,7 +142,7 @@ class Corpus:
 
     def is_uncompressed(self, number: int) -> bool:
         """Whether a block is of a plain tar, so that its samples can be read by themselves."""
-        return self.manifest.shards[self._place(number)[0]].is_raw
+        return self.manifest.shards[self._locate(number)[0]].is_raw
 
     def verify(self, number: int) -> None:
         """Hold a block against the index, as the first reading of it does."""
@@ -152,11 +152,11 @@ class Corpus:
         """Whether a block was held against the index since the corpus was opened."""
         return bool(self._verified[number])
 
-    def read_ahead(self, number: int) -> None:
+    def prefetch_block(self, number: int) -> None:
         """Have the system fetch a block from disk meanwhile, where it can be told to."""
         if not hasattr(os, "posix_fadvise"):  # as on macOS
             return
-        shard, frame = self._place(number)
+        shard, frame = self._locate(number)
         offset, end = self.indexes[shard].offsets[frame : frame + 2].tolist()
         descriptor = self.store.open(self.manifest.shards[shard])
         try:
@@ -164,9 +164,9 @@ class Corpus:
         finally:
             os.close(descriptor)
 
-    def one_by_one(self, number: int, rows: Sequence[int]) -> Iterator[tuple[int, NDArray[Any]]]:
+    def read_samples(self, number: int, rows: Sequence[int]) -> Iterator[tuple[int, NDArray[Any]]]:
         """Samples of a verified block that `is_uncompressed`, as `block` gives them, each read when asked for."""
-        shard, frame = self._place(number)
+        shard, frame = self._locate(number)
         known, index, dtype = self.manifest.shards[shard], self.indexes[shard], self.manifest.dtype
         entries = index.samples[slice(*index.first_samples[frame : frame + 2].tolist())]
         starts = (index.offsets[frame] + entries["offset"]).tolist()
@@ -181,17 +181,17 @@ class Corpus:
 
     def block_lengths(self, number: int) -> NDArray[np.int64]:
         """The numbers of tokens of a block's samples [n], from the index alone."""
-        shard, frame = self._place(number)
+        shard, frame = self._locate(number)
         index = self.indexes[shard]
         first, end = index.first_samples[frame : frame + 2]
         return index.samples["tokens"][first:end].astype(np.int64)
 
-    def samples(self, number: int) -> list[Sample]:
+    def read_block_samples(self, number: int) -> list[Sample]:
         """The samples of a block with all that is stored of them; every byte is held against the index."""
-        shard, frame, data, arrays = self._read(number, again=True)
+        shard, frame, data, arrays = self._read(number, verify=True)
         index, known, dtype = self.indexes.complete(shard), self.manifest.shards[shard], self.manifest.dtype
-        if index.holds_pack(frame, dtype.itemsize):
-            return self._unpack(number, shard, frame, data, arrays)
+        if index.is_packed_frame(frame, dtype.itemsize):
+            return self._decode_packed_frame(number, shard, frame, data, arrays)
         found: list[Sample] = []
         at = 0
         for sample in range(*index.first_samples[frame : frame + 2]):
@@ -200,7 +200,7 @@ class Corpus:
             tokens = arrays[len(found)]
             try:
                 if known.foreign:
-                    name = check_foreign(data, int(entry["offset"]), len(tokens), dtype)
+                    name = check_external_sample(data, int(entry["offset"]), len(tokens), dtype)
                     source = f"{known.file}/{name}"
                     found.append(Sample(int(self.blocks[number]) + len(found), key, source, 0, tokens))
                     continue
@@ -210,14 +210,14 @@ class Corpus:
                 if text_bytes != entry["text_bytes"]:
                     raise MegatfmError(f"its text has {text_bytes} bytes, not {entry['text_bytes']}")
             except MegatfmError as error:
-                raise self._damage(shard, frame, str(error), sample) from error
+                raise self._damage_error(shard, frame, str(error), sample) from error
             place = int(self.blocks[number]) + len(found)
             found.append(Sample(place, key, source, text_bytes, tokens, members, fields))
         if not known.foreign:
             self._check_end(shard, frame, data, at)
         return found
 
-    def _unpack(
+    def _decode_packed_frame(
         self, number: int, shard: int, frame: int, data: bytes, arrays: list[NDArray[Any]]
     ) -> list[Sample]:
         """The samples of a block that lie in one member."""
@@ -226,11 +226,11 @@ class Corpus:
         keys = [key.decode("ascii", "replace") for key in entries["key"].tolist()]
         try:
             counts = entries["tokens"].tolist()
-            sources, sizes, fields, end = decode_pack(data, keys, counts, self.manifest.dtype)
+            sources, sizes, fields, end = decode_packed_documents(data, keys, counts, self.manifest.dtype)
             if sizes != entries["text_bytes"].tolist():
                 raise MegatfmError("its texts have other numbers of bytes than the index says")
         except MegatfmError as error:
-            raise self._damage(shard, frame, str(error)) from error
+            raise self._damage_error(shard, frame, str(error)) from error
         self._check_end(shard, frame, data, end)
         first = int(self.blocks[number])
         documents = zip(keys, sources, sizes, arrays, strict=True)
@@ -241,18 +241,18 @@ class Corpus:
 
     def _check_end(self, shard: int, frame: int, data: bytes, at: int) -> None:
         if data[at:].strip(b"\0"):
-            raise self._damage(shard, frame, f"unknown data after byte {at} of the frame")
+            raise self._damage_error(shard, frame, f"unknown data after byte {at} of the frame")
 
-    def sample(self, number: int) -> Sample:
+    def read_sample(self, number: int) -> Sample:
         """One sample, by its number; a UsageError if there is none such."""
         if not 0 <= number < self.n_samples:
             raise UsageError(f"{self.folder}: has samples 0 to {self.n_samples - 1}, not {number}")
         block = int(np.searchsorted(self.blocks, number, side="right")) - 1
-        return self.samples(block)[number - int(self.blocks[block])]
+        return self.read_block_samples(block)[number - int(self.blocks[block])]
 
     def frame_bytes(self, number: int) -> bytes:
         """A block as it lies in its shard: one compressed frame."""
-        shard, frame = self._place(number)
+        shard, frame = self._locate(number)
         offset, end = map(int, self.indexes[shard].offsets[frame : frame + 2])
         return self.store.read(self.manifest.shards[shard], offset, end - offset)
 
@@ -260,25 +260,25 @@ class Corpus:
         """The numbers of a shard's blocks."""
         return range(*map(int, self._first_blocks[shard : shard + 2]))
 
-    def _place(self, number: int) -> tuple[int, int]:
+    def _locate(self, number: int) -> tuple[int, int]:
         if not 0 <= number < self.n_blocks:
             raise MegatfmError(f"{self.folder}: has blocks 0 to {self.n_blocks - 1}, not {number}")
         shard = int(np.searchsorted(self._first_blocks, number, side="right")) - 1
         return shard, number - int(self._first_blocks[shard])
 
-    def _read(self, number: int, again: bool = False) -> tuple[int, int, bytes, list[NDArray[Any]]]:
+    def _read(self, number: int, verify: bool = False) -> tuple[int, int, bytes, list[NDArray[Any]]]:
         """A block's shard, frame, data, and as views of that its samples' tokens; verified, once or `again`."""
-        shard, frame = self._place(number)
+        shard, frame = self._locate(number)
         data = self.frame_bytes(number)
         if not self.manifest.shards[shard].is_raw:
-            data = self._unpacked(shard, frame, data)
-        return shard, frame, data, self._tokens(number, data, again)
+            data = self._decompress(shard, frame, data)
+        return shard, frame, data, self._tokens(number, data, verify)
 
-    def _tokens(self, number: int, data: bytes | memoryview, again: bool = False) -> list[NDArray[Any]]:
+    def _tokens(self, number: int, data: bytes | memoryview, verify: bool = False) -> list[NDArray[Any]]:
         """The tokens of a block's samples, as views of its data; verified, once or `again`."""
-        shard, frame = self._place(number)
+        shard, frame = self._locate(number)
         index, dtype = self.indexes[shard], self.manifest.dtype
-        if again or not self._verified[number]:
+        if verify or not self._verified[number]:
             self._verify(shard, frame, bytes(data))
             self._verified[number] = True
         entries = index.samples[slice(*index.first_samples[frame : frame + 2].tolist())]
@@ -291,34 +291,36 @@ class Corpus:
     def _verify(self, shard: int, frame: int, data: bytes) -> None:
         """Hold a frame against the index: its hash, where there is one, and where its samples lie."""
         index, dtype = self.indexes[shard], self.manifest.dtype
-        if index.hashes is not None and frame_hash(data) != index.hashes[frame]:
-            raise self._damage(shard, frame, "its hash is not the index's")
+        if index.frame_hashes is not None and frame_hash(data) != index.frame_hashes[frame]:
+            raise self._damage_error(shard, frame, "its hash is not the index's")
         first, end = index.first_samples[frame : frame + 2].tolist()
         entries = index.samples[first:end]
-        if index.holds_pack(frame, dtype.itemsize):
+        if index.is_packed_frame(frame, dtype.itemsize):
             counts = entries["tokens"].astype(np.int64)
             starts = PAYLOAD_OFFSET + (np.cumsum(counts) - counts) * dtype.itemsize
             header = npy_header(dtype, int(counts.sum()))
             if (entries["offset"] != starts).any() or not data.startswith(header, tarfile.BLOCKSIZE):
-                raise self._damage(shard, frame, f"no array of {counts.sum()} {dtype} for all its samples")
+                raise self._damage_error(
+                    shard, frame, f"no array of {counts.sum()} {dtype} for all its samples"
+                )
             return
         for sample, start, n in zip(
             range(first, end), entries["offset"].tolist(), entries["tokens"].tolist(), strict=True
         ):
             if not data.startswith(npy_header(dtype, n), start - NPY_HEADER_BYTES):
                 reason = f"no array of {n} {dtype} at byte {start} of the frame"
-                raise self._damage(shard, frame, reason, sample)
+                raise self._damage_error(shard, frame, reason, sample)
 
-    def _unpacked(self, shard: int, frame: int, packed: bytes) -> bytes:
+    def _decompress(self, shard: int, frame: int, packed: bytes) -> bytes:
         try:
-            return unpack(packed, int(self.indexes[shard].frames["uncompressed"][frame]))
+            return decompress_frame(packed, int(self.indexes[shard].frames["uncompressed"][frame]))
         except BadFrame as error:
-            raise self._damage(shard, frame, str(error)) from error
+            raise self._damage_error(shard, frame, str(error)) from error
 
     def _path(self, shard: int) -> Path:
         return self.store.path(self.manifest.shards[shard])
 
-    def _damage(self, shard: int, frame: int, reason: str, sample: int | None = None) -> MegatfmError:
+    def _damage_error(self, shard: int, frame: int, reason: str, sample: int | None = None) -> MegatfmError:
         block = int(self._first_blocks[shard]) + frame
         first = int(self.blocks[self._first_blocks[shard]])
         samples = f"samples {self.blocks[block]} to {self.blocks[block + 1] - 1}"

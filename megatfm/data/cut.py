@@ -6,35 +6,35 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatfm.data.packed import JoinedRows, PackedBlock, told_apart
-from megatfm.data.packing import Packing
+from megatfm.data.packed import PackedBlock, RowStore, split_plain_fields
+from megatfm.data.packing import PackingConfig
 
 
-def cut_rows(
+def concat_and_chunk(
     fields: Mapping[str, NDArray[Any]],
     lengths: NDArray[np.int64],
     blank: NDArray[np.bool_] | None,
-    how: Packing,
-    head: int = 0,
+    packing: PackingConfig,
+    carry_length: int = 0,
 ) -> PackedBlock:
     """Cut joined documents of these `lengths` [n]: `fields` [total, …]. blank [n]: those that are padding.
 
     Documents of length 0 take no place, and no number in a row. head: how much is the end of a row of the block
     before; then that is row 0.
     """
-    (length,), kept = how.row_lengths, lengths > 0
+    (length,), kept = packing.row_lengths, lengths > 0
     starts = [0, *np.cumsum(lengths[kept]).tolist()]
     total = starts[-1]
-    heads = [0] if 0 < head < total else []
-    plain, typed = told_apart(fields, how)
-    side = JoinedRows(
+    heads = [0] if 0 < carry_length < total else []
+    plain, typed = split_plain_fields(fields, packing)
+    side = RowStore(
         fields=plain,
         typed=typed,
         starts=starts,
-        bounds=[*heads, *range(head if heads else 0, total, length), total],
+        bounds=[*heads, *range(carry_length if heads else 0, total, length), total],
         blank=None if blank is None else blank[kept].tolist(),
-        fills=how.fills(plain),
+        fills=packing.fills(plain),
         length=length,
-        as_one_document=how.as_one_document,
+        as_one_document=packing.attend_across_documents,
     )
     return PackedBlock((side,))

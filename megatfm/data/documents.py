@@ -24,7 +24,7 @@ class Read(NamedTuple):
         return files + sum(tokens.nbytes for tokens in self.tokens)
 
 
-class Documents(Sequence[NDArray[Any]]):
+class BlockDocuments(Sequence[NDArray[Any]]):
     """The tokens [n] of each document of blocks `begin` to `end` − 1, as a sequence.
 
     blank [D]: documents that are not read, but for their lengths. read: holds the blocks that were read last.
@@ -39,7 +39,7 @@ class Documents(Sequence[NDArray[Any]]):
         read: "ByteCache[int, Read]",
         needs_members: bool,
     ) -> None:
-        self._corpus, self._begin, self._end, self.blank = corpus, begin, end, blank
+        self._corpus, self._begin, self._end, self.is_quarantined = corpus, begin, end, blank
         self._read, self._needs_members = read, needs_members
         self._starts = corpus.blocks[begin : end + 1] - corpus.blocks[begin]
         self.first = int(corpus.blocks[begin])
@@ -60,14 +60,14 @@ class Documents(Sequence[NDArray[Any]]):
     def __getitem__(self, number: int | slice) -> NDArray[Any] | list[NDArray[Any]]:
         if isinstance(number, slice):
             return [self[i] for i in range(*number.indices(len(self)))]
-        if self.blank is not None and self.blank[number]:
+        if self.is_quarantined is not None and self.is_quarantined[number]:
             return np.zeros(int(self.lengths[number]), np.int64)
         block, at = self._place(number)
         return block.tokens[at]
 
     def members(self, number: int) -> Mapping[str, bytes]:
         """The files that belong to a document; none where they are not needed."""
-        if not self._needs_members or (self.blank is not None and self.blank[number]):
+        if not self._needs_members or (self.is_quarantined is not None and self.is_quarantined[number]):
             return {}
         block, at = self._place(number)
         return block.members[at] if block.members else {}
@@ -75,12 +75,12 @@ class Documents(Sequence[NDArray[Any]]):
     def _place(self, number: int) -> tuple[Read, int]:
         at = int(self._starts.searchsorted(number, side="right")) - 1
         block = self._begin + at
-        return self._read.get(block, partial(opened, self._corpus, block, self._needs_members)), number - int(
-            self._starts[at]
-        )
+        return self._read.get(
+            block, partial(decode_block, self._corpus, block, self._needs_members)
+        ), number - int(self._starts[at])
 
 
-class InMemory(list[NDArray[Any]]):
+class InMemoryDocuments(list[NDArray[Any]]):
     """Documents that are there already; the first has the number `first` in its corpus."""
 
     def __init__(
@@ -91,7 +91,7 @@ class InMemory(list[NDArray[Any]]):
         blank: NDArray[np.bool_] | None = None,
     ) -> None:
         super().__init__(documents)
-        self.first, self.blank = first, blank
+        self.first, self.is_quarantined = first, blank
         self._members = members
 
     @cached_property
@@ -104,23 +104,25 @@ class InMemory(list[NDArray[Any]]):
         return self._members[number] if self._members else {}
 
 
-def read_block(corpus: Corpus, block: int, blank: NDArray[np.bool_] | None, needs_members: bool) -> InMemory:
+def read_block(
+    corpus: Corpus, block: int, blank: NDArray[np.bool_] | None, needs_members: bool
+) -> InMemoryDocuments:
     """The documents of one block. Of those that are `blank` only the lengths, and if all are, nothing is read."""
     first = int(corpus.blocks[block])
     if blank is None:
-        read = opened(corpus, block, needs_members)
-        return InMemory(read.tokens, first, read.members)
-    read = Read([], None) if blank.all() else opened(corpus, block, needs_members)
+        read = decode_block(corpus, block, needs_members)
+        return InMemoryDocuments(read.tokens, first, read.members)
+    read = Read([], None) if blank.all() else decode_block(corpus, block, needs_members)
     tokens = [
         np.zeros(n, np.int64) if empty else read.tokens[i]
         for i, (n, empty) in enumerate(zip(corpus.block_lengths(block).tolist(), blank, strict=True))
     ]
-    return InMemory(tokens, first, read.members, blank)
+    return InMemoryDocuments(tokens, first, read.members, blank)
 
 
-def opened(corpus: Corpus, block: int, needs_members: bool) -> Read:
+def decode_block(corpus: Corpus, block: int, needs_members: bool) -> Read:
     """A block, read, with the files of its documents if they are needed."""
     if needs_members:
-        samples = corpus.samples(block)
+        samples = corpus.read_block_samples(block)
         return Read([one.tokens for one in samples], [one.members for one in samples])
-    return Read([tokens for _, tokens in corpus.block(block)], None)
+    return Read([tokens for _, tokens in corpus.read_block(block)], None)

@@ -11,9 +11,9 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from megatfm.atomic import sync_folder
+from megatfm.atomic import fsync_directory
 from megatfm.data.corpus import Corpus
-from megatfm.data.files import WholeFile, check_local, write_whole, writing
+from megatfm.data.files import AtomicFile, check_local, disk_errors_as_megatfm_errors, write_whole
 from megatfm.data.members import Sample
 from megatfm.data.writer import ShardWriter
 from megatfm.errors import MegatfmError, UsageError
@@ -31,14 +31,14 @@ _CODES = {"uint16": ("<u2", 8), "uint32": ("<i4", 4)}
 """The type that Megatron-LM has for ours, and its number there."""
 
 
-class Codec(NamedTuple):
+class Detokenizer(NamedTuple):
     """What is needed of a tokenizer."""
 
     decode: Callable[[NDArray[Any]], str]
     eos: int
 
 
-def export(folder: str | Path, out: str | Path, codec: Codec | None) -> str:
+def export(folder: str | Path, out: str | Path, codec: Detokenizer | None) -> str:
     """Write a corpus as the end of `out` says; return a line that says what was done.
 
     `.jsonl`, `.jsonl.zst` and `.parquet`: a record for each document, with its text, which must be the bytes that were
@@ -65,7 +65,7 @@ def export(folder: str | Path, out: str | Path, codec: Codec | None) -> str:
         raise UsageError(
             f"{folder}: there is no tokenizer beside it: give the one that made the ids, --tokenizer FILE"
         )
-    with writing(out):
+    with disk_errors_as_megatfm_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
     if codec is None or not needs_codec:
         return _tars(corpus, out)
@@ -81,23 +81,23 @@ def export(folder: str | Path, out: str | Path, codec: Codec | None) -> str:
 
 def _samples(corpus: Corpus) -> Iterator[Sample]:
     for block in range(corpus.n_blocks):
-        yield from corpus.samples(block)
+        yield from corpus.read_block_samples(block)
 
 
-def _records(corpus: Corpus, codec: Codec) -> Iterator[dict[str, Any]]:
+def _records(corpus: Corpus, codec: Detokenizer) -> Iterator[dict[str, Any]]:
     for sample in _samples(corpus):
         text = codec.decode(sample.tokens)
         if (size := len(text.encode())) != sample.text_bytes and sample.text_bytes:
             raise MegatfmError(
-                f"{corpus.folder}: sample {sample.number} ({sample.source}) decodes to {size} bytes, but had "
+                f"{corpus.folder}: sample {sample.index} ({sample.source}) decodes to {size} bytes, but had "
                 f"{sample.text_bytes}: this tokenizer doesn't keep every text, or is another one than made the ids"
             )
-        said = {"fields": dict(sample.fields)} if sample.fields else {}
+        said = {"fields": dict(sample.metadata)} if sample.metadata else {}
         yield {"text": text, "id": sample.key, "source": sample.source, **said}
 
 
 def _json_lines(records: Iterator[dict[str, Any]], out: Path) -> None:
-    file = WholeFile(out)
+    file = AtomicFile(out)
     zstd = zstandard.ZstdCompressor(level=3, write_checksum=True).compressobj()
     packed = out.name.endswith(".zst")
     try:
@@ -117,7 +117,7 @@ def _parquet(records: Iterator[dict[str, Any]], out: Path) -> None:
     schema = pyarrow.schema([(name, pyarrow.large_string()) for name in ("text", "id", "source", "fields")])
     partial = out.with_name(f".{out.name}.partial")
     try:
-        with writing(out):
+        with disk_errors_as_megatfm_errors(out):
             with pyarrow.parquet.ParquetWriter(partial, schema, compression="zstd") as writer:
                 rows: list[dict[str, Any]] = []
                 for record in records:
@@ -131,7 +131,7 @@ def _parquet(records: Iterator[dict[str, Any]], out: Path) -> None:
             with open(partial, "rb") as file:
                 os.fsync(file.fileno())
             partial.replace(out)
-            sync_folder(out.parent)
+            fsync_directory(out.parent)
     finally:
         partial.unlink(missing_ok=True)
 
@@ -142,12 +142,12 @@ def _megatron(corpus: Corpus, out: Path, eos: int) -> str:
     if lengths.max() >= 2**31 or eos > np.iinfo(dtype).max:
         raise UsageError(f"{corpus.folder}: has documents or ids that are too large for Megatron-LM's index")
     index = _megatron_index(lengths, np.dtype(dtype).itemsize, code)
-    file = WholeFile(out)
+    file = AtomicFile(out)
     try:
         for sample in _samples(corpus):
             if int(sample.tokens.max(initial=0)) > np.iinfo(dtype).max:
                 raise MegatfmError(
-                    f"{corpus.folder}: sample {sample.number} has ids over {np.iinfo(dtype).max}"
+                    f"{corpus.folder}: sample {sample.index} has ids over {np.iinfo(dtype).max}"
                 )
             file.write(np.append(sample.tokens, eos).astype(dtype).tobytes())
         # Before the ids get their name, since neither is of use without the other.
@@ -181,7 +181,7 @@ def _tars(corpus: Corpus, out: Path) -> str:
     options: dict[str, Any] = {"compress": False, "pack": False}
     with ShardWriter(out, tokenizer_hash=corpus.tokenizer_hash, token_dtype=dtype, **options) as writer:
         for sample in _samples(corpus):
-            kept = (sample.source, sample.text_bytes, sample.members, sample.fields)
+            kept = (sample.source, sample.text_bytes, sample.members, sample.metadata)
             writer.add(sample.key, sample.tokens, *kept)
         manifest = writer.finish({**corpus.manifest.provenance, "exported": "megatfm data export"})
     return f"{out}: {len(manifest.shards):,} plain tars, with a sample for each of {corpus.n_samples:,} documents"

@@ -11,7 +11,7 @@ from typing import IO
 
 from blake3 import blake3
 
-from megatfm.atomic import sync_folder
+from megatfm.atomic import fsync_directory
 from megatfm.errors import MegatfmError, UsageError
 
 RESTORE = "restore it from a copy, or delete the folder and write the corpus again with `megatfm prep`"
@@ -36,7 +36,7 @@ def check_local(place: str | Path) -> None:
         )
 
 
-def plain_size(path: Path) -> int:
+def regular_file_size(path: Path) -> int:
     """The bytes of a plain file; a MegatfmError if it is none (missing, a link, a device)."""
     try:
         found = os.lstat(path)
@@ -49,7 +49,7 @@ def plain_size(path: Path) -> int:
 
 def check_size(path: Path, size: int) -> None:
     """Raise a MegatfmError unless `path` is a plain file of `size` bytes."""
-    found = plain_size(path)
+    found = regular_file_size(path)
     if found != size:
         raise MegatfmError(f"{path}: has {found} bytes, its manifest says {size}: {RESTORE}")
 
@@ -94,13 +94,13 @@ def read_range(path: Path, offset: int, size: int) -> bytes:
         os.close(descriptor)
 
 
-def open_plain(path: Path) -> IO[bytes]:
+def open_regular_file(path: Path) -> IO[bytes]:
     """Open a plain file for reading; a MegatfmError if it is none."""
-    plain_size(path)
+    regular_file_size(path)
     return os.fdopen(open_descriptor(path), "rb")
 
 
-class WholeFile:
+class AtomicFile:
     """A file that appears under its name only when it is complete and on disk.
 
     Until `commit` it lies beside its final place as `.NAME.partial`. A failed write (say, a full disk)
@@ -112,7 +112,7 @@ class WholeFile:
         self.size = 0
         self._partial = path.with_name(f".{path.name}.partial")
         self._hash = blake3()
-        with writing(path):
+        with disk_errors_as_megatfm_errors(path):
             self._file = open(self._partial, "wb", buffering=0)  # noqa: SIM115 (commit or discard closes it)
 
     @property
@@ -135,7 +135,7 @@ class WholeFile:
             os.fsync(self._file.fileno())
             self._file.close()
             self._partial.replace(self.path)
-            sync_folder(self.path.parent)
+            fsync_directory(self.path.parent)
 
     def discard(self) -> None:
         """Remove what was written; does nothing after a commit."""
@@ -144,7 +144,7 @@ class WholeFile:
 
     @contextmanager
     def _whole_or_nothing(self) -> Iterator[None]:
-        with writing(self.path):
+        with disk_errors_as_megatfm_errors(self.path):
             try:
                 yield
             except OSError:
@@ -155,13 +155,13 @@ class WholeFile:
 def write_whole(path: Path, data: bytes) -> None:
     """Write `data` to `path` as a whole: temporary name, fsync, rename. The name is the same for every process, so that
     whoever prepares a corpus again finds what a kill left."""
-    file = WholeFile(path)
+    file = AtomicFile(path)
     file.write(data)
     file.commit()
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def disk_errors_as_megatfm_errors(path: Path) -> Iterator[None]:
     """Turn the system's errors into a MegatfmError that names `path`."""
     try:
         yield

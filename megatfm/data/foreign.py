@@ -17,8 +17,8 @@ import numpy as np
 import zstandard
 from blake3 import blake3
 
-from megatfm.data.files import open_plain, plain_size, write_whole
-from megatfm.data.index import FRAME, MAX_FRAME_BYTES, ShardIndex, frame_hash, sample_dtype
+from megatfm.data.files import open_regular_file, regular_file_size, write_whole
+from megatfm.data.index import FRAME_DTYPE, MAX_FRAME_BYTES, ShardIndex, frame_hash, sample_dtype
 from megatfm.data.manifest import (
     DEFAULT_FRAME_BYTES,
     FOREIGN_SHARD,
@@ -29,7 +29,7 @@ from megatfm.data.manifest import (
     TokenDtype,
 )
 from megatfm.data.members import KEY
-from megatfm.data.tars import STORED, Array, arrays_in, arrays_of
+from megatfm.data.tars import STORED, TokenArray, iter_shard_samples, iter_tar_samples
 from megatfm.data.writer import ShardWriter
 from megatfm.errors import MegatfmError, UsageError
 
@@ -39,7 +39,7 @@ CHUNK = 2**14
 
 
 @dataclass(frozen=True)
-class Indexed:
+class IndexReport:
     """What `index_folder` did."""
 
     manifest: Manifest
@@ -55,7 +55,7 @@ class Indexed:
         )
 
 
-def index_folder(folder: Path, tokenizer_hash: str, out: Path | None = None) -> Indexed:
+def index_folder(folder: Path, tokenizer_hash: str, out: Path | None = None) -> IndexReport:
     """Make the foreign shards of a folder a corpus: there, or with `out` written again as shards of our own.
 
     Raises a UsageError if there are none, if they hold no tokens, or if they can't be read at random where they are; a
@@ -72,14 +72,14 @@ def index_folder(folder: Path, tokenizer_hash: str, out: Path | None = None) -> 
         raise UsageError(f"{folder}: has no shards (.tar or .tar.zst)")
     _check_names(paths)
     if out is not None:
-        return Indexed(_rewrite(paths, tokenizer_hash, out), out, True)
+        return IndexReport(_rewrite(paths, tokenizer_hash, out), out, True)
     shards, dtypes = [], set()
     for path in paths:
         shard, dtype = _index(path)
         shards.append(shard)
         dtypes.add(dtype)
     if len(dtypes) > 1:
-        raise _rewrite_it(folder, f"shards hold {' and '.join(sorted(dtypes))}")
+        raise _needs_rewrite_error(folder, f"shards hold {' and '.join(sorted(dtypes))}")
     manifest = Manifest(
         token_dtype=STORED[dtypes.pop()],
         tokenizer_hash=tokenizer_hash,
@@ -87,7 +87,7 @@ def index_folder(folder: Path, tokenizer_hash: str, out: Path | None = None) -> 
         provenance={"indexed": "megatfm data index"},
     )
     manifest.save(folder)
-    return Indexed(manifest, folder, False)
+    return IndexReport(manifest, folder, False)
 
 
 def _check_names(paths: list[Path]) -> None:
@@ -113,9 +113,9 @@ def _index(path: Path) -> tuple[Shard, str]:
     hashes: list[int] = []
     dtypes, keys = set[str](), set[str]()
     for compressed, data, arrays in _raw_frames(path) if path.name.endswith(".tar") else _zstd_frames(path):
-        for array in _once(arrays, keys, path):
-            if not array.in_place:
-                raise _rewrite_it(
+        for array in _check_unique_keys(arrays, keys, path):
+            if not array.has_native_layout:
+                raise _needs_rewrite_error(
                     path, f"sample {array.key!r} is {array.tokens.dtype} or has an unusual header"
                 )
             dtypes.add(array.tokens.dtype.str)
@@ -124,15 +124,15 @@ def _index(path: Path) -> tuple[Shard, str]:
         frames.append((compressed, len(data), len(arrays)))
         hashes.append(frame_hash(data))
     if len(dtypes) != 1:
-        raise _rewrite_it(path, f"it holds {' and '.join(sorted(dtypes)) or 'no samples'}")
+        raise _needs_rewrite_error(path, f"it holds {' and '.join(sorted(dtypes)) or 'no samples'}")
     samples = np.array(rows, sample_dtype(max(len(row[3]) for row in rows)))
-    index = ShardIndex(np.array(frames, FRAME), samples, np.array(hashes, "<u8"))
+    index = ShardIndex(np.array(frames, FRAME_DTYPE), samples, np.array(hashes, "<u8"))
     name = _index_name(path)
     encoded = index.encode()
     write_whole(path.with_name(name), encoded)
     shard = Shard(
         file=path.name,
-        bytes=plain_size(path),
+        bytes=regular_file_size(path),
         blake3=_file_hash(path),
         samples=len(rows),
         tokens=int(samples["tokens"].sum(dtype=np.int64)),
@@ -144,14 +144,14 @@ def _index(path: Path) -> tuple[Shard, str]:
     return shard, dtypes.pop()
 
 
-Frame = tuple[int, bytes, list[Array]]
+Frame = tuple[int, bytes, list[TokenArray]]
 
 
 def _raw_frames(path: Path) -> Iterator[Frame]:
     """Runs of samples of a plain tar, of about `FRAME_BYTES` or one sample; between them they hold every byte."""
-    begin, run, size = 0, list[Array](), plain_size(path)
-    with open_plain(path) as file:
-        for array in arrays_of(path):
+    begin, run, size = 0, list[TokenArray](), regular_file_size(path)
+    with open_regular_file(path) as file:
+        for array in iter_shard_samples(path):
             if run and array.begin - begin >= FRAME_BYTES:
                 yield _raw_frame(file, path, begin, array.begin, run)
                 begin, run = array.begin, []
@@ -160,18 +160,18 @@ def _raw_frames(path: Path) -> Iterator[Frame]:
             yield _raw_frame(file, path, begin, size, run)
 
 
-def _raw_frame(file: IO[bytes], path: Path, begin: int, end: int, run: list[Array]) -> Frame:
+def _raw_frame(file: IO[bytes], path: Path, begin: int, end: int, run: list[TokenArray]) -> Frame:
     if end - begin > MAX_FRAME_BYTES:
-        raise _rewrite_it(
+        raise _needs_rewrite_error(
             path,
             f"sample {run[-1].key!r} and its files take more than {MAX_FRAME_BYTES} bytes, or what follows them",
         )
     file.seek(begin)
     data = file.read(end - begin)
-    return len(data), data, [_from(array, begin) for array in run]
+    return len(data), data, [_relative_to(array, begin) for array in run]
 
 
-def _from(array: Array, begin: int) -> Array:
+def _relative_to(array: TokenArray, begin: int) -> TokenArray:
     """The same sample, measured from `begin`."""
     return array._replace(begin=array.begin - begin, payload=array.payload - begin)
 
@@ -179,22 +179,22 @@ def _from(array: Array, begin: int) -> Array:
 def _zstd_frames(path: Path) -> Iterator[Frame]:
     """The frames of a shard, if each holds whole samples."""
     number, data = 0, b""
-    with open_plain(path) as file:
+    with open_regular_file(path) as file:
         for compressed, data in _split(file, path):
             if not data.strip(b"\0"):
-                raise _rewrite_it(path, f"frame {number} is empty")
-            if number == 0 and compressed == plain_size(path) and len(data) > 8 * FRAME_BYTES:
-                raise _rewrite_it(
+                raise _needs_rewrite_error(path, f"frame {number} is empty")
+            if number == 0 and compressed == regular_file_size(path) and len(data) > 8 * FRAME_BYTES:
+                raise _needs_rewrite_error(
                     path, "it is one zstd frame, in which nothing can be found without reading all"
                 )
             try:
-                arrays = list(arrays_in(io.BytesIO(data), path, ends=False))
+                arrays = list(iter_tar_samples(io.BytesIO(data), path, require_end_marker=False))
             except MegatfmError as error:
                 if isinstance(error, UsageError) or ": refused" in str(error):
                     raise
-                raise _rewrite_it(path, f"frame {number} is no tar by itself ({error})") from error
+                raise _needs_rewrite_error(path, f"frame {number} is no tar by itself ({error})") from error
             if not arrays:
-                raise _rewrite_it(path, f"frame {number} holds no sample")
+                raise _needs_rewrite_error(path, f"frame {number} holds no sample")
             yield compressed, data, arrays
             number += 1
     if data[-tarfile.BLOCKSIZE :].strip(b"\0"):
@@ -214,7 +214,7 @@ def _split(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes]]:
                 parts.append(unpack.decompress(rest[:CHUNK]))
                 taken, rest, size = taken + len(rest[:CHUNK]), rest[CHUNK:], size + len(parts[-1])
                 if size > MAX_FRAME_BYTES:
-                    raise _rewrite_it(path, f"a zstd frame unpacks to over {MAX_FRAME_BYTES} bytes")
+                    raise _needs_rewrite_error(path, f"a zstd frame unpacks to over {MAX_FRAME_BYTES} bytes")
         except zstandard.ZstdError as error:
             raise MegatfmError(f"{path}: damaged, or no zstd: {error}") from error
         rest = unpack.unused_data + rest
@@ -224,19 +224,19 @@ def _split(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes]]:
 def _rewrite(paths: list[Path], tokenizer_hash: str, out: Path) -> Manifest:
     most = 0
     for path in paths:  # first, since an id that doesn't fit would be found only at its shard
-        for array in arrays_of(path):
+        for array in iter_shard_samples(path):
             most = max(most, int(array.tokens.max(initial=0)))
     dtype: TokenDtype = "uint16" if most < 2**16 else "uint32"
     number = 0
     with ShardWriter(out, tokenizer_hash=tokenizer_hash, token_dtype=dtype) as writer:
         for path in paths:
-            for array in _once(arrays_of(path), set(), path):
+            for array in _check_unique_keys(iter_shard_samples(path), set(), path):
                 writer.add(f"{number:09d}", array.tokens, f"{path.name}/{array.key}", 0)
                 number += 1
         return writer.finish({"indexed": "megatfm data index", "from": [path.name for path in paths]})
 
 
-def _once(arrays: Iterable[Array], keys: set[str], path: Path) -> Iterator[Array]:
+def _check_unique_keys(arrays: Iterable[TokenArray], keys: set[str], path: Path) -> Iterator[TokenArray]:
     """The samples, unless a key is there twice: a MegatfmError. keys: those that were met, to which these are added."""
     for array in arrays:
         if array.key in keys:
@@ -245,14 +245,14 @@ def _once(arrays: Iterable[Array], keys: set[str], path: Path) -> Iterator[Array
         yield array
 
 
-def _rewrite_it(path: Path, reason: str) -> UsageError:
+def _needs_rewrite_error(path: Path, reason: str) -> UsageError:
     folder = path if path.is_dir() else path.parent
     return UsageError(f"{path}: {reason}: write it again with `megatfm data index {folder} --to FOLDER`")
 
 
 def _file_hash(path: Path) -> str:
     found = blake3()
-    with open_plain(path) as file:
+    with open_regular_file(path) as file:
         while chunk := file.read(2**20):
             found.update(chunk)
     return found.hexdigest()

@@ -16,7 +16,7 @@ class BadFrame(Exception):
     """A frame is not what it should be; the message is only the reason."""
 
 
-def unpack(packed: bytes, size: int) -> bytes:
+def decompress_frame(packed: bytes, size: int) -> bytes:
     """The `size` bytes of a frame. Raises BadFrame."""
     try:
         _check_size(packed, size)
@@ -25,7 +25,7 @@ def unpack(packed: bytes, size: int) -> bytes:
         raise BadFrame(str(error)) from error
 
 
-def unpack_together(packed: Sequence[bytes], sizes: Sequence[int]) -> list[memoryview]:
+def decompress_frames(packed: Sequence[bytes], sizes: Sequence[int]) -> list[memoryview]:
     """The same for many in one call, which keeps the interpreter for as long as one alone does.
 
     What is returned is one piece of memory, which stays until nothing of it is needed. Raises BadFrame.

@@ -1,6 +1,6 @@
 """The sidecar index of a shard: where each frame and each sample's tokens lie, without reading the shard.
 
-On disk: one zstd frame that holds a line of JSON (counts), an array of `FRAME` and an array of samples.
+On disk: one zstd frame that holds a line of JSON (counts), an array of `FRAME_DTYPE` and an array of samples.
 """
 
 import json
@@ -23,7 +23,7 @@ NPY_HEADER_BYTES = 128
 """Before the tokens of a sample."""
 
 # Frames follow one another without gaps, so their offsets are the running sums of `compressed`.
-FRAME = np.dtype([("compressed", "<u4"), ("uncompressed", "<u4"), ("samples", "<u4")])
+FRAME_DTYPE = np.dtype([("compressed", "<u4"), ("uncompressed", "<u4"), ("samples", "<u4")])
 
 
 def sample_dtype(key_width: int) -> np.dtype[Any]:
@@ -38,13 +38,14 @@ SPAN = np.dtype([("offset", "<u4"), ("tokens", "<u4")])
 
 @dataclass(frozen=True, eq=False)
 class ShardIndex:
-    """`frames` [n_frames] of `FRAME` and `samples` [n_samples] of `sample_dtype`, or of `SPAN`, in stored order."""
+    """`frames` [n_frames] of `FRAME_DTYPE` and `samples` [n_samples] of `sample_dtype`, or of `SPAN`, in stored
+    order."""
 
     frames: NDArray[Any]
     samples: NDArray[Any]
-    hashes: NDArray[np.uint64] | None = None
+    frame_hashes: NDArray[np.uint64] | None = None
     """Of shards whose frames may lack checksums: `frame_hash` of each frame's uncompressed bytes."""
-    packs: bool = False
+    has_packed_frames: bool = False
     """Whether a frame may hold many documents in one member."""
 
     @property
@@ -67,13 +68,13 @@ class ShardIndex:
         spans = np.empty(len(self.samples), SPAN)
         for name in SPAN.fields or ():
             spans[name] = self.samples[name]
-        hashes = None if self.hashes is None else self.hashes.copy()
-        return ShardIndex(self.frames.copy(), spans, hashes, self.packs)
+        hashes = None if self.frame_hashes is None else self.frame_hashes.copy()
+        return ShardIndex(self.frames.copy(), spans, hashes, self.has_packed_frames)
 
-    def holds_pack(self, frame: int, token_bytes: int) -> bool:
+    def is_packed_frame(self, frame: int, token_bytes: int) -> bool:
         """Whether the documents of a frame lie in one member, one after another."""
         first, end = self.first_samples[frame : frame + 2].tolist()
-        if not self.packs or end - first == 1:
+        if not self.has_packed_frames or end - first == 1:
             return False
         begin, following = self.samples["offset"][first : first + 2].tolist()
         return bool(following - begin == int(self.samples["tokens"][first]) * token_bytes)
@@ -81,13 +82,13 @@ class ShardIndex:
     def encode(self) -> bytes:
         """Content of an index file, zstd with a checksum: a JSON line of counts, then the tables of the shard."""
         counts = {
-            "schema_version": 3 if self.packs else 1 if self.hashes is None else 2,
+            "schema_version": 3 if self.has_packed_frames else 1 if self.frame_hashes is None else 2,
             "frames": len(self.frames),
             "samples": len(self.samples),
             "key_width": self.samples.dtype["key"].itemsize,
         }
         content = json.dumps(counts).encode() + b"\n" + self.frames.tobytes() + self.samples.tobytes()
-        content += b"" if self.hashes is None else self.hashes.tobytes()
+        content += b"" if self.frame_hashes is None else self.frame_hashes.tobytes()
         return zstandard.ZstdCompressor(level=9, write_checksum=True).compress(content)
 
     @classmethod
@@ -96,7 +97,7 @@ class ShardIndex:
 
         Raises a MegatfmError whose message is only the reason; the caller knows the place.
         """
-        most = 256 + shard.samples * (FRAME.itemsize + 8 + sample_dtype(MAX_KEY_LENGTH).itemsize)
+        most = 256 + shard.samples * (FRAME_DTYPE.itemsize + 8 + sample_dtype(MAX_KEY_LENGTH).itemsize)
         try:
             if not 0 < zstandard.frame_content_size(data) <= most:
                 raise MegatfmError("its uncompressed size is absurd")
@@ -111,10 +112,10 @@ class ShardIndex:
             if min(n_frames, n_samples) < 0 or not 1 <= key_width <= MAX_KEY_LENGTH:
                 raise MegatfmError(f"its counts are absurd: {counts}")
             samples = sample_dtype(key_width)
-            samples_at = at + n_frames * FRAME.itemsize
+            samples_at = at + n_frames * FRAME_DTYPE.itemsize
             hashes_at = samples_at + n_samples * samples.itemsize
             index = cls(
-                np.frombuffer(content, FRAME, n_frames, at),
+                np.frombuffer(content, FRAME_DTYPE, n_frames, at),
                 np.frombuffer(content, samples, n_samples, samples_at),
                 np.frombuffer(content, "<u8", n_frames, hashes_at) if hashed else None,
                 packs == 3,

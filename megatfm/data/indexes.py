@@ -9,7 +9,7 @@ from blake3 import blake3
 from megatfm.data.cache import ByteCache, nbytes
 from megatfm.data.index import ShardIndex
 from megatfm.data.manifest import Manifest, Shard
-from megatfm.data.store import Store
+from megatfm.data.store import ShardStorage
 from megatfm.errors import MegatfmError
 
 INDEX_CACHE_BYTES = 2**26
@@ -24,7 +24,7 @@ class Indexes(Sequence[ShardIndex]):
     has, `INDEX_CACHE_BYTES` of them are in memory, or one index.
     """
 
-    def __init__(self, store: Store, manifest: Manifest) -> None:
+    def __init__(self, store: ShardStorage, manifest: Manifest) -> None:
         self._store, self._manifest = store, manifest
         self._cache: ByteCache[int, ShardIndex] = ByteCache(INDEX_CACHE_BYTES, nbytes)
         self._complete: ByteCache[int, ShardIndex] = ByteCache(COMPLETE_CACHE_BYTES, nbytes)

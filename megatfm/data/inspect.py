@@ -11,19 +11,19 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from megatfm.data.corpus import Corpus
-from megatfm.data.groups import groups_of
+from megatfm.data.groups import group_blocks
 from megatfm.data.plan import MUCH_PADDING
-from megatfm.data.whole import best_fit
+from megatfm.data.whole import best_fit_decreasing
 from megatfm.errors import MegatfmError
 
 ROWS = (2048, 8192, 32_768, 131_072, 1_048_576)
-HOLDS, LARGEST = "holds", 6
-LOOKED_AT = 2**16
+TOKEN_SHARES, LARGEST = "holds", 6
+PADDING_SAMPLE = 2**16
 """Documents of which padding is told."""
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckReport:
     """What `check` has read and found whole; `bytes` are those of the shards."""
 
     shards: int
@@ -40,7 +40,7 @@ class Checked:
         )
 
 
-def check(folder: str | Path) -> Checked:
+def check(folder: str | Path) -> CheckReport:
     """Re-read every sample and re-hash every file; a MegatfmError names the place of the first damage."""
     corpus = Corpus.open(folder)  # which checks sizes and the indexes' hashes
     samples = tokens = 0
@@ -55,14 +55,14 @@ def check(folder: str | Path) -> Checked:
         # Samples first: they tell where the damage is, the hash only that there is some.
         for block in corpus.shard_blocks(number):
             found.update(corpus.frame_bytes(block))
-            for sample in corpus.samples(block):
+            for sample in corpus.read_block_samples(block):
                 samples += 1
                 tokens += len(sample.tokens)
         if found.hexdigest() != shard.blake3:
             raise MegatfmError(
                 f"{corpus.store.path(shard)}: its BLAKE3 hash is not the manifest's: {corpus.store.remedy}"
             )
-    return Checked(
+    return CheckReport(
         shards=len(corpus.manifest.shards),
         blocks=corpus.n_blocks,
         samples=samples,
@@ -91,7 +91,7 @@ def show(
         "tokenizer": corpus.tokenizer_hash,
         "fingerprint": corpus.fingerprint,
         "provenance": json.dumps(
-            {name: said for name, said in corpus.manifest.provenance.items() if name != HOLDS},
+            {name: said for name, said in corpus.manifest.provenance.items() if name != TOKEN_SHARES},
             ensure_ascii=False,
             sort_keys=True,
         ),
@@ -112,16 +112,16 @@ def padding(lengths: NDArray[np.int64], blocks: NDArray[np.int64], row: int) -> 
     starts = np.concatenate([[0], np.cumsum(counts)])[blocks]
 
     def rows_of(begin: int, end: int) -> int:
-        return int(best_fit(pieces[starts[begin] : starts[end]], (row,)).max(initial=-1)) + 1
+        return int(best_fit_decreasing(pieces[starts[begin] : starts[end]], (row,)).max(initial=-1)) + 1
 
     volumes = np.concatenate([[0], np.cumsum(pieces)])[starts][:, None]
-    rows = sum(each for _, each in groups_of(volumes, (row,), rows_of, fit=True))
+    rows = sum(each for _, each in group_blocks(volumes, (row,), rows_of, is_bin_packed=True))
     return 1 - total / (-(-total // row) * row), 1 - total / (rows * row)
 
 
 def _padding(corpus: Corpus) -> dict[str, str]:
     """What rows of usual lengths would be filled with, of the first documents of a large corpus."""
-    blocks = corpus.blocks[: max(2, int(corpus.blocks.searchsorted(LOOKED_AT, "right")))]
+    blocks = corpus.blocks[: max(2, int(corpus.blocks.searchsorted(PADDING_SAMPLE, "right")))]
     some, found = corpus.lengths(0, len(blocks) - 1) + 1, {}
     for row in (size for size in ROWS if size <= int(some.sum())):
         cut, whole = padding(some, blocks, row)
@@ -135,21 +135,21 @@ def _padding(corpus: Corpus) -> dict[str, str]:
 def _holds(provenance: dict[str, Any]) -> dict[str, str]:
     """The largest domains, languages and values of fields, as prep has counted them: each one's part of all tokens."""
     found = {}
-    for name, (total, rows) in provenance.get(HOLDS, {}).items():
+    for name, (total, rows) in provenance.get(TOKEN_SHARES, {}).items():
         shares = [f"{value} {tokens / max(1, total):.1%}" for value, _, _, tokens in rows[:LARGEST]]
         found[name] = ", ".join(shares) + (" and others" if len(rows) > LARGEST else "")
     return found
 
 
 def _show_sample(corpus: Corpus, number: int, decode: Callable[[NDArray[Any]], str] | None) -> str:
-    sample = corpus.sample(number)
+    sample = corpus.read_sample(number)
     facts = {
         "sample": f"{number:,} of {corpus.n_samples:,}",
         "key": sample.key,
         "source": sample.source,
         "tokens": f"{len(sample.tokens):,} of {sample.text_bytes:,} bytes of text",
         **{f".{extension}": f"{len(data):,} bytes" for extension, data in sample.members.items()},
-        **{name: json.dumps(value, ensure_ascii=False) for name, value in sample.fields.items()},
+        **{name: json.dumps(value, ensure_ascii=False) for name, value in sample.metadata.items()},
     }
     text = decode(sample.tokens) if decode else " ".join(map(str, sample.tokens))
     return f"{_table(facts)}\n\n{text}"

@@ -9,19 +9,19 @@ from typing import NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 
-from megatfm.data.batch_schedule import BatchSchedule, nearest_batch, split_rows
-from megatfm.data.packing import NO_DOCUMENT, Fields, join_rows
-from megatfm.data.rows import Rows
-from megatfm.data.workers import Workers, portable
+from megatfm.data.batch_schedule import BatchSchedule, round_to_multiple, split_rows
+from megatfm.data.packing import PAD_DOCUMENT_ID, Fields, join_rows
+from megatfm.data.rows import RowDataset
+from megatfm.data.workers import RowWorkers, picklable_error
 from megatfm.errors import UsageError
-from megatfm.keyed import part_keys, row_keys
+from megatfm.keyed import row_keys, short_row_keys
 
 STEPS_AHEAD = 2
 
 T = TypeVar("T")
 
 
-class Readers(Protocol):
+class ReaderGroup(Protocol):
     """Ranks that train on the same rows: the first of them read some each, and tell the others."""
 
     @property
@@ -32,23 +32,23 @@ class Readers(Protocol):
     @property
     def count(self) -> int: ...
 
-    def tell(self, mine: T, holders: int) -> list[T]:
+    def broadcast(self, local_rows: T, n_readers: int) -> list[T]:
         """What the first so many ranks have, by rank, on all of them: a collective of these ranks."""
         ...
 
 
-class _Alone:
+class _SingleReader:
     rank, count = 0, 1
 
-    def tell(self, mine: T, holders: int) -> list[T]:
-        return [mine]
+    def broadcast(self, local_rows: T, n_readers: int) -> list[T]:
+        return [local_rows]
 
 
-ALONE: Readers = _Alone()
+SINGLE_READER: ReaderGroup = _SingleReader()
 """A rank that reads all of its rows."""
 
 
-class _Asked(NamedTuple):
+class _RowRange(NamedTuple):
     """A data rank's rows of a step: so many from a position on, each cut into parts."""
 
     first: int
@@ -56,13 +56,13 @@ class _Asked(NamedTuple):
     parts: int
 
 
-class _Ahead(NamedTuple):
+class _PrefetchedStep(NamedTuple):
     global_batch: int
-    asked: _Asked
+    asked: _RowRange
     read: Future[Fields | None]
 
 
-class Loader(Iterator[list[Fields]]):
+class DataLoader(Iterator[list[Fields]]):
     """Yields, step by step, this data rank's micro-batches: arrays [micro_batch, …] by name, as `Rows` gives them.
 
     Besides the rows' fields there is "keys" [micro_batch], a number ≥ 0 for each row that only its position and the
@@ -87,7 +87,7 @@ class Loader(Iterator[list[Fields]]):
 
     def __init__(
         self,
-        rows: Rows,
+        rows: RowDataset,
         *,
         global_batch: int | BatchSchedule,
         micro_batch: int,
@@ -95,14 +95,16 @@ class Loader(Iterator[list[Fields]]):
         data_ranks: int = 1,
         position: int = 0,
         step: int = 0,
-        stop: int | None = None,
+        end_position: int | None = None,
         workers: int = 0,
-        readers: Readers = ALONE,
+        readers: ReaderGroup = SINGLE_READER,
     ) -> None:
-        self.steps = global_batch if isinstance(global_batch, BatchSchedule) else BatchSchedule(global_batch)
-        for batch in self.steps.batches:
-            check_batch(batch, micro_batch, data_ranks)
-        if any(stage.parts > 1 for stage in self.steps.warmup) and not rows.splits:
+        self.batch_schedule = (
+            global_batch if isinstance(global_batch, BatchSchedule) else BatchSchedule(global_batch)
+        )
+        for batch in self.batch_schedule.batches:
+            check_global_batch(batch, micro_batch, data_ranks)
+        if any(stage.splits_per_row > 1 for stage in self.batch_schedule.warmup) and not rows.can_split_rows:
             raise UsageError(
                 "data.warmup: this objective's sequences are whole, so rows can't be cut into shorter ones: leave "
                 "sequence_length out of its stages"
@@ -110,44 +112,50 @@ class Loader(Iterator[list[Fields]]):
         self.rows = rows
         self.micro_batch = micro_batch
         self.position = position
-        self.stop = stop
-        self.waited, self.step_tokens, self.padding = 0.0, 0, 0.0
+        self.stop = end_position
+        self.wait_seconds, self.step_tokens, self.padding = 0.0, 0, 0.0
         self._rank, self._ranks, self._readers = data_rank, data_ranks, readers
-        self._workers = Workers(rows, workers)
+        self._workers = RowWorkers(rows, workers)
         # Two threads each make one of the steps ahead; a worker is asked by one.
         threads = 1 if workers else STEPS_AHEAD
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="megatfm-loader")
-        self._ahead: deque[_Ahead] = deque()
+        self._ahead: deque[_PrefetchedStep] = deque()
         self._next_position, self._next_step = position, step
 
     def __next__(self) -> list[Fields]:
-        self._fill()
+        self._prefetch()
         if not self._ahead:
             raise StopIteration
         start = perf_counter()
         step, self.padding = self._step(self._ahead[0])
-        self.waited += perf_counter() - start
+        self.wait_seconds += perf_counter() - start
         taken = self._ahead.popleft().global_batch
         self.position += taken
         self.step_tokens = taken * self.rows.row_tokens
-        self._fill()
+        self._prefetch()
         return step
 
-    def _fill(self) -> None:
+    def _prefetch(self) -> None:
         """Have the next steps fetched."""
         while len(self._ahead) < STEPS_AHEAD and (self.stop is None or self._next_position < self.stop):
-            stage = self.steps.stage(self._next_step)
+            stage = self.batch_schedule.stage(self._next_step)
             share = stage.global_batch // self._ranks
-            asked = _Asked(self._next_position + self._rank * share, share, stage.parts)
-            self._ahead.append(_Ahead(stage.global_batch, asked, self._executor.submit(self._read, asked)))
+            asked = _RowRange(self._next_position + self._rank * share, share, stage.splits_per_row)
+            self._ahead.append(
+                _PrefetchedStep(stage.global_batch, asked, self._executor.submit(self._read, asked))
+            )
             self._next_position += stage.global_batch
             self._next_step += 1
 
-    def state(self) -> dict[str, str | int | bool]:
+    def state_dict(self) -> dict[str, str | int | bool]:
         """The position up to which rows were consumed (not fetched), with what determines the order."""
-        warmup = {"warmup": str([tuple(stage) for stage in self.steps.warmup])} if self.steps.warmup else {}
+        warmup = (
+            {"warmup": str([tuple(stage) for stage in self.batch_schedule.warmup])}
+            if self.batch_schedule.warmup
+            else {}
+        )
         epoch = self.rows.epoch(self.position)
-        return {"position": self.position, "epoch": epoch, **self.rows.identity(), **warmup}
+        return {"position": self.position, "epoch": epoch, **self.rows.order_config(), **warmup}
 
     @property
     def worker_pids(self) -> list[int]:
@@ -169,58 +177,59 @@ class Loader(Iterator[list[Fields]]):
     ) -> None:
         self.close()
 
-    def _holders(self, asked: _Asked) -> int:
+    def _holders(self, asked: _RowRange) -> int:
         return min(asked.rows, self._readers.count)
 
-    def _read(self, asked: _Asked) -> Fields | None:
+    def _read(self, asked: _RowRange) -> Fields | None:
         """The rows that this reader fetches, a run of them, so that from step to step it reads the same streams; None
         where there are fewer rows than readers."""
-        reader, holders = self._readers.rank, self._holders(asked)
-        if reader >= holders:
+        reader, n_readers = self._readers.rank, self._holders(asked)
+        if reader >= n_readers:
             return None
-        begin, end = (asked.first + asked.rows * each // holders for each in (reader, reader + 1))
+        begin, end = (asked.first + asked.rows * each // n_readers for each in (reader, reader + 1))
         return self._workers.rows(
             [None if self.stop is not None and at >= self.stop else at for at in range(begin, end)]
         )
 
-    def _step(self, ahead: _Ahead) -> tuple[list[Fields], float]:
+    def _step(self, ahead: _PrefetchedStep) -> tuple[list[Fields], float]:
         """The micro-batches of all readers' rows, and the share of padding."""
-        (first, n, parts), mine = ahead.asked, _outcome(ahead.read)
+        (first, n, parts), local_rows = ahead.asked, _result_or_error(ahead.read)
         if self._readers.count == 1:
-            told = [mine]
+            gathered = [local_rows]
         else:
-            told = self._readers.tell(
-                portable(mine) if isinstance(mine, Exception) else mine, self._holders(ahead.asked)
+            gathered = self._readers.broadcast(
+                picklable_error(local_rows) if isinstance(local_rows, Exception) else local_rows,
+                self._holders(ahead.asked),
             )
-        for each in (mine, *told):
+        for each in (local_rows, *gathered):
             if isinstance(each, Exception):
                 raise each
-        fields = [each for each in told if isinstance(each, dict)]
+        fields = [each for each in gathered if isinstance(each, dict)]
         rows = join_rows(fields) if len(fields) > 1 else fields[0]
         rows, positions = split_rows(rows, parts), np.arange(first, first + n)
         keys = row_keys(self.rows.seed, positions)
         if parts > 1:
-            keys = part_keys(self.rows.seed, np.repeat(positions, parts), np.tile(np.arange(parts), n))
+            keys = short_row_keys(self.rows.seed, np.repeat(positions, parts), np.tile(np.arange(parts), n))
         size = self.micro_batch * parts
         whole = {**rows, "keys": keys}
         step = [
             without_documents({name: field[start : start + size] for name, field in whole.items()})
             for start in range(0, n * parts, size)
         ]
-        return step, padding_of(rows)
+        return step, padding_fraction(rows)
 
 
-def _outcome(read: Future[Fields | None]) -> Fields | Exception | None:
+def _result_or_error(read: Future[Fields | None]) -> Fields | Exception | None:
     try:
         return read.result()
     except Exception as error:  # raised on all readers alike
         return error
 
 
-def padding_of(rows: Fields) -> float:
+def padding_fraction(rows: Fields) -> float:
     """Which share of the places of rows, on all their sides, is padding."""
     numbers = [field for name, field in rows.items() if name.endswith("documents")]
-    return sum(int((each == NO_DOCUMENT).sum()) for each in numbers) / sum(each.size for each in numbers)
+    return sum(int((each == PAD_DOCUMENT_ID).sum()) for each in numbers) / sum(each.size for each in numbers)
 
 
 def without_documents(batch: Fields) -> Fields:
@@ -235,11 +244,11 @@ def without_documents(batch: Fields) -> Fields:
     return {name: field for name, field in batch.items() if name not in numbers}
 
 
-def check_batch(global_batch: int, micro_batch: int, data_ranks: int) -> None:
+def check_global_batch(global_batch: int, micro_batch: int, data_ranks: int) -> None:
     """Raise a UsageError, naming the nearest that is one, unless the global batch is a multiple."""
     unit = micro_batch * data_ranks
     if global_batch < 1 or global_batch % unit:
         raise UsageError(
             f"global batch {global_batch} is not a multiple of micro-batches of {micro_batch} × {data_ranks} "
-            f"data ranks: the nearest that is one is {nearest_batch(global_batch, unit)}"
+            f"data ranks: the nearest that is one is {round_to_multiple(global_batch, unit)}"
         )

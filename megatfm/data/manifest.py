@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from megatfm.data.files import RESTORE, plain_size, read_range, write_whole
+from megatfm.data.files import RESTORE, read_range, regular_file_size, write_whole
 from megatfm.errors import MegatfmError, UsageError
 
 MANIFEST = "manifest.json"
@@ -30,7 +30,7 @@ INDEX_NAME = r"shard-\d{6,9}\.index\.zst"
 FOREIGN_SHARD = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.tar(\.zst)?"
 FOREIGN_INDEX = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.index\.zst"
 
-MOST_A_BYTE = 64
+MAX_SAMPLES_PER_BYTE = 64
 """Samples that may lie in a byte of a shard: many documents share a member, which is compressed."""
 
 DEFAULT_FRAME_BYTES = 2**18
@@ -74,7 +74,7 @@ class Shard(_Strict):
     @model_validator(mode="after")
     def _is_plausible(self) -> Self:
         # What a reader allocates grows with the samples; a file's size is checked before it is opened.
-        if self.samples > MOST_A_BYTE * self.bytes:
+        if self.samples > MAX_SAMPLES_PER_BYTE * self.bytes:
             raise ValueError(f"{self.samples} samples can't lie in {self.bytes} bytes")
         if not self.foreign and not re.fullmatch(SHARD_NAME, self.file):
             raise ValueError(
@@ -158,7 +158,7 @@ class Manifest(_Strict):
                 f"{folder}: has no {MANIFEST}, so it is no corpus, or its writing was interrupted: "
                 "run `megatfm prep` (again)"
             )
-        return cls.parse(read_range(path, 0, plain_size(path)), path)
+        return cls.parse(read_range(path, 0, regular_file_size(path)), path)
 
     @classmethod
     def parse(cls, text: bytes, path: Path | str) -> Self:

@@ -35,20 +35,20 @@ class Sample:
     is said of it, in JSON.
     """
 
-    number: int
+    index: int
     key: str
     source: str
     text_bytes: int
     tokens: NDArray[Any]
     members: Mapping[str, bytes] = field(default_factory=dict)
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
 def encode_sample(sample: Sample) -> bytes:
     """The tar members of a sample, padded to whole tar blocks."""
     key, tokens, members = sample.key, sample.tokens, sample.members
     # ASCII escapes, since a source may be a file name that is no valid Unicode.
-    more: dict[str, Any] = {"fields": dict(sample.fields)} if sample.fields else {}
+    more: dict[str, Any] = {"fields": dict(sample.metadata)} if sample.metadata else {}
     more |= {"members": list(members)} if members else {}
     meta = json.dumps({"bytes": sample.text_bytes, **more, "source": sample.source}).encode("ascii")
     payload = npy_header(tokens.dtype, len(tokens)) + tokens.tobytes()
@@ -98,10 +98,10 @@ def decode_sample(
     return source, text_bytes, members, fields, start
 
 
-def encode_pack(documents: Sequence[Sample]) -> bytes:
+def encode_packed_documents(documents: Sequence[Sample]) -> bytes:
     """The tar members of two or more documents without files, padded to whole tar blocks."""
     tokens = np.concatenate([one.tokens for one in documents])
-    fields = [dict(one.fields) for one in documents]
+    fields = [dict(one.metadata) for one in documents]
     meta = {
         "bytes": [one.text_bytes for one in documents],
         **({"fields": fields} if any(fields) else {}),
@@ -116,7 +116,7 @@ def encode_pack(documents: Sequence[Sample]) -> bytes:
     )
 
 
-def decode_pack(
+def decode_packed_documents(
     frame: bytes, keys: list[str], n_tokens: list[int], dtype: np.dtype[Any]
 ) -> tuple[list[str], list[int], list[dict[str, Any]], int]:
     """Read the documents of a frame that holds nothing else: (sources, bytes of text, what else is said of them, where
@@ -147,7 +147,7 @@ def decode_pack(
     return sources, text_bytes, fields, start + _padded(size)
 
 
-def check_foreign(frame: bytes, start: int, n_tokens: int, dtype: np.dtype[Any]) -> str:
+def check_external_sample(frame: bytes, start: int, n_tokens: int, dtype: np.dtype[Any]) -> str:
     """The name of the member whose tokens start at `start` of a frame of a foreign shard.
 
     Raises a MegatfmError whose message is only the reason.

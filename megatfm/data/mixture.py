@@ -12,11 +12,11 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from megatfm.data.cache import ByteCache, nbytes
-from megatfm.data.order import in_turns
+from megatfm.data.order import interleave
 from megatfm.data.packing import Fields, check_same_fields
-from megatfm.data.rows import CorpusRows
+from megatfm.data.rows import SizedRowDataset
 from megatfm.errors import UsageError
-from megatfm.keyed import fractions, raw
+from megatfm.keyed import random_uint64, to_unit_interval
 
 Ints = NDArray[np.int64]
 
@@ -38,7 +38,7 @@ class _Block(NamedTuple):
     """How many slots before it in the block are of the same [block]."""
 
 
-class _Span(NamedTuple):
+class _PhaseState(NamedTuple):
     first: int
     """The first turn of the phase."""
     quotas: Ints
@@ -65,7 +65,7 @@ class Mixture:
 
     def __init__(
         self,
-        sources: Mapping[str, CorpusRows],
+        sources: Mapping[str, SizedRowDataset],
         phases: Sequence[Phase],
         *,
         seed: int,
@@ -79,7 +79,7 @@ class Mixture:
         self.seed, self.streams, self.block = int(seed), streams, block
         self.phases = tuple(phases)
         self._rows = list(self.sources.values())
-        self.row_tokens, self.splits = self._rows[0].row_tokens, self._rows[0].splits
+        self.row_tokens, self.can_split_rows = self._rows[0].row_tokens, self._rows[0].can_split_rows
         self._check_alike()
         if not 0 < block * streams <= MAX_POINTS:
             raise UsageError(
@@ -88,13 +88,13 @@ class Mixture:
             )
         self._step = _golden_step(block, streams)
         self._blocks: ByteCache[tuple[int, int, int], _Block] = ByteCache(2**26, nbytes)
-        self._spans: list[_Span] = []
+        self._spans: list[_PhaseState] = []
         self._make_spans()
 
     @property
-    def notes(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """Lines for the log: the sources', and the weights that the quotas come to."""
-        lines = [note for rows in self._rows for note in rows.notes]
+        lines = [note for rows in self._rows for note in rows.warnings]
         for span in self._spans:
             shares = ", ".join(
                 f"{name} {quota / self.block:.2%}"
@@ -103,14 +103,14 @@ class Mixture:
             lines.append(f"mixture from row {span.first * self.streams:,} on: {shares}")
         return lines
 
-    def identity(self) -> dict[str, str | int | bool]:
+    def order_config(self) -> dict[str, str | int | bool]:
         """What determines the order, for a checkpoint to compare."""
-        rows = self._rows[0].identity()
+        rows = self._rows[0].order_config()
         of_sources = {
-            f"{key} of {name}": source.identity()[key]
+            f"{key} of {name}": source.order_config()[key]
             for name, source in self.sources.items()
             for key in ("fingerprint", "rows_per_epoch", "quarantine")
-            if key in source.identity()
+            if key in source.order_config()
         }
         shared = {
             key: rows[key]
@@ -126,12 +126,12 @@ class Mixture:
         )
 
     def epoch(self, position: int) -> str:
-        taken = self.rows_read(position)
+        taken = self.rows_consumed(position)
         return ", ".join(f"{name} {n / len(self.sources[name]):.3f}" for name, n in taken.items())
 
     def place(self, position: int) -> tuple[str, int]:
         """The source of the row at a global position, and the row's position in that source's own order."""
-        (at,) = in_turns(np.array([position]), self.streams, self.turn).tolist()
+        (at,) = interleave(np.array([position]), self.streams, self.turn).tolist()
         turn, stream = divmod(at, self.streams)
         number = int(np.searchsorted([span.first for span in self._spans], turn, side="right")) - 1
         span = self._spans[number]
@@ -170,15 +170,15 @@ class Mixture:
     def _check_alike(self) -> None:
         """Raise a UsageError for sources whose rows have other lengths; fields are compared when rows are joined."""
         for name, source in self.sources.items():
-            if (source.row_tokens, source.splits) != (self.row_tokens, self.splits):
+            if (source.row_tokens, source.can_split_rows) != (self.row_tokens, self.can_split_rows):
                 first = next(iter(self.sources))
                 raise UsageError(
                     f"data.mixture.{name}: its rows have {source.row_tokens} tokens"
-                    f"{'' if source.splits else ', whole'}, those of {first} {self.row_tokens}"
-                    f"{'' if self.splits else ', whole'}: give all sources the same objective and row lengths"
+                    f"{'' if source.can_split_rows else ', whole'}, those of {first} {self.row_tokens}"
+                    f"{'' if self.can_split_rows else ', whole'}: give all sources the same objective and row lengths"
                 )
 
-    def rows_read(self, position: int) -> dict[str, int]:
+    def rows_consumed(self, position: int) -> dict[str, int]:
         """How many rows of each source lie before a position, of which the last round may be incomplete."""
         turns, more = divmod(int(position), self.streams)
         number = int(np.searchsorted([span.first for span in self._spans], turns, side="right")) - 1
@@ -196,16 +196,18 @@ class Mixture:
         return span.taken[stream] + blocks * span.quotas + np.bincount(part, minlength=len(self._rows))
 
     def _slots(self, phase: int, stream: int, block: int) -> _Block:
-        return self._blocks.get((phase, stream, block), partial(self._spread, phase, stream, block))
+        return self._blocks.get((phase, stream, block), partial(self._assign_slots, phase, stream, block))
 
-    def _spread(self, phase: int, stream: int, block: int) -> _Block:
+    def _assign_slots(self, phase: int, stream: int, block: int) -> _Block:
         quotas = self._spans[phase].quotas
         points = self.block * self.streams
-        (begin,) = (fractions(raw(1, self.seed, "mixture", phase, block)) * points).astype(np.int64)
+        (begin,) = (to_unit_interval(random_uint64(1, self.seed, "mixture", phase, block)) * points).astype(
+            np.int64
+        )
         at = (begin + (np.arange(self.block) * self.streams + stream) * self._step) % points
         sources = np.searchsorted(np.cumsum(quotas) * self.streams, at, side="right")
         before = np.empty(self.block, np.int64)
-        before[np.argsort(sources, kind="stable")] = _counted(quotas)
+        before[np.argsort(sources, kind="stable")] = _occurrence_number(quotas)
         return _Block(sources, before)
 
     def _make_spans(self) -> None:
@@ -214,10 +216,12 @@ class Mixture:
             first = -(-phase.position // self.streams)
             if number:
                 taken = np.stack([self._taken(number - 1, stream, first) for stream in range(self.streams)])
-            self._spans.append(_Span(first, quotas_of(phase.weights, list(self.sources), self.block), taken))
+            self._spans.append(
+                _PhaseState(first, largest_remainder(phase.weights, list(self.sources), self.block), taken)
+            )
 
 
-def quotas_of(weights: Mapping[str, float], names: Sequence[str], block: int) -> Ints:
+def largest_remainder(weights: Mapping[str, float], names: Sequence[str], block: int) -> Ints:
     """`block` slots divided by weight: rounded down, and the rest given to the largest remainders. [n_sources]"""
     wanted = np.array([weights[name] for name in names], np.float64)
     if not wanted.sum() > 0:
@@ -245,10 +249,14 @@ def _golden_step(block: int, streams: int) -> int:
     golden = round(points * (5**0.5 - 1) / 2)
     candidates = (step for offset in range(points) for step in (golden - offset, golden + offset))
     coprime = islice((step for step in candidates if 0 < step < points and gcd(step, points) == 1), 256)
-    return min(coprime, key=lambda step: max(*_terms(step, points), *_terms(step % block, block)), default=1)
+    return min(
+        coprime,
+        key=lambda step: max(*_continued_fraction(step, points), *_continued_fraction(step % block, block)),
+        default=1,
+    )
 
 
-def _terms(over: int, under: int) -> list[int]:
+def _continued_fraction(over: int, under: int) -> list[int]:
     """Of the continued fraction of a number between 0 and 1, but for the last one, which the end of the circle is."""
     terms = []
     while over:
@@ -262,6 +270,6 @@ def source_seed(seed: int, name: str) -> int:
     return int.from_bytes(blake3(f"{seed} {name}".encode()).digest()[:7], "little")
 
 
-def _counted(quotas: Ints) -> Ints:
+def _occurrence_number(quotas: Ints) -> Ints:
     """0, 1, … for each source. [block]"""
     return np.arange(int(quotas.sum())) - np.repeat(np.cumsum(quotas) - quotas, quotas)

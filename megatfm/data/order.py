@@ -12,7 +12,7 @@ from megatfm.keyed import permutation
 
 Ints = NDArray[np.int64]
 
-MAX_UNITS = 2**20
+MAX_GROUPS = 2**20
 """Units whose order is held in memory; in larger corpora a unit is a run of blocks instead of one."""
 
 
@@ -24,7 +24,7 @@ class RowAddress(NamedTuple):
     row: int
 
 
-class Slot(NamedTuple):
+class RowSlot(NamedTuple):
     """Where a row starts: `row` is where in its block's `block_order` it is."""
 
     epoch: int
@@ -43,14 +43,14 @@ class BlockSizes(Protocol):
 class _Table(NamedTuple):
     numbers: Ints
     """Of units or blocks, in the epoch's order [n]."""
-    begins: Ints
+    starts: Ints
     """What lies before each in that order [n + 1]."""
 
 
-class Order:
+class RowOrder:
     """A reproducible order without end of the rows of a corpus; `len` is the rows of an epoch.
 
-    An epoch lists units of consecutive blocks (one block each, up to `MAX_UNITS` of them) in a permuted order, and in
+    An epoch lists units of consecutive blocks (one block each, up to `MAX_GROUPS` of them) in a permuted order, and in
     each of them its blocks in a permuted order. What lies in that list is cut into rows of `length`, wherever blocks
     end, so that only the last row of an epoch may be shorter. The list of N rows is cut into `streams` contiguous
     segments that are read in turn, `turn` rows of each: neighbours in the order come from different places of the
@@ -65,34 +65,40 @@ class Order:
 
     def __init__(
         self,
-        unit_sizes: Ints,
-        unit: int,
+        group_sizes: Ints,
+        block_group: int,
         block_sizes: BlockSizes,
         *,
         seed: int,
-        streams: int,
+        cycle_length: int,
         shuffle: bool,
         turn: int = 1,
         length: int = 1,
     ) -> None:
         """unit_sizes [n]: of each unit of `unit` blocks, the last of which may have fewer."""
-        self.seed, self.streams, self.turn, self.shuffle, self.length = seed, streams, turn, shuffle, length
-        self._unit_sizes, self._unit, self._block_sizes = unit_sizes, unit, block_sizes
-        self.size = int(unit_sizes.sum())
+        self.seed, self.streams, self.turn, self.shuffle, self.length = (
+            seed,
+            cycle_length,
+            turn,
+            shuffle,
+            length,
+        )
+        self._unit_sizes, self._unit, self._block_sizes = group_sizes, block_group, block_sizes
+        self.size = int(group_sizes.sum())
         # For two epochs, since the loader may fetch ahead into the next one.
-        self._epochs: ByteCache[int, _Table] = ByteCache(4 * (unit_sizes.nbytes + 8), nbytes)
+        self._epochs: ByteCache[int, _Table] = ByteCache(4 * (group_sizes.nbytes + 8), nbytes)
         self._units: ByteCache[tuple[int, int], _Table] = ByteCache(2**25, nbytes)
         self._rows: ByteCache[tuple[int, int], list[int]] = ByteCache(2**23, _list_bytes)
 
     def __len__(self) -> int:
         return -(-self.size // self.length)
 
-    def place(self, position: int) -> RowAddress:
+    def row_address(self, position: int) -> RowAddress:
         """Where the row at a global position ≥ 0 starts; its number counts the rows that start in the block."""
         (slot,) = self.slots(np.array([position]))
         return RowAddress(slot.epoch, slot.block, self.block_order(slot)[slot.row])
 
-    def slots(self, positions: Ints) -> list[Slot]:
+    def slots(self, positions: Ints) -> list[RowSlot]:
         """Where the rows at global positions [n] start."""
         epochs = positions // len(self)
         found = np.empty((4, len(positions)), np.int64)
@@ -102,16 +108,16 @@ class Order:
             found[0, here] = epoch
             found[1, here], within = self._find(epoch, at)
             found[2, here], found[3, here] = within // self.length, at - within
-        return [Slot(*place) for place in found.T.tolist()]
+        return [RowSlot(*place) for place in found.T.tolist()]
 
-    def following(self, epoch: int, at: int) -> int:
+    def block_at(self, epoch: int, at: int) -> int:
         """The block in which what has `at` of an epoch before it lies."""
         blocks, _ = self._find(epoch, np.array([at]))
         return int(blocks[0])
 
     def _in_epoch(self, positions: Ints, epoch: int) -> Ints:
         """Which rows of the epoch's list [n] are at positions [n] of it."""
-        steps, stream = np.divmod(self._in_turns(positions, epoch) - epoch * len(self), self.streams)
+        steps, stream = np.divmod(self.interleave(positions, epoch) - epoch * len(self), self.streams)
         rows, longer = divmod(len(self), self.streams)  # the first `longer` streams have one row more
         return stream * rows + np.minimum(stream, longer) + steps
 
@@ -125,7 +131,7 @@ class Order:
                 blocks[here], within[here] = _find(self._unit_table(epoch, unit), within[here])
         return blocks, within
 
-    def runs(self, stream: int, epoch: int, turns: int) -> Iterator[tuple[int, int, int]]:
+    def iter_stream_blocks(self, stream: int, epoch: int, turns: int) -> Iterator[tuple[int, int, int]]:
         """What a stream reads in an epoch after so many of its rows: block, and the slots from … to in `block_order`.
 
         As `slots` finds them one by one, with `turn` and `length` = 1.
@@ -138,15 +144,15 @@ class Order:
             else:
                 yield from _runs(self._unit_table(epoch, number), at, stop)
 
-    def head(self, begin: int) -> int:
+    def carry_length(self, begin: int) -> int:
         """How much of a block that begins there is of a row that starts before it, if the block is long enough."""
         return -begin % self.length
 
-    def block_order(self, slot: Slot) -> list[int]:
+    def block_order(self, slot: RowSlot) -> list[int]:
         """The rows that start in the block of a slot, as they come in its epoch."""
         return self._rows.get(slot[:2], partial(self._in_block, slot))
 
-    def _in_turns(self, positions: Ints, epoch: int) -> Ints:
+    def interleave(self, positions: Ints, epoch: int) -> Ints:
         """Rounds of all streams' turns begin at multiples of their length, as batches do, and end with the epoch."""
         if self.turn == 1:
             return positions
@@ -157,7 +163,7 @@ class Order:
         at = positions - begin
         # A round that an epoch's edge cuts short ends with single rows.
         return begin + np.where(
-            at < turns * self.streams, in_turns(at, self.streams, np.maximum(turns, 1)), at
+            at < turns * self.streams, interleave(at, self.streams, np.maximum(turns, 1)), at
         )
 
     def _table(self, epoch: int) -> _Table:
@@ -178,42 +184,42 @@ class Order:
         blocks = permutation(n, self.seed, "blocks of a unit", epoch, unit) if self.shuffle else np.arange(n)
         return _Table(first + blocks, _sums(sizes[blocks]))
 
-    def _in_block(self, slot: Slot) -> list[int]:
+    def _in_block(self, slot: RowSlot) -> list[int]:
         (size,) = self._block_sizes(slot.block, slot.block + 1).tolist()
-        rows = -(-(size - self.head(slot.begin)) // self.length)
+        rows = -(-(size - self.carry_length(slot.begin)) // self.length)
         if not self.shuffle:
             return list(range(rows))
         return permutation(rows, self.seed, "rows", slot.epoch, slot.block).tolist()
 
 
-def in_turns(k: Ints, streams: int, turn: Ints | int) -> Ints:
+def interleave(k: Ints, cycle_length: int, turn: Ints | int) -> Ints:
     """Positions [n] of an order that takes `turn` rows of each stream, in one that takes single rows."""
-    rounds, at = np.divmod(k, streams * turn)
+    rounds, at = np.divmod(k, cycle_length * turn)
     stream, row = np.divmod(at, turn)
-    found: Ints = np.asarray((rounds * turn + row) * streams + stream, np.int64)
+    found: Ints = np.asarray((rounds * turn + row) * cycle_length + stream, np.int64)
     return found
 
 
-def order_of(
+def make_row_order(
     sizes: NDArray[np.integer],
     *,
     seed: int,
-    streams: int,
+    cycle_length: int,
     shuffle: bool,
     turn: int = 1,
     length: int = 1,
-    max_units: int = MAX_UNITS,
-) -> Order:
+    max_units: int = MAX_GROUPS,
+) -> RowOrder:
     """The order of blocks of these `sizes` [n_blocks]: their rows, or what is cut into rows of `length`."""
     unit = -(-len(sizes) // max_units)
     starts = np.arange(0, len(sizes), unit)
     unit_sizes = np.asarray(sizes if unit == 1 else np.add.reduceat(sizes, starts, dtype=np.int64), np.int64)
-    return Order(
+    return RowOrder(
         unit_sizes,
         unit,
         _Slices(sizes),
         seed=seed,
-        streams=streams,
+        cycle_length=cycle_length,
         shuffle=shuffle,
         turn=turn,
         length=length,
@@ -231,15 +237,15 @@ class _Slices:
 
 
 def _find(table: _Table, at: Ints) -> tuple[Ints, Ints]:
-    places = table.begins.searchsorted(at, side="right") - 1
-    return table.numbers[places], at - table.begins[places]
+    places = table.starts.searchsorted(at, side="right") - 1
+    return table.numbers[places], at - table.starts[places]
 
 
 def _runs(table: _Table, at: int, end: int) -> Iterator[tuple[int, int, int]]:
     """Units or blocks of the rows at … end − 1 of a table, and which of their own rows these are: from … to."""
-    place = int(table.begins.searchsorted(at, side="right")) - 1
+    place = int(table.starts.searchsorted(at, side="right")) - 1
     while at < end:
-        first, after = table.begins[place : place + 2].tolist()
+        first, after = table.starts[place : place + 2].tolist()
         stop = min(after, end)
         if stop > at:
             yield int(table.numbers[place]), at - first, stop - first

@@ -11,15 +11,15 @@ from numpy.typing import NDArray
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.keyed import PieceKey
 
-IGNORED_TARGET = -100
+IGNORE_INDEX = -100
 """The target of positions that count in no loss (torch's default `ignore_index`)."""
-NO_DOCUMENT = -1
+PAD_DOCUMENT_ID = -1
 """The document number of padding."""
 
 Fields = dict[str, NDArray[Any]]
 
 
-class Partners(Protocol):
+class OtherDocuments(Protocol):
     """The other documents of a group of blocks, those without tokens left out, in stored order."""
 
     @property
@@ -33,7 +33,7 @@ class Partners(Protocol):
 
 
 @dataclass(frozen=True)
-class NoPartners:
+class NO_OTHER_DOCUMENTS:
     """No other documents."""
 
     @property
@@ -45,15 +45,15 @@ class NoPartners:
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class DocumentChunk:
     """What an objective makes a sequence of: the tokens [n] of a piece of a document, and what belongs to it.
 
-    members: the files stored with the document, by extension (`jpg`, `cls`), where the objective `needs_members`.
+    members: the files stored with the document, by extension (`jpg`, `cls`), where the objective `needs_files`.
     """
 
     tokens: NDArray[np.integer]
-    partners: Partners = NoPartners()
-    members: Mapping[str, bytes] = default(default_factory=dict)
+    other_documents: OtherDocuments = NO_OTHER_DOCUMENTS()
+    files: Mapping[str, bytes] = default(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -65,19 +65,19 @@ class Field:
 
     dtype: str = "int64"
     shape: tuple[int, ...] = ()
-    of: Literal["tokens", "row"] = "tokens"
-    fill: float = 0
+    per: Literal["tokens", "row"] = "tokens"
+    pad_value: float = 0
 
     def filled(self, *lengths: int) -> NDArray[Any]:
         """An array [*lengths, *shape] of nothing but padding."""
-        return np.full((*lengths, *self.shape), self.fill, np.dtype(self.dtype))
+        return np.full((*lengths, *self.shape), self.pad_value, np.dtype(self.dtype))
 
 
-class SequenceBuilder(Protocol):
+class PackingObjective(Protocol):
     """Makes sequences from pieces of documents; see `megatfm.objectives.Objective`."""
 
     @property
-    def sides(self) -> tuple[str, ...]:
+    def field_prefixes(self) -> tuple[str, ...]:
         """Prefixes of the fields of each row that a sequence takes room in: ("",), or ("encoder_", "")."""
         ...
 
@@ -87,7 +87,7 @@ class SequenceBuilder(Protocol):
         ...
 
     @property
-    def fills(self) -> Mapping[str, int]:
+    def padding_values(self) -> Mapping[str, int]:
         """What stands in padding, for fields where it is neither 0 nor what packing knows."""
         ...
 
@@ -97,38 +97,38 @@ class SequenceBuilder(Protocol):
         ...
 
     @property
-    def needs_partners(self) -> bool:
+    def needs_other_documents(self) -> bool:
         """Whether `build` looks at other documents."""
         ...
 
     @property
-    def needs_members(self) -> bool:
+    def needs_files(self) -> bool:
         """Whether `build` looks at the files that are stored with a document."""
         ...
 
-    def lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
         """The lengths [n] or [n, sides] of the sequences of pieces of `n_tokens` [n]; 0: there is none."""
         ...
 
-    def build(self, piece: Piece, key: PieceKey) -> Mapping[str, NDArray[Any]]:
+    def build_example(self, piece: DocumentChunk, key: PieceKey) -> Mapping[str, NDArray[Any]]:
         """The fields of a piece's sequence, as `fields` says; integers [length] must fit 32 bits."""
         ...
 
 
 @dataclass(frozen=True)
-class Packing:
+class PackingConfig:
     """How documents become rows."""
 
-    objective: SequenceBuilder
+    objective: PackingObjective
     row_lengths: tuple[int, ...]
     """One for each of the objective's sides."""
     seed: int
     pad_id: int = 0
-    as_one_document: bool = False
+    attend_across_documents: bool = False
     """Whether what is in a row has one number and counts its positions on."""
 
     def __post_init__(self) -> None:
-        if one_a_row(self.objective) and self.objective.max_tokens is None:
+        if needs_own_row(self.objective) and self.objective.max_tokens is None:
             raise MegatfmError(
                 "the objective has fields of rows, so its sequences can't be cut at row ends: give it max_tokens"
             )
@@ -136,26 +136,28 @@ class Packing:
     def field(self, name: str) -> Field:
         """What a field is: as the objective says, or integers [length]."""
         declared = self.objective.fields
-        return Field(fill=self._fill(name)) if declared is None else declared[name]
+        return Field(pad_value=self._fill(name)) if declared is None else declared[name]
 
     def _fill(self, name: str) -> int:
-        sides = self.objective.sides
-        bare = name.removeprefix(sides[side_of(name, sides)])
-        return self.objective.fills.get(name, {"tokens": self.pad_id, "targets": IGNORED_TARGET}.get(bare, 0))
+        sides = self.objective.field_prefixes
+        bare = name.removeprefix(sides[prefix_index(name, sides)])
+        return self.objective.padding_values.get(
+            name, {"tokens": self.pad_id, "targets": IGNORE_INDEX}.get(bare, 0)
+        )
 
     def fills(self, names: Iterable[str], side: int = 0) -> dict[str, float]:
         """What stands in the padding of each of a side's fields, and of those that packing adds."""
-        prefix = self.objective.sides[side]
-        own = {name: self.field(name).fill for name in names}
-        return own | {f"{prefix}documents": NO_DOCUMENT, f"{prefix}positions": 0}
+        prefix = self.objective.field_prefixes[side]
+        own = {name: self.field(name).pad_value for name in names}
+        return own | {f"{prefix}documents": PAD_DOCUMENT_ID, f"{prefix}positions": 0}
 
 
-def one_a_row(objective: SequenceBuilder) -> bool:
+def needs_own_row(objective: PackingObjective) -> bool:
     """Whether each sequence has a row of its own, since it has fields of the row."""
-    return any(field.of == "row" for field in (objective.fields or {}).values())
+    return any(field.per == "row" for field in (objective.fields or {}).values())
 
 
-def side_of(field: str, sides: Sequence[str]) -> int:
+def prefix_index(field: str, sides: Sequence[str]) -> int:
     """Which side a field belongs to: the first whose prefix it has."""
     return next(number for number, prefix in enumerate(sides) if field.startswith(prefix))
 

@@ -10,17 +10,19 @@ from numpy.typing import NDArray
 from megatfm.keyed import piece_keys
 
 
-class Measured(Protocol):
+class SequenceLengths(Protocol):
     """The part of an objective that is needed before any text is read."""
 
     @property
     def max_tokens(self) -> int | None: ...
 
-    def lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]: ...
+    def sequence_lengths(
+        self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]
+    ) -> NDArray[np.int64]: ...
 
 
 @dataclass(frozen=True, eq=False)
-class Pieces:
+class ChunkTable:
     """Consecutive pieces of consecutive documents, in stored order. All arrays are [P]."""
 
     documents: NDArray[np.int64]
@@ -41,18 +43,18 @@ class Pieces:
         columns = (self.documents, self.starts, self.ends, self.numbers, self.lengths)
         return sum(column.nbytes for column in columns)
 
-    def rows(self) -> Iterator[tuple[int, int, int, int, list[int]]]:
+    def iter_chunks(self) -> Iterator[tuple[int, int, int, int, list[int]]]:
         """Document, start, end, number and lengths of each piece, as plain numbers."""
         columns = (self.documents, self.starts, self.ends, self.numbers, self.lengths)
         return zip(*(column.tolist() for column in columns), strict=True)
 
-    def with_sequences(self) -> "Pieces":
+    def without_empty(self) -> "ChunkTable":
         """The pieces that make a sequence: a side of them has tokens."""
         return self.take(np.flatnonzero(self.lengths.any(axis=1)))
 
-    def take(self, chosen: NDArray[np.integer]) -> "Pieces":
+    def take(self, chosen: NDArray[np.integer]) -> "ChunkTable":
         """Some of them, in the order given."""
-        return Pieces(
+        return ChunkTable(
             self.documents[chosen],
             self.starts[chosen],
             self.ends[chosen],
@@ -61,7 +63,9 @@ class Pieces:
         )
 
 
-def pieces_of(n_tokens: NDArray[np.int64], objective: Measured, first: int, seed: int) -> Pieces:
+def split_documents(
+    n_tokens: NDArray[np.int64], objective: SequenceLengths, first: int, seed: int
+) -> ChunkTable:
     """Cut documents of `n_tokens` [D], the first of which has the number `first` in its corpus.
 
     A document is cut into consecutive pieces of `objective.max_tokens`, of which the last may be shorter; an empty
@@ -78,5 +82,5 @@ def pieces_of(n_tokens: NDArray[np.int64], objective: Measured, first: int, seed
         starts = numbers * most
         ends = np.minimum(starts + most, n_tokens[documents])
     keys = piece_keys(seed, first + documents, numbers)
-    lengths = np.asarray(objective.lengths(ends - starts, keys), np.int64)
-    return Pieces(documents, starts, ends, numbers, lengths.reshape(len(documents), -1))
+    lengths = np.asarray(objective.sequence_lengths(ends - starts, keys), np.int64)
+    return ChunkTable(documents, starts, ends, numbers, lengths.reshape(len(documents), -1))

@@ -12,25 +12,25 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from megatfm.atomic import write_whole
+from megatfm.atomic import atomic_write
 from megatfm.data.corpus import Corpus
-from megatfm.data.groups import groups_of
-from megatfm.data.packing import SequenceBuilder, one_a_row
-from megatfm.data.pieces import Pieces, pieces_of
-from megatfm.data.whole import rows_for
+from megatfm.data.groups import group_blocks
+from megatfm.data.packing import PackingObjective, needs_own_row
+from megatfm.data.pieces import ChunkTable, split_documents
+from megatfm.data.whole import assign_rows
 from megatfm.errors import MegatfmError, UsageError
 
 SAMPLES_AT_ONCE = 2**18
 """Documents whose pieces are planned together, so that planning needs little memory."""
 PLANS = ".plans"
 """Folder of a corpus for plans; it may be deleted at any time."""
-KEPT = 32
+MAX_STORED_PLANS = 32
 MUCH_PADDING = 0.05
 """Share of padding above which it is said."""
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class PackingPlan:
     """What an order needs of a corpus, and notes for the log on what is not read as one would think.
 
     sizes [n]: of every block the tokens that are cut into rows; or of every group of blocks the rows.
@@ -57,7 +57,7 @@ class Plan:
         return json.dumps(facts).encode() + b"\n" + content
 
     @classmethod
-    def decode(cls, data: bytes, key: str) -> "Plan":
+    def decode(cls, data: bytes, key: str) -> "PackingPlan":
         """Raises a ValueError, KeyError or TypeError if that is no whole plan of this key."""
         line, _, content = data.partition(b"\n")
         facts = json.loads(line)
@@ -76,9 +76,9 @@ class Plan:
         )
 
 
-def stored_plan(
-    corpus: Corpus, objective: SequenceBuilder, row_lengths: Sequence[int], seed: int, name: str | None
-) -> Plan:
+def load_or_build_packing_plan(
+    corpus: Corpus, objective: PackingObjective, row_lengths: Sequence[int], seed: int, name: str | None
+) -> PackingPlan:
     """Return the plan, from the corpus's folder if it was made before.
 
     Of processes that ask at once, one makes it while the others wait. name: tells objectives apart; without it nothing
@@ -86,7 +86,7 @@ def stored_plan(
     time, by every process.
     """
     if name is None:
-        return make_plan(corpus, objective, row_lengths, seed)
+        return build_packing_plan(corpus, objective, row_lengths, seed)
     key = blake3(json.dumps([2, corpus.fingerprint, list(row_lengths), seed, name]).encode()).hexdigest()
     path = Path(corpus.folder) / PLANS / key[:32]
     if (stored := _read(path, key)) is not None:
@@ -94,16 +94,16 @@ def stored_plan(
     with _alone(path):
         if (stored := _read(path, key)) is not None:
             return stored
-        plan = make_plan(corpus, objective, row_lengths, seed)
+        plan = build_packing_plan(corpus, objective, row_lengths, seed)
         with suppress(OSError):
             _write(path, plan.encode(key))
     return plan
 
 
-def _read(path: Path, key: str) -> Plan | None:
+def _read(path: Path, key: str) -> PackingPlan | None:
     # ValueError covers JSON and NumPy.
     with suppress(OSError, ValueError, KeyError, TypeError):
-        return Plan.decode(path.read_bytes(), key)
+        return PackingPlan.decode(path.read_bytes(), key)
     return None
 
 
@@ -129,28 +129,30 @@ def _alone(path: Path) -> Iterator[None]:
 def _write(path: Path, data: bytes) -> None:
     """Machines, and processes without locks, may write the same plan at once: the last one's stays."""
     path.parent.mkdir(exist_ok=True)
-    write_whole(path, data)
+    atomic_write(path, data)
     plans = sorted(path.parent.glob("[0-9a-f]*"), key=lambda p: p.stat().st_mtime)
-    for old in plans[:-KEPT]:
+    for old in plans[:-MAX_STORED_PLANS]:
         old.unlink(missing_ok=True)
 
 
-def make_plan(corpus: Corpus, objective: SequenceBuilder, row_lengths: Sequence[int], seed: int) -> Plan:
+def build_packing_plan(
+    corpus: Corpus, objective: PackingObjective, row_lengths: Sequence[int], seed: int
+) -> PackingPlan:
     """Plan the packing of every block.
 
     Raises a UsageError if the corpus is too short for one row, a MegatfmError if the objective's sequences don't fit.
     """
     planner = _Planner(corpus, objective, tuple(row_lengths), seed)
-    return planner.cut() if objective.max_tokens is None else planner.fitted()
+    return planner.plan_chunked() if objective.max_tokens is None else planner.plan_bin_packed()
 
 
 class _Planner:
     def __init__(
-        self, corpus: Corpus, objective: SequenceBuilder, row_lengths: tuple[int, ...], seed: int
+        self, corpus: Corpus, objective: PackingObjective, row_lengths: tuple[int, ...], seed: int
     ) -> None:
         self.corpus, self.objective, self.row_lengths, self.seed = corpus, objective, row_lengths, seed
 
-    def cut(self) -> Plan:
+    def plan_chunked(self) -> PackingPlan:
         built = np.concatenate(
             [np.add.reduceat(pieces.lengths[:, 0], starts[:-1]) for _, starts, pieces in self._planned()]
         )
@@ -162,13 +164,13 @@ class _Planner:
                 + (f", or set data.sequence_length to at most {total}" if total else "")
             )
         padding = 1 - total / (-(-total // length) * length)
-        return Plan(built, None, padding, tuple(self._on_padding(padding)))
+        return PackingPlan(built, None, padding, tuple(self._padding_warning(padding)))
 
-    def fitted(self) -> Plan:
+    def plan_bin_packed(self) -> PackingPlan:
         blocks, folder = self.corpus.blocks, self.corpus.folder
         volumes = np.zeros((len(blocks), len(self.row_lengths)), np.int64)
         texts = np.zeros(len(blocks), np.int64)
-        total = dropped = alone = 0
+        total = dropped = without_partner = 0
         for begin, starts, pieces in self._planned():
             kept = pieces.lengths.any(axis=1)
             self._check_lengths(pieces.take(np.flatnonzero(kept)))
@@ -179,11 +181,11 @@ class _Planner:
             raise UsageError(
                 f"{folder}: none of its {self.corpus.n_samples} documents is long enough for the objective"
             )
-        found = list(groups_of(np.cumsum(volumes, axis=0), self.row_lengths, self._rows_of, self._fits))
+        found = list(group_blocks(np.cumsum(volumes, axis=0), self.row_lengths, self._rows_of, self._fits))
         groups = np.array([0, *(end for end, _ in found)])
         sizes = np.array([rows for _, rows in found])
-        if self.objective.needs_partners:
-            alone = self._alone(groups, np.cumsum(texts))
+        if self.objective.needs_other_documents:
+            without_partner = self._alone(groups, np.cumsum(texts))
         room = int(sizes.sum()) * sum(self.row_lengths)
         padding = 1 - float(volumes.sum()) / room
         notes = []
@@ -192,27 +194,27 @@ class _Planner:
                 f"{folder}: {dropped:,} of {total + dropped:,} pieces of documents are too short for the "
                 "objective and are left out"
             )
-        if alone:
+        if without_partner:
             notes.append(
-                f"{folder}: {alone:,} of {total:,} sequences lie in groups of blocks with no other "
+                f"{folder}: {without_partner:,} of {total:,} sequences lie in groups of blocks with no other "
                 "document, so they have no partner"
             )
-        return Plan(sizes, groups, padding, (*notes, *self._on_padding(padding)))
+        return PackingPlan(sizes, groups, padding, (*notes, *self._padding_warning(padding)))
 
     @property
     def _fits(self) -> bool:
-        return not one_a_row(self.objective)
+        return not needs_own_row(self.objective)
 
     def _rows_of(self, begin: int, end: int) -> int:
         """How many rows these blocks make together."""
-        rows = rows_for(self.objective, self._sequences(begin, end).lengths, self.row_lengths)
+        rows = assign_rows(self.objective, self._sequences(begin, end).lengths, self.row_lengths)
         return int(rows.max(initial=-1)) + 1
 
-    def _sequences(self, begin: int, end: int) -> Pieces:
+    def _sequences(self, begin: int, end: int) -> ChunkTable:
         first, n_tokens = int(self.corpus.blocks[begin]), self.corpus.lengths(begin, end)
-        return pieces_of(n_tokens, self.objective, first, self.seed).with_sequences()
+        return split_documents(n_tokens, self.objective, first, self.seed).without_empty()
 
-    def _count_texts(self, begin: int, starts: NDArray[np.int64], pieces: Pieces) -> NDArray[np.int64]:
+    def _count_texts(self, begin: int, starts: NDArray[np.int64], pieces: ChunkTable) -> NDArray[np.int64]:
         """Count the documents of each block that are not empty [n], of which `_planned` gives the pieces."""
         is_text = (pieces.numbers == 0) & (pieces.ends > 0)
         return np.add.reduceat(is_text, starts[:-1], dtype=np.int64)
@@ -227,10 +229,12 @@ class _Planner:
             for at in np.flatnonzero(np.diff(texts[groups]) == 1)
         )
 
-    def _on_padding(self, share: float) -> Iterator[str]:
+    def _padding_warning(self, share: float) -> Iterator[str]:
         if share > MUCH_PADDING:
             rows = " and ".join(f"{length:,}" for length in self.row_lengths)
-            why = "each sequence has a row of its own" if one_a_row(self.objective) else "that is few rows"
+            why = (
+                "each sequence has a row of its own" if needs_own_row(self.objective) else "that is few rows"
+            )
             if self._fits and self.objective.max_tokens is not None:
                 why = "its documents don't fill such rows, whole"
             yield (
@@ -238,17 +242,17 @@ class _Planner:
                 "choose shorter rows (data.sequence_length), or prepare more text"
             )
 
-    def _planned(self) -> Iterator[tuple[int, NDArray[np.int64], Pieces]]:
+    def _planned(self) -> Iterator[tuple[int, NDArray[np.int64], ChunkTable]]:
         """Some blocks at once: the number of the first, where the pieces of each start [n + 1], and the pieces."""
         blocks, begin = self.corpus.blocks, 0
         while begin < len(blocks) - 1:
             end = max(begin + 1, int(np.searchsorted(blocks, blocks[begin] + SAMPLES_AT_ONCE, "right")) - 1)
             first = int(blocks[begin])
-            pieces = pieces_of(self.corpus.lengths(begin, end), self.objective, first, self.seed)
+            pieces = split_documents(self.corpus.lengths(begin, end), self.objective, first, self.seed)
             yield begin, np.searchsorted(pieces.documents, blocks[begin : end + 1] - first), pieces
             begin = end
 
-    def _check_lengths(self, pieces: Pieces) -> None:
+    def _check_lengths(self, pieces: ChunkTable) -> None:
         unfit = ((pieces.lengths > np.array(self.row_lengths)) | (pieces.lengths == 0)).any(1)
         if unfit.any():
             at = int(unfit.argmax())

@@ -46,7 +46,7 @@ class Quarantine:
     def __len__(self) -> int:
         return sum(end - first for first, end in self.ranges)
 
-    def of(self, first: int, end: int) -> NDArray[np.bool_]:
+    def mask(self, first: int, end: int) -> NDArray[np.bool_]:
         """Which of the samples first … end − 1 are in it [end − first]."""
         numbers = np.arange(first, end)
         at = np.searchsorted([begin for begin, _ in self.ranges], numbers, side="right") - 1

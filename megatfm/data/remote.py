@@ -28,7 +28,7 @@ PART = 50 * 2**20
 _STAMPS = ("ETag", "etag", "md5Hash", "blob_id", "content_md5", "Content-MD5", "checksum", "crc32c")
 _TIMES = ("LastModified", "last_modified", "updated", "mtime", "modified", "created")
 # An upload appears under its name when it is whole; elsewhere it gets a name of its own first.
-_WHOLE = frozenset(("s3", "s3a", "gs", "gcs", "hf", "az", "abfs", "adl", "oss", "memory"))
+_ATOMIC_UPLOAD_PROTOCOLS = frozenset(("s3", "s3a", "gs", "gcs", "hf", "az", "abfs", "adl", "oss", "memory"))
 _WEB = frozenset(("http", "https"))
 # Statuses of HTTP that pass: request timeout, too early, too many requests.
 _TRANSIENT = (408, 425, 429)
@@ -46,7 +46,7 @@ class RemoteFile:
 
     name: str
     size: int
-    stamp: str
+    version: str
     path: str = field(compare=False, default="")
     """As its file system calls it."""
 
@@ -59,7 +59,7 @@ class DiskError(Exception):
 
 
 @dataclass(frozen=True)
-class Remote:
+class RemoteFolder:
     """What lies behind a URL. All errors are a MegatfmError, or a UsageError for what no other try would mend."""
 
     url: str
@@ -69,7 +69,7 @@ class Remote:
 
         def listed(fs: Any, root: str) -> list[RemoteFile]:
             fs.invalidate_cache()
-            found = _of_pages(fs, root) if _protocols(fs) & _WEB else fs.find(root, detail=True)
+            found = _list_html_index(fs, root) if _protocols(fs) & _WEB else fs.find(root, detail=True)
             begin = f"{root.rstrip('/')}/"
             names = {
                 path: path.removeprefix(begin) if path.startswith(begin) else path.rpartition("/")[2]
@@ -79,10 +79,10 @@ class Remote:
                 names = {path: unquote(name) for path, name in names.items()}
             return [_file(names[path], info, path) for path, info in found.items() if names[path]]
 
-        files: list[RemoteFile] = retried(self.url, "folder or file", listed)
+        files: list[RemoteFile] = with_retries(self.url, "folder or file", listed)
         return sorted(files, key=lambda file: file.name)
 
-    def find(self, name: str) -> RemoteFile | None:
+    def stat(self, name: str) -> RemoteFile | None:
         """The file of that name, if there is one."""
 
         def look(fs: Any, root: str) -> RemoteFile | None:
@@ -93,23 +93,23 @@ class Remote:
                 return None
             return _file(name, info) if info["type"] == "file" else None
 
-        found: RemoteFile | None = retried(self.url, name, look)
+        found: RemoteFile | None = with_retries(self.url, name, look)
         return found
 
-    def begin(self, file: RemoteFile, size: int) -> bytes:
+    def read_head(self, file: RemoteFile, size: int) -> bytes:
         """The first `size` bytes of a file, or all that it has."""
 
         def read(fs: Any, root: str) -> bytes:
             with fs.open(file.path or f"{root}/{file.name}", "rb") as source:
                 return bytes(source.read(size))
 
-        data: bytes = retried(self.url, file.name, read)
+        data: bytes = with_retries(self.url, file.name, read)
         return data
 
-    def fetch(self, file: RemoteFile, path: Path) -> None:
+    def download(self, file: RemoteFile, path: Path) -> None:
         """Bring a file to a path, where it appears when it is whole. What was fetched before, by a process that was
         killed as well, is not fetched again. Raises MegatfmError if the file is no longer what was listed."""
-        version = blake3(f"{self.url}\0{file.name}\0{file.stamp}\0{file.size}".encode()).hexdigest(8)
+        version = blake3(f"{self.url}\0{file.name}\0{file.version}\0{file.size}".encode()).hexdigest(8)
         partial = path.with_name(f".{path.name}.{version}.partial")
 
         def have() -> int:
@@ -120,7 +120,7 @@ class Remote:
             if have() < file.size or not file.size:
                 _append(fs, place, partial, file.size)
             fs.invalidate_cache()
-            if have() != file.size or _stamp(fs.info(place)) != file.stamp:
+            if have() != file.size or _stamp(fs.info(place)) != file.version:
                 partial.unlink()
                 raise MegatfmError(
                     f"{self.url}: {file.name} changed while it was read: run the same command again"
@@ -128,21 +128,21 @@ class Remote:
 
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            retried(self.url, file.name, copy, have)
+            with_retries(self.url, file.name, copy, have)
             partial.replace(path)
         except DiskError as error:
             raise MegatfmError(
                 f"{path}: cannot be written ({error.cause.strerror}): make room, and run again"
             ) from error
 
-    def put(self, path: Path, name: str) -> RemoteFile:
+    def upload(self, path: Path, name: str) -> RemoteFile:
         """Write a file, in parts if it is large. It appears under its name when it is whole; then its bytes are
         compared: by the store's checksum, or read again where none says it. Returns what lies there now."""
 
         def send(fs: Any, root: str) -> RemoteFile:
             final = f"{root}/{name}"
             options = {"chunksize": PART} if _protocols(fs) & {"s3", "s3a"} else {}
-            if _protocols(fs) & _WHOLE:
+            if _protocols(fs) & _ATOMIC_UPLOAD_PROTOCOLS:
                 fs.put_file(str(path), final, **options)
             else:
                 folder, _, base = final.rpartition("/")
@@ -151,11 +151,13 @@ class Remote:
                 fs.mv(f"{folder}/.{base}.partial", final)
             fs.invalidate_cache()
             info = fs.info(final)
-            if info["size"] != path.stat().st_size or not (_is_told(info, path) or _is_read(fs, final, path)):
+            if info["size"] != path.stat().st_size or not (
+                _checksum_matches(info, path) or _content_matches(fs, final, path)
+            ):
                 raise OSError(f"what arrived is not what was sent, {path.stat().st_size} bytes")
             return _file(name, info)
 
-        sent: RemoteFile = retried(self.url, name, send, verb="written")
+        sent: RemoteFile = with_retries(self.url, name, send, verb="written")
         return sent
 
     def remove(self, name: str) -> None:
@@ -166,14 +168,14 @@ class Remote:
             if fs.exists(f"{root}/{name}"):
                 fs.rm_file(f"{root}/{name}")
 
-        retried(self.url, name, drop, verb="removed")
+        with_retries(self.url, name, drop, verb="removed")
 
 
-def retried(
+def with_retries(
     url: str,
     name: str,
-    do: Callable[[Any, str], Any],
-    reached: Callable[[], int] = lambda: 0,
+    operation: Callable[[Any, str], Any],
+    progress: Callable[[], int] = lambda: 0,
     verb: str = "read",
 ) -> Any:
     """Return what `do` gives of the file system of a URL, and the path there.
@@ -186,11 +188,11 @@ def retried(
 
     if "::" in url:
         raise UsageError(f"{url}: chained URLs are not opened: give a plain one")
-    attempt, before = 0, reached()
+    attempt, before = 0, progress()
     while True:
         try:
             fs, root = fsspec.core.url_to_fs(url)
-            return do(fs, root)
+            return operation(fs, root)
         except FileNotFoundError as error:
             raise UsageError(f"{url}: there is no {name}: check the URL") from error
         except (ImportError, ValueError) as error:
@@ -207,7 +209,7 @@ def retried(
                 raise UsageError(
                     f"{url}: {name} can't be {verb} ({reason}): check the credentials, and what they may do there"
                 ) from error
-            attempt, before = (1 if reached() != before else attempt + 1), reached()
+            attempt, before = (1 if progress() != before else attempt + 1), progress()
             if attempt == ATTEMPTS or isinstance(error, _MISTAKES):
                 raise MegatfmError(f"{url}: {name} can't be {verb} ({reason})") from error
             seconds = min(2.0 ** (attempt - 1), LONGEST_WAIT) * _JITTER.uniform(0.5, 1.5)
@@ -243,7 +245,7 @@ def _append(fs: Any, place: str, partial: Path, size: int) -> None:
         raise OSError(f"the connection ended at byte {at} of {size}")
 
 
-def _of_pages(fs: Any, root: str) -> dict[str, dict[str, Any]]:
+def _list_html_index(fs: Any, root: str) -> dict[str, dict[str, Any]]:
     """What web pages list below a URL, or the file at it. The library would follow links that lead upwards."""
     if not _is_page(first := fs.info(root)):
         return {root: first}
@@ -281,7 +283,7 @@ def _stamp(info: dict[str, Any]) -> str:
     return next((str(info[name]) for name in (*_STAMPS, *_TIMES) if info.get(name)), "")
 
 
-def _is_told(info: dict[str, Any], path: Path) -> bool:
+def _checksum_matches(info: dict[str, Any], path: Path) -> bool:
     """Whether a checksum of the store says that it has the bytes of a file. That it doesn't, says nothing: an ETag of
     S3 is an MD5 only without a key of one's own."""
     tag = str(info.get("ETag") or "").strip('"')
@@ -305,7 +307,7 @@ def _parts(path: Path) -> Iterator[bytes]:
             yield part
 
 
-def _is_read(fs: Any, place: str, path: Path) -> bool:
+def _content_matches(fs: Any, place: str, path: Path) -> bool:
     """Whether what is read there is a file, byte by byte."""
     there, here = blake3(), blake3()
     with fs.open(place, "rb") as source:

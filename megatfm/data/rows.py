@@ -9,24 +9,24 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatfm.data.batch_schedule import Streams
-from megatfm.data.block import Fitted, cut
+from megatfm.data.batch_schedule import Interleave
+from megatfm.data.block import BinPackedRows, cut
 from megatfm.data.cache import ByteCache, size_of
 from megatfm.data.corpus import Corpus
-from megatfm.data.documents import Documents, Read, read_block
-from megatfm.data.order import RowAddress, Slot, order_of
-from megatfm.data.packed import PackedBlock, Parts, batch_of
-from megatfm.data.packing import Fields, Packing, SequenceBuilder
-from megatfm.data.plan import stored_plan
+from megatfm.data.documents import BlockDocuments, Read, read_block
+from megatfm.data.order import RowAddress, RowSlot, make_row_order
+from megatfm.data.packed import PackedBlock, RowSources, collate
+from megatfm.data.packing import Fields, PackingConfig, PackingObjective
+from megatfm.data.plan import load_or_build_packing_plan
 from megatfm.data.quarantine import Quarantine
 from megatfm.errors import MegatfmError
 from megatfm.keyed import permutation
 
-PACKING = 2
+PACKING_VERSION = 2
 """Which rules made the rows; before, rows never spanned blocks. Part of an order's identity."""
 
 
-class Rows(Protocol):
+class RowDataset(Protocol):
     """What a loader reads: an endless order of rows, whatever is in them."""
 
     @property
@@ -37,12 +37,12 @@ class Rows(Protocol):
         ...
 
     @property
-    def notes(self) -> Sequence[str]:
+    def warnings(self) -> Sequence[str]:
         """Lines for the log, on what is not read as one would think."""
         ...
 
     @property
-    def splits(self) -> bool:
+    def can_split_rows(self) -> bool:
         """Whether a row may be cut into shorter ones."""
         ...
 
@@ -58,24 +58,24 @@ class Rows(Protocol):
         """How often the corpus was read before a position."""
         ...
 
-    def identity(self) -> dict[str, str | int | bool]:
+    def order_config(self) -> dict[str, str | int | bool]:
         """What determines the order, for a checkpoint to compare."""
         ...
 
 
-class CorpusRows(Rows, Protocol):
+class SizedRowDataset(RowDataset, Protocol):
     """The rows of one corpus; `len` is those of an epoch."""
 
     def __len__(self) -> int: ...
 
 
 @dataclass
-class _Held:
+class _CachedBlock:
     """A packed block, or group of blocks, while it is read."""
 
-    packed: PackedBlock | Fitted
+    packed: PackedBlock | BinPackedRows
     n_rows: int
-    asked: Iterator[int] = field(default_factory=partial(count, 1))
+    n_requests: Iterator[int] = field(default_factory=partial(count, 1))
     """Counts the rows that were asked for. One of `itertools`, since the loader's threads share it: no number twice."""
 
     @property
@@ -83,21 +83,22 @@ class _Held:
         return self.packed.nbytes
 
 
-class PackedRows:
-    """Rows of `sequence_length` tokens in a reproducible order without end (see `Order`); `len` is those of an epoch.
+class PackedDataset:
+    """Rows of `sequence_length` tokens in a reproducible order without end (see `RowOrder`); `len` is those of an
+    epoch.
 
     An objective with `max_tokens` gets pieces of that length, and its sequences stay whole: which share a row is
     planned once, for groups of blocks, from their lengths, and is the same in all epochs. Other documents are joined
     in another order each epoch, from block to block, and cut where rows end. What room is left is padding, with
-    `pad_id` for tokens: `padding` is its share.
+    `pad_id` for tokens: `padding_fraction` is its share.
     target_length: row length of an objective's second side (an encoder-decoder's decoder).
 
     streams: how many places are read in turn (and how many rows of each).
-    plan_name: tells what decides the objective's lengths, so that the plan can be kept beside the corpus.
+    plan_cache_key: tells what decides the objective's lengths, so that the plan can be kept beside the corpus.
     quarantine: samples that become padding; their places, and all others', stay.
 
     Memory grows by 8 bytes a block, and by at most `cache_bytes` of packed blocks, and as much of blocks of which
-    sequences are made; the caches should hold one block, or group of blocks, per stream. `notes` are lines for the
+    sequences are made; the caches should hold one block, or group of blocks, per stream. `warnings` are lines for the
     log, on what of the corpus is not read as one would think.
 
     Raises a UsageError if the corpus is too short for one row.
@@ -106,42 +107,42 @@ class PackedRows:
     def __init__(
         self,
         corpus: Corpus,
-        objective: SequenceBuilder,
+        objective: PackingObjective,
         *,
         sequence_length: int,
         target_length: int | None = None,
         seed: int,
-        streams: Streams | int = 64,
+        streams: Interleave | int = 64,
         shuffle: bool = True,
         attend_across_documents: bool = False,
         pad_id: int = 0,
         cache_bytes: int = 2**29,
-        plan_name: str | None = None,
+        plan_cache_key: str | None = None,
         quarantine: Quarantine | None = None,
     ) -> None:
         self.corpus = corpus
         self.objective = objective
         self.sequence_length = sequence_length
         self.seed = int(seed)
-        read = Streams(streams) if isinstance(streams, int) else streams
-        self.streams, turn = read if shuffle else Streams(1)
+        read = Interleave(streams) if isinstance(streams, int) else streams
+        self.streams, turn = read if shuffle else Interleave(1)
         self.shuffle = shuffle
         self.quarantine = quarantine or Quarantine()
-        lengths = (sequence_length, target_length or sequence_length)[: len(objective.sides)]
-        self._packing = Packing(objective, lengths, self.seed, pad_id, attend_across_documents)
-        plan = stored_plan(corpus, objective, lengths, self.seed, plan_name)
-        self._plan, self.padding_share, self.notes = plan, plan.padding, list(plan.notes)
+        lengths = (sequence_length, target_length or sequence_length)[: len(objective.field_prefixes)]
+        self._packing = PackingConfig(objective, lengths, self.seed, pad_id, attend_across_documents)
+        plan = load_or_build_packing_plan(corpus, objective, lengths, self.seed, plan_cache_key)
+        self._plan, self.padding_fraction, self.warnings = plan, plan.padding, list(plan.notes)
         if self.quarantine:
-            self.notes.append(f"{corpus.folder}: {len(self.quarantine):,} samples are in quarantine")
-        self.order = order_of(
+            self.warnings.append(f"{corpus.folder}: {len(self.quarantine):,} samples are in quarantine")
+        self.order = make_row_order(
             plan.sizes,
             seed=self.seed,
-            streams=self.streams,
+            cycle_length=self.streams,
             turn=turn,
             shuffle=shuffle,
             length=sequence_length if plan.groups is None else 1,
         )
-        self._cache: ByteCache[tuple[int, int], _Held] = ByteCache(cache_bytes, size_of)
+        self._cache: ByteCache[tuple[int, int], _CachedBlock] = ByteCache(cache_bytes, size_of)
         self._read: ByteCache[int, Read] = ByteCache(cache_bytes, size_of)
 
     def __len__(self) -> int:
@@ -152,13 +153,13 @@ class PackedRows:
         return sum(self._packing.row_lengths)
 
     @property
-    def splits(self) -> bool:
+    def can_split_rows(self) -> bool:
         return self.objective.max_tokens is None and len(self._packing.row_lengths) == 1
 
     def epoch(self, position: int) -> int:
         return position // len(self)
 
-    def identity(self) -> dict[str, str | int | bool]:
+    def order_config(self) -> dict[str, str | int | bool]:
         """What determines the order, for a checkpoint to compare."""
         _, *second = self._packing.row_lengths
         quarantine = {"quarantine": str(self.quarantine)} if self.quarantine else {}
@@ -170,15 +171,15 @@ class PackedRows:
             "streams": self.streams,
             **({"turn": self.order.turn} if self.order.turn > 1 else {}),
             "shuffle": self.shuffle,
-            "attend_across_documents": self._packing.as_one_document,
+            "attend_across_documents": self._packing.attend_across_documents,
             "rows_per_epoch": len(self),
-            "packing": PACKING,
+            "packing": PACKING_VERSION,
             **quarantine,
         }
 
     def place(self, position: int) -> RowAddress:
         """Where the row at a global position ≥ 0 is."""
-        return self.order.place(position)
+        return self.order.row_address(position)
 
     def row(self, position: int) -> Fields:
         """The row at a global position by name, integers [length of the field's side] as int64.
@@ -195,24 +196,24 @@ class PackedRows:
 
     def rows(self, positions: Sequence[int | None]) -> Fields:
         """The rows at global positions, as `Rows` says."""
-        return batch_of(self.find(positions))
+        return collate(self.locate_rows(positions))
 
-    def find(self, positions: Sequence[int | None]) -> list[Parts]:
+    def locate_rows(self, positions: Sequence[int | None]) -> list[RowSources]:
         """The packed blocks of which the row at each position is made, and which row of each."""
         wanted = np.array([-1 if at is None else at for at in positions], np.int64)
         slots = iter(self.order.slots(wanted[wanted >= 0]))
-        return [self._padding if at is None else self._found(next(slots)) for at in positions]
+        return [self._padding if at is None else self._locate(next(slots)) for at in positions]
 
-    def _found(self, slot: Slot) -> Parts:
+    def _locate(self, slot: RowSlot) -> RowSources:
         epoch, block, _, begin = slot
         number, held = self.order.block_order(slot)[slot.row], self._block(epoch, block, begin)
-        if isinstance(held, Fitted):
+        if isinstance(held, BinPackedRows):
             return [(held.row(number), 0)]
-        head, length = self.order.head(begin), self.sequence_length
+        head, length = self.order.carry_length(begin), self.sequence_length
         parts = [(held, number + (head > 0))]
         at, end = begin + int(self._plan.sizes[block]), begin + head + (number + 1) * length
         while at < min(end, self.order.size):
-            block = self.order.following(epoch, at)
+            block = self.order.block_at(epoch, at)
             held = self._block(epoch, block, at)
             assert isinstance(held, PackedBlock)
             parts.append((held, 0))
@@ -220,32 +221,32 @@ class PackedRows:
         return parts
 
     @cached_property
-    def _padding(self) -> Parts:
+    def _padding(self) -> RowSources:
         # Of the smallest block that has rows, since any would do.
         sizes = self._plan.sizes
         return [(self._pack(0, int(np.where(sizes, sizes, sizes.max()).argmin()), 0).padding, 0)]
 
-    def _block(self, epoch: int, block: int, begin: int) -> PackedBlock | Fitted:
+    def _block(self, epoch: int, block: int, begin: int) -> PackedBlock | BinPackedRows:
         """A block, or group of blocks, of which a row is asked for."""
         held = self._cache.get((epoch, block), partial(self._open, epoch, block, begin))
-        if next(held.asked) == held.n_rows:
+        if next(held.n_requests) == held.n_rows:
             # So that the next block gets its memory, since fresh memory is slow.
-            self._cache.forget((epoch, block))
+            self._cache.evict((epoch, block))
         return held.packed
 
-    def _open(self, epoch: int, block: int, begin: int) -> _Held:
-        packed = self._pack(epoch, block, self.order.head(begin))
-        return _Held(packed, packed.n_rows)
+    def _open(self, epoch: int, block: int, begin: int) -> _CachedBlock:
+        packed = self._pack(epoch, block, self.order.carry_length(begin))
+        return _CachedBlock(packed, packed.n_rows)
 
-    def _pack(self, epoch: int, block: int, head: int) -> PackedBlock | Fitted:
+    def _pack(self, epoch: int, block: int, head: int) -> PackedBlock | BinPackedRows:
         groups, planned = self._plan.groups, int(self._plan.sizes[block])
-        needs_members = self.objective.needs_members
-        packed: PackedBlock | Fitted
+        needs_members = self.objective.needs_files
+        packed: PackedBlock | BinPackedRows
         if groups is not None:
             first, end = groups[block : block + 2].tolist()
             blank = self._blank(first, end)
-            documents = Documents(self.corpus, first, end, blank, self._read, needs_members)
-            packed = Fitted(documents, self._packing, epoch)
+            documents = BlockDocuments(self.corpus, first, end, blank, self._read, needs_members)
+            packed = BinPackedRows(documents, self._packing, epoch)
             made = packed.n_rows
         else:
             first = block
@@ -264,5 +265,5 @@ class PackedRows:
     def _blank(self, first: int, end: int) -> NDArray[np.bool_] | None:
         if not self.quarantine:
             return None
-        blank = self.quarantine.of(int(self.corpus.blocks[first]), int(self.corpus.blocks[end]))
+        blank = self.quarantine.mask(int(self.corpus.blocks[first]), int(self.corpus.blocks[end]))
         return blank if blank.any() else None

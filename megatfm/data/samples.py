@@ -10,18 +10,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatfm.data.corpus import Corpus
-from megatfm.data.order import Slot, order_of
+from megatfm.data.order import RowSlot, make_row_order
 from megatfm.errors import MegatfmError
 
 Numbered = tuple[int, NDArray[np.integer]]
 Run = tuple[int, int, int]
 """Of `Order.runs`."""
-TOGETHER = 16
+FRAMES_PER_CALL = 16
 """Frames that a thread unpacks at once: to do so one by one, and to hand them over, takes half as long again."""
 
 
-class ShuffledSamples(Iterator[Numbered]):
-    """An endless iterator over (sample number, read-only tokens [n]) in the order of `Order` over samples.
+class ShuffledDocuments(Iterator[Numbered]):
+    """An endless iterator over (sample number, read-only tokens [n]) in the order of `RowOrder` over samples.
 
     Each epoch has each sample once; `position` counts those that were given, and an iterator that starts there goes
     on from there. For those who want documents rather than packed rows. Of each stream two frames are needed: the one
@@ -34,7 +34,7 @@ class ShuffledSamples(Iterator[Numbered]):
         self, corpus: Corpus, *, seed: int, streams: int = 64, position: int = 0, threads: int = 2
     ) -> None:
         self.corpus = corpus
-        self.order = order_of(np.diff(corpus.blocks), seed=seed, streams=streams, shuffle=True)
+        self.order = make_row_order(np.diff(corpus.blocks), seed=seed, cycle_length=streams, shuffle=True)
         self.position = position
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="megatfm-samples")
         self._streams = self._epoch()
@@ -52,7 +52,7 @@ class ShuffledSamples(Iterator[Numbered]):
         """What is left of the epoch in which `position` is."""
         epoch, done = divmod(self.position, len(self.order))
         turns, first = divmod(done, self.order.streams)
-        ahead = self._ahead(epoch, self._needed(epoch, turns, first))
+        ahead = self._prefetch(epoch, self._read_sequence(epoch, turns, first))
         streams: list[Iterator[Numbered]] = [iter(()) for _ in range(self.order.streams)]
         while True:
             for stream in range(first, len(streams)):
@@ -66,10 +66,10 @@ class ShuffledSamples(Iterator[Numbered]):
                 yield found
             first = 0
 
-    def _needed(self, epoch: int, turns: int, first: int) -> Iterator[Run]:
+    def _read_sequence(self, epoch: int, turns: int, first: int) -> Iterator[Run]:
         """The runs of all streams as they will be needed; the streams before `first` have had a turn more."""
         begin = [(turns + (stream < first), stream) for stream in range(self.order.streams)]
-        runs = [self.order.runs(stream, epoch, turn) for turn, stream in begin]
+        runs = [self.order.iter_stream_blocks(stream, epoch, turn) for turn, stream in begin]
         heapq.heapify(begin)
         while begin:
             turn, stream = begin[0]
@@ -80,12 +80,12 @@ class ShuffledSamples(Iterator[Numbered]):
             yield run
             heapq.heapreplace(begin, (turn + run[2] - run[1], stream))
 
-    def _ahead(self, epoch: int, runs: Iterator[Run]) -> Iterator[Iterable[Numbered]]:
+    def _prefetch(self, epoch: int, runs: Iterator[Run]) -> Iterator[Iterable[Numbered]]:
         """The samples of each run, made ready by other threads."""
-        parts = iter(lambda: list(islice(runs, TOGETHER)), [])
+        parts = iter(lambda: list(islice(runs, FRAMES_PER_CALL)), [])
         made = deque(
             self._executor.submit(self._read, epoch, part)
-            for part in islice(parts, -(-self.order.streams // TOGETHER) + 1)
+            for part in islice(parts, -(-self.order.streams // FRAMES_PER_CALL) + 1)
         )
         while made:
             ready = made.popleft().result()
@@ -95,31 +95,31 @@ class ShuffledSamples(Iterator[Numbered]):
     def _read(self, epoch: int, runs: list[Run]) -> list[Iterable[Numbered]]:
         packed = [block for block, _, _ in runs if not self.corpus.is_uncompressed(block)]
         try:
-            unpacked = dict(zip(packed, self.corpus.together(packed), strict=True))
+            unpacked = dict(zip(packed, self.corpus.read_blocks(packed), strict=True))
         except MegatfmError:  # raised again by the one that is damaged, when its turn comes
             unpacked = {}
         found: list[Iterable[Numbered]] = []
         for block, at, stop in runs:
-            rows = self.order.block_order(Slot(epoch, block, at, 0))[at:stop]
+            rows = self.order.block_order(RowSlot(epoch, block, at, 0))[at:stop]
             if samples := unpacked.get(block):
                 found.append([samples[row] for row in rows])
             else:
                 found.append(
-                    self._open(block, rows)
+                    self._read_raw(block, rows)
                     if self.corpus.is_uncompressed(block)
-                    else self._alone(block, rows)
+                    else self._read_block(block, rows)
                 )
         return found
 
-    def _alone(self, block: int, rows: list[int]) -> Iterator[Numbered]:
-        samples = self.corpus.block(block)
+    def _read_block(self, block: int, rows: list[int]) -> Iterator[Numbered]:
+        samples = self.corpus.read_block(block)
         yield from (samples[row] for row in rows)
 
-    def _open(self, block: int, rows: list[int]) -> Iterator[Numbered]:
+    def _read_raw(self, block: int, rows: list[int]) -> Iterator[Numbered]:
         if not self.corpus.is_verified(block):
             try:
                 self.corpus.verify(block)
             except MegatfmError:
-                return self._alone(block, rows)
-        self.corpus.read_ahead(block)
-        return self.corpus.one_by_one(block, rows)
+                return self._read_block(block, rows)
+        self.corpus.prefetch_block(block)
+        return self.corpus.read_samples(block, rows)

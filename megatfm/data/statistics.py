@@ -15,7 +15,7 @@ MOST_VALUES = 10_000
 PERCENTILES = (1, 10, 25, 50, 75, 90, 99)
 
 
-def stats(folder: str | Path, piece: Callable[[int], str] | None = None) -> str:
+def stats(folder: str | Path, decode_id: Callable[[int], str] | None = None) -> str:
     """Lengths of documents, the largest sources (the first folder or the file of each), domains and values of fields,
     and the commonest ids.
 
@@ -26,10 +26,10 @@ def stats(folder: str | Path, piece: Callable[[int], str] | None = None) -> str:
     by_source, by_field = _Totals("source"), dict[str, _Totals]()
     uses = np.zeros(0, np.int64)
     for block in range(corpus.n_blocks):
-        for sample in corpus.samples(block):
+        for sample in corpus.read_block_samples(block):
             name = sample.source.partition("#")[0].partition("/")[0] or "(no name)"
             by_source.add(name, sample)
-            for field, value in said(sample.fields).items():
+            for field, value in countable_fields(sample.metadata).items():
                 by_field.setdefault(field, _Totals(field)).add(value, sample)
             found = np.bincount(sample.tokens)
             uses = np.pad(uses, (0, max(0, len(found) - len(uses))))
@@ -43,12 +43,12 @@ def stats(folder: str | Path, piece: Callable[[int], str] | None = None) -> str:
     ]
     if uses.any():
         common = np.argsort(-uses, kind="stable")[: min(LARGEST, int((uses > 0).sum()))].tolist()
-        rows = [(str(i), repr(piece(i)) if piece else "", f"{uses[i]:,}") for i in common]
+        rows = [(str(i), repr(decode_id(i)) if decode_id else "", f"{uses[i]:,}") for i in common]
         parts.append(f"{int((uses > 0).sum()):,} ids occur\n" + _table(("id", "piece", "times"), rows))
     return "\n\n".join(parts)
 
 
-def said(fields: Mapping[str, Any]) -> dict[str, str]:
+def countable_fields(fields: Mapping[str, Any]) -> dict[str, str]:
     """What documents are counted by: the domain of a URL, and each field that is a word, a number or a truth value."""
     found = {
         name: str(value) for name, value in fields.items() if isinstance(value, str | int | float | bool)

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple, Protocol
 from blake3 import blake3
 
 from megatfm.data.files import RESTORE, check_size, open_descriptor, read_at, read_range
-from megatfm.data.remote import CHUNK, DiskError, retried
+from megatfm.data.remote import CHUNK, DiskError, with_retries
 from megatfm.errors import MegatfmError, UsageError
 
 MAX_MANIFEST_BYTES = 2**30
 
 
-class Known(Protocol):
+class FileEntry(Protocol):
     """What a manifest says of a file."""
 
     @property
@@ -31,7 +31,7 @@ class Known(Protocol):
     def blake3(self) -> str: ...
 
 
-class Store(Protocol):
+class ShardStorage(Protocol):
     """Reads the files of one corpus. `folder` is where they lie, or are kept while they are used."""
 
     @property
@@ -42,25 +42,25 @@ class Store(Protocol):
         """What to do about a damaged file, as an error says it."""
         ...
 
-    def path(self, known: Known) -> Path:
+    def path(self, known: FileEntry) -> Path:
         """Return where a file lies, or will lie when it was fetched."""
         ...
 
-    def check(self, known: Known) -> None:
+    def check(self, entry: FileEntry) -> None:
         """Raise a MegatfmError unless the file is there in its size, as far as that is known without fetching it."""
         ...
 
-    def read(self, known: Known, offset: int, size: int) -> bytes:
+    def read(self, known: FileEntry, offset: int, size: int) -> bytes:
         """`size` bytes from `offset`; a MegatfmError that names the file if that fails."""
         ...
 
-    def open(self, known: Known) -> int:
+    def open(self, known: FileEntry) -> int:
         """A descriptor for more than one reading of a file."""
         ...
 
 
 @dataclass(frozen=True)
-class LocalStore:
+class LocalStorage:
     """A folder."""
 
     folder: Path
@@ -69,20 +69,20 @@ class LocalStore:
     def remedy(self) -> str:
         return RESTORE
 
-    def path(self, known: Known) -> Path:
+    def path(self, known: FileEntry) -> Path:
         return self.folder / known.file
 
-    def check(self, known: Known) -> None:
-        check_size(self.folder / known.file, known.bytes)
+    def check(self, entry: FileEntry) -> None:
+        check_size(self.folder / entry.file, entry.bytes)
 
-    def read(self, known: Known, offset: int, size: int) -> bytes:
+    def read(self, known: FileEntry, offset: int, size: int) -> bytes:
         return read_range(self.folder / known.file, offset, size)
 
-    def open(self, known: Known) -> int:
+    def open(self, known: FileEntry) -> int:
         return open_descriptor(self.folder / known.file)
 
 
-class Cache(NamedTuple):
+class ShardCacheConfig(NamedTuple):
     """A folder for files from URLs, shared by all processes of a machine, and the bytes that it may hold."""
 
     folder: Path = Path("~/.cache/megatfm/shards")
@@ -90,7 +90,7 @@ class Cache(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RemoteStore:
+class CachedRemoteStorage:
     """A URL that fsspec can read. A file is fetched as a whole when it is first read, by one process of a machine while
     the others wait; it gets its name only when its BLAKE3 hash is the manifest's. The name begins with that hash, so a
     corpus that replaces another behind the same URL finds none of the other's files. Above the cache's limit, files
@@ -98,7 +98,7 @@ class RemoteStore:
     """
 
     url: str
-    cache: Cache
+    cache: ShardCacheConfig
 
     @cached_property
     def folder(self) -> Path:
@@ -109,27 +109,27 @@ class RemoteStore:
     def remedy(self) -> str:
         return f"delete this file of the cache, and it is fetched again from {self.url}"
 
-    def path(self, known: Known) -> Path:
+    def path(self, known: FileEntry) -> Path:
         return self.folder / f"{known.blake3[:16]}-{known.file}"
 
-    def check(self, known: Known) -> None:
-        if known.bytes > self.cache.limit:
+    def check(self, entry: FileEntry) -> None:
+        if entry.bytes > self.cache.limit:
             raise UsageError(
-                f"{self.url}: {known.file} has {known.bytes:,} bytes, more than data.cache_bytes = "
+                f"{self.url}: {entry.file} has {entry.bytes:,} bytes, more than data.cache_bytes = "
                 f"{self.cache.limit:,}: raise it"
             )
 
-    def read(self, known: Known, offset: int, size: int) -> bytes:
+    def read(self, known: FileEntry, offset: int, size: int) -> bytes:
         descriptor = self.open(known)
         try:
             return read_at(descriptor, self.path(known), offset, size, self.remedy)
         finally:
             os.close(descriptor)
 
-    def open(self, known: Known) -> int:
+    def open(self, known: FileEntry) -> int:
         path = self.path(known)
         for last in (False, False, True):
-            if not _is_whole(path, known):
+            if not _has_expected_size(path, known):
                 self._fetch(path, known)
             try:
                 descriptor = open_descriptor(path, self.remedy)
@@ -144,13 +144,13 @@ class RemoteStore:
 
     def manifest(self, name: str) -> bytes:
         """The manifest's bytes, which are never kept."""
-        return retried(self.url, name, lambda fs, root: _small(fs, f"{root}/{name}"))
+        return with_retries(self.url, name, lambda fs, root: _read_manifest_bytes(fs, f"{root}/{name}"))
 
-    def _fetch(self, path: Path, known: Known) -> None:
+    def _fetch(self, path: Path, known: FileEntry) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with _locked(path.with_name(f".{path.name}.lock")):
-                if not _is_whole(path, known):  # by another process, while this one waited
+                if not _has_expected_size(path, known):  # by another process, while this one waited
                     self._make_room(known.bytes)
                     self._download(path, known)
         except OSError as error:
@@ -158,7 +158,7 @@ class RemoteStore:
                 f"{path}: cannot be written ({error.strerror}): make room, or choose another folder as data.cache"
             ) from error
 
-    def _download(self, path: Path, known: Known) -> None:
+    def _download(self, path: Path, known: FileEntry) -> None:
         partial = path.with_name(f".{path.name}.partial")  # a killed download's is begun again
 
         def fetch(fs: Any, root: str) -> str:
@@ -174,7 +174,7 @@ class RemoteStore:
 
         try:
             for _ in range(2):
-                arrived = retried(self.url, known.file, fetch)
+                arrived = with_retries(self.url, known.file, fetch)
                 if arrived == known.blake3:
                     partial.replace(path)
                     return
@@ -200,15 +200,15 @@ class RemoteStore:
                 total -= found.st_size
 
 
-def open_store(place: str | Path, cache: Cache) -> LocalStore | RemoteStore:
+def open_storage(place: str | Path, cache: ShardCacheConfig) -> LocalStorage | CachedRemoteStorage:
     """The store of a folder or URL. A UsageError for what is neither."""
     if "://" in str(place):
-        return RemoteStore(str(place).rstrip("/"), cache)
+        return CachedRemoteStorage(str(place).rstrip("/"), cache)
     if re.match(r"[a-z]+:", str(place)):
         raise UsageError(
             f"{place}: is neither a folder nor a URL that can be read: a corpus has no commands to run"
         )
-    return LocalStore(Path(place))
+    return LocalStorage(Path(place))
 
 
 def _write(file: Any, chunk: bytes) -> None:
@@ -218,7 +218,7 @@ def _write(file: Any, chunk: bytes) -> None:
         raise DiskError(error) from error
 
 
-def _small(fs: Any, path: str) -> bytes:
+def _read_manifest_bytes(fs: Any, path: str) -> bytes:
     with fs.open(path, "rb") as file:
         data: bytes = file.read(MAX_MANIFEST_BYTES + 1)
     if len(data) > MAX_MANIFEST_BYTES:
@@ -226,7 +226,7 @@ def _small(fs: Any, path: str) -> bytes:
     return data
 
 
-def _is_whole(path: Path, known: Known) -> bool:
+def _has_expected_size(path: Path, known: FileEntry) -> bool:
     try:
         return path.stat().st_size == known.bytes
     except OSError as error:

@@ -11,7 +11,7 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from megatfm.data.files import open_plain
+from megatfm.data.files import open_regular_file
 from megatfm.data.index import MAX_FRAME_BYTES, NPY_HEADER_BYTES
 from megatfm.data.manifest import TokenDtype
 from megatfm.data.members import npy_header
@@ -29,7 +29,7 @@ _EXTENSIONS = (
 )
 
 
-class Array(NamedTuple):
+class TokenArray(NamedTuple):
     """One sample's tokens in a shard."""
 
     key: str
@@ -38,30 +38,30 @@ class Array(NamedTuple):
     payload: int
     """Where its tokens start."""
     tokens: NDArray[Any]
-    in_place: bool
+    has_native_layout: bool
     """Whether the array lies as our own do: 128 bytes of header, uint16 or uint32."""
 
 
-def arrays_of(path: Path) -> Iterator[Array]:
+def iter_shard_samples(path: Path) -> Iterator[TokenArray]:
     """The samples of a shard, as a stream: only the one at hand is in memory."""
-    with open_plain(path) as file:
+    with open_regular_file(path) as file:
         if path.name.endswith(".tar"):
-            yield from arrays_in(file, path, ends=True)
+            yield from iter_tar_samples(file, path, require_end_marker=True)
             return
         try:
             # The window bounds zstd's memory; what a bomb would unpack to is read only as far as members reach.
             reader = zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(
                 file, read_across_frames=True
             )
-            yield from arrays_in(io.BufferedReader(reader, 2**20), path, ends=True)
+            yield from iter_tar_samples(io.BufferedReader(reader, 2**20), path, require_end_marker=True)
         except zstandard.ZstdError as error:
             raise MegatfmError(f"{path}: damaged, or no zstd: {error}") from error
 
 
-def arrays_in(file: IO[bytes], path: Path, ends: bool) -> Iterator[Array]:
+def iter_tar_samples(file: IO[bytes], path: Path, require_end_marker: bool) -> Iterator[TokenArray]:
     """The samples of an uncompressed tar. ends: whether its mark of the end must come."""
     sample: _Sample | None = None
-    for member, data in _members(file, path, ends):
+    for member, data in _members(file, path, require_end_marker):
         directory, _, base = member.name.rpartition("/")
         key = f"{directory}/{base.partition('.')[0]}"
         if sample is None or key != sample.key:
@@ -93,7 +93,7 @@ class _Sample:
         if self._chosen is None or extension == TOKENS:
             self._chosen = member, data
 
-    def tokens(self, path: Path) -> Array:
+    def tokens(self, path: Path) -> TokenArray:
         """Return the array of token ids. Raises a UsageError if there is none, or if any of several could be it."""
         where = f"{path}: sample {self.key.lstrip('/')!r} at byte {self.begin}"
         if self._chosen is None:
@@ -106,12 +106,14 @@ class _Sample:
             )
         member, data = self._chosen
         tokens, in_place = _array(data, f"{path}: {member.name!r} at byte {member.offset}")
-        return Array(
+        return TokenArray(
             self.key.lstrip("/"), self.begin, member.offset_data + NPY_HEADER_BYTES, tokens, in_place
         )
 
 
-def _members(file: IO[bytes], path: Path, ends: bool) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
+def _members(
+    file: IO[bytes], path: Path, require_end_marker: bool
+) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
     """Every member with its data, once it is known to be a plain file of a plain name and a possible size.
 
     ends: whether a tar's mark of its end must come, without which it is cut off.
@@ -150,7 +152,7 @@ def _members(file: IO[bytes], path: Path, ends: bool) -> Iterator[tuple[tarfile.
         raise MegatfmError(f"{path}: damaged, or no zstd: {error}") from error
     except (tarfile.TarError, EOFError, OSError, ValueError, IndexError, OverflowError) as error:
         raise MegatfmError(f"{path}: not a whole tar ({error})") from error
-    if ends and not ended:
+    if require_end_marker and not ended:
         raise MegatfmError(f"{path}: is cut off: no mark of a tar's end")
 
 

@@ -7,19 +7,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatfm.data.packed import JoinedRows, PackedBlock, told_apart
-from megatfm.data.packing import Packing, SequenceBuilder, one_a_row, side_of
-from megatfm.data.pieces import Pieces
+from megatfm.data.packed import PackedBlock, RowStore, split_plain_fields
+from megatfm.data.packing import PackingConfig, PackingObjective, needs_own_row, prefix_index
+from megatfm.data.pieces import ChunkTable
 
 
-def rows_for(
-    objective: SequenceBuilder, lengths: NDArray[np.int64], capacities: Sequence[int]
+def assign_rows(
+    objective: PackingObjective, lengths: NDArray[np.int64], capacities: Sequence[int]
 ) -> NDArray[np.int64]:
     """The row [P] of each sequence of `lengths` [P, sides]: its own, or the one in which it fits best."""
-    return np.arange(len(lengths)) if one_a_row(objective) else best_fit(lengths, capacities)
+    return np.arange(len(lengths)) if needs_own_row(objective) else best_fit_decreasing(lengths, capacities)
 
 
-def best_fit(lengths: NDArray[np.int64], capacities: Sequence[int]) -> NDArray[np.int64]:
+def best_fit_decreasing(lengths: NDArray[np.int64], capacities: Sequence[int]) -> NDArray[np.int64]:
     """The row [P] of each sequence of `lengths` [P, sides]: the longest first, each where least room is left after it.
 
     Best fit decreasing takes at most 11/9 of the fewest possible rows, and a few (Johnson et al. 1974). With two
@@ -68,29 +68,29 @@ def _fit_many(lengths: NDArray[np.int64], capacities: Sequence[int]) -> NDArray[
     return rows
 
 
-def fitted_rows(
+def lay_out_rows(
     built: Sequence[Mapping[str, NDArray[Any]]],
-    pieces: Pieces,
+    pieces: ChunkTable,
     rows: NDArray[np.int64],
     blank: NDArray[np.bool_] | None,
-    how: Packing,
+    how: PackingConfig,
 ) -> PackedBlock:
     """Lay built sequences [P] into their rows [P]; in a row they stand in stored order. blank [P]: are padding."""
     order = np.argsort(rows, kind="stable")
     firsts = np.flatnonzero(np.diff(rows[order], prepend=-1))  # the sequences that begin a row
-    sides, prefixes = [], how.objective.sides
+    sides, prefixes = [], how.objective.field_prefixes
     for side, length in enumerate(how.row_lengths):
-        names = [name for name in built[0] if side_of(name, prefixes) == side]
+        names = [name for name in built[0] if prefix_index(name, prefixes) == side]
         fields = {
-            name: (np.stack if how.field(name).of == "row" else np.concatenate)(
+            name: (np.stack if how.field(name).per == "row" else np.concatenate)(
                 [built[number][name] for number in order.tolist()]
             )
             for name in names
         }
-        plain, typed = told_apart(fields, how)
+        plain, typed = split_plain_fields(fields, how)
         starts = np.concatenate([[0], np.cumsum(pieces.lengths[order, side])])
         sides.append(
-            JoinedRows(
+            RowStore(
                 fields=plain,
                 typed=typed,
                 starts=starts.tolist(),
@@ -98,7 +98,7 @@ def fitted_rows(
                 blank=None if blank is None else blank[order].tolist(),
                 fills=how.fills(plain, side),
                 length=length,
-                as_one_document=how.as_one_document,
+                as_one_document=how.attend_across_documents,
             )
         )
     return PackedBlock(tuple(sides))

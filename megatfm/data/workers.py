@@ -17,21 +17,21 @@ from typing import Any
 import numpy as np
 
 from megatfm.data.packing import Fields, join_rows
-from megatfm.data.rows import Rows
+from megatfm.data.rows import RowDataset
 from megatfm.errors import MegatfmError
 
 END_SECONDS = 10.0
 """How long workers may take to end by themselves."""
 
 
-class Workers:
+class RowWorkers:
     """`n` processes with copies of `rows`, started with the first request; with n = 0 the calling thread does the work.
 
     The rows of a list of positions are the same for every n. A worker that fails raises its error here, one that dies
     a MegatfmError. Close it when done; if this process dies, the workers end.
     """
 
-    def __init__(self, rows: Rows, n: int) -> None:
+    def __init__(self, rows: RowDataset, n: int) -> None:
         self._own_rows, self._n = rows, n
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
@@ -122,10 +122,10 @@ def _exit_code(process: Any) -> int | None:
 def _main(pipe: Connection, pickled: bytes) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer ends its workers itself
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    serve(pipe, pickled)
+    worker_loop(pipe, pickled)
 
 
-def serve(pipe: Connection, pickled: bytes) -> None:
+def worker_loop(pipe: Connection, pickled: bytes) -> None:
     """Answer lists of positions with rows, until the other end closes."""
     try:
         rows = pickle.loads(pickled)
@@ -141,14 +141,14 @@ def serve(pipe: Connection, pickled: bytes) -> None:
                 raise rows
             answer: Fields | Exception = rows.rows(positions)
         except Exception as error:
-            answer = portable(error)
+            answer = picklable_error(error)
         try:
             pipe.send(answer)
         except OSError:
             return
 
 
-def portable(error: Exception) -> Exception:
+def picklable_error(error: Exception) -> Exception:
     """The error, with its traceback in words, or where it can't travel, its words alone."""
     error.add_note("".join(traceback.format_exception(error)))
     try:

@@ -12,9 +12,9 @@ import zstandard
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from megatfm.atomic import sync_folder
-from megatfm.data.files import WholeFile, check_local, write_whole, writing
-from megatfm.data.index import FRAME, MAX_FRAME_BYTES, ShardIndex, frame_hash, sample_dtype
+from megatfm.atomic import fsync_directory
+from megatfm.data.files import AtomicFile, check_local, disk_errors_as_megatfm_errors, write_whole
+from megatfm.data.index import FRAME_DTYPE, MAX_FRAME_BYTES, ShardIndex, frame_hash, sample_dtype
 from megatfm.data.manifest import (
     DEFAULT_FRAME_BYTES,
     INDEX_NAME,
@@ -31,12 +31,14 @@ from megatfm.data.members import (
     KEY,
     PAYLOAD_OFFSET,
     Sample,
-    encode_pack,
+    encode_packed_documents,
     encode_sample,
 )
 from megatfm.errors import MegatfmError, UsageError
 
-_OURS = re.compile(rf"{SHARD_NAME}|{INDEX_NAME}|\.({SHARD_NAME}|{INDEX_NAME}|{re.escape(MANIFEST)})\.partial")
+_OWN_FILE_NAME = re.compile(
+    rf"{SHARD_NAME}|{INDEX_NAME}|\.({SHARD_NAME}|{INDEX_NAME}|{re.escape(MANIFEST)})\.partial"
+)
 
 
 class ShardWriter:
@@ -64,20 +66,20 @@ class ShardWriter:
         frame_bytes: int = DEFAULT_FRAME_BYTES,
         compress: bool = True,
         pack: bool = True,
-        final: Callable[[Path], None] = lambda path: None,
+        on_file_written: Callable[[Path], None] = lambda path: None,
     ) -> None:
         check_local(folder)
         self.folder = Path(folder)
-        self._how = _How(frame_bytes, compress, pack)
+        self._how = _ShardOptions(frame_bytes, compress, pack)
         self._tokenizer_hash = tokenizer_hash
         self._token_dtype: TokenDtype = token_dtype
         self._dtype = np.dtype(token_dtype).newbyteorder("<")
         self._largest = int(np.iinfo(self._dtype).max)
         self._shard_bytes = shard_bytes
-        self._final = final
+        self._final = on_file_written
         self._shards: list[Shard] = []
         self._open: _OpenShard | None = None
-        with writing(self.folder):
+        with disk_errors_as_megatfm_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         if (self.folder / MANIFEST).exists():
             raise UsageError(f"{self.folder}: already holds a corpus: delete it or choose another folder")
@@ -105,7 +107,7 @@ class ShardWriter:
                     f"sample {key}: member {extension!r}: use 1 to 16 small letters and digits"
                 )
         sample = Sample(0, key, source, text_bytes, self._stored(key, tokens), members, fields)
-        part = _Part(sample, None if self._how.pack and not members else encode_sample(sample))
+        part = _PendingSample(sample, None if self._how.pack and not members else encode_sample(sample))
         if part.size + len(END_OF_ARCHIVE) > MAX_FRAME_BYTES:
             raise MegatfmError(f"sample {key} ({source}) takes over {MAX_FRAME_BYTES} bytes: cut its text")
         if self._open is not None and self._open.written + part.size > self._shard_bytes:
@@ -129,11 +131,11 @@ class ShardWriter:
             provenance=dict(provenance),
         )
         kept = {name for shard in self._shards for name in (shard.file, shard.index.file)}
-        with writing(self.folder):
+        with disk_errors_as_megatfm_errors(self.folder):
             for path in self.folder.iterdir():
-                if path.name not in kept and _OURS.fullmatch(path.name):
+                if path.name not in kept and _OWN_FILE_NAME.fullmatch(path.name):
                     path.unlink()
-            sync_folder(self.folder)
+            fsync_directory(self.folder)
         manifest.save(self.folder)
         self._final(self.folder / MANIFEST)
         return manifest
@@ -169,13 +171,13 @@ class ShardWriter:
             self._final(self.folder / name)
 
 
-class _How(NamedTuple):
+class _ShardOptions(NamedTuple):
     frame_bytes: int
     compress: bool
     pack: bool
 
 
-class _Part(NamedTuple):
+class _PendingSample(NamedTuple):
     """A sample of a frame."""
 
     sample: Sample
@@ -188,20 +190,20 @@ class _Part(NamedTuple):
         if self.data is not None:
             return len(self.data)
         sample = self.sample
-        said = len(json.dumps(dict(sample.fields))) if sample.fields else 0
+        said = len(json.dumps(dict(sample.metadata))) if sample.metadata else 0
         return sample.tokens.nbytes + len(sample.source) + len(sample.key) + said + 16
 
 
 class _OpenShard:
     """The shard in progress: one frame in memory, the ones before it in the file."""
 
-    def __init__(self, folder: Path, number: int, how: _How) -> None:
+    def __init__(self, folder: Path, number: int, how: _ShardOptions) -> None:
         self._index_path = folder / f"shard-{number:06d}.index.zst"
-        self._file = WholeFile(folder / f"shard-{number:06d}.tar{'.zst' if how.compress else ''}")
+        self._file = AtomicFile(folder / f"shard-{number:06d}.tar{'.zst' if how.compress else ''}")
         self._how = how
         # The checksum lets a reader notice damage in the one frame that it reads.
         self._compressor = zstandard.ZstdCompressor(level=3, write_checksum=True)
-        self._frame: list[_Part] = []
+        self._frame: list[_PendingSample] = []
         self._frame_bytes = 0
         self._frames: list[tuple[int, int, int]] = []
         self._hashes: list[int] = []
@@ -209,7 +211,7 @@ class _OpenShard:
         self._samples: dict[str, tuple[int, int, int]] = {}
         self.written = 0
 
-    def add(self, part: _Part) -> None:
+    def add(self, part: _PendingSample) -> None:
         sample, size = part.sample, part.size
         if sample.key in self._samples:
             raise MegatfmError(f"sample key {sample.key}: used twice in {self._file.path}")
@@ -229,7 +231,7 @@ class _OpenShard:
         self._file.commit()
         rows = [(*where, key.encode()) for key, where in self._samples.items()]
         index = ShardIndex(
-            np.array(self._frames, FRAME),
+            np.array(self._frames, FRAME_DTYPE),
             np.array(rows, sample_dtype(max(map(len, self._samples)))),
             None if self._how.compress else np.array(self._hashes, "<u8"),
             self._packs or not self._how.compress,
@@ -274,4 +276,4 @@ class _OpenShard:
                 parts.append(data or encode_sample(sample))
                 at += len(parts[-1])
         self._packs |= packed
-        return encode_pack([part.sample for part in self._frame]) if packed else b"".join(parts)
+        return encode_packed_documents([part.sample for part in self._frame]) if packed else b"".join(parts)

@@ -1,6 +1,6 @@
 """What a config amounts to: parts, exact parameter counts, FLOPs and state, before anything is allocated."""
 
 from megatfm.describe.description import Description, describe
-from megatfm.describe.text import lines
+from megatfm.describe.text import to_lines
 
-__all__ = ["Description", "describe", "lines"]
+__all__ = ["Description", "describe", "to_lines"]

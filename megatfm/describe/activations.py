@@ -19,18 +19,18 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatfm.config import Config
 from megatfm.errors import UsageError
-from megatfm.layers.attention.core import Core
+from megatfm.layers.attention.core import DotProductAttention
 from megatfm.layers.attention.patterns import Full
-from megatfm.layers.embedding import Embedding
+from megatfm.layers.embedding import InputEmbedding
 from megatfm.ops.grouped import KERNELS
-from megatfm.parallel.blocks import blocks
+from megatfm.parallel.blocks import transformer_blocks
 from megatfm.parallel.forward import replace_forward
 from megatfm.split_points import CarrySpec, SplitPoint, Splittable
 from megatfm.train.build import build_model
 
 log = logging.getLogger("megatfm")
 
-COMPUTED = {"fp64": torch.float64, "fp32": torch.float32}
+ACTIVATION_DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 """The type of activations by `train.precision`; of the mixed ones 2 bytes."""
 
 
@@ -38,7 +38,7 @@ BY_VALUES = (DataDependentOutputException, DynamicOutputShapeException, Unsuppor
 """Raised where a part asks for a value, or for a kernel that has no rule of shapes."""
 
 
-class Kept:
+class SavedTensors:
     """Bytes of what autograd holds on to, each storage once. weights: those of them that are there anyway."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -63,7 +63,7 @@ class Kept:
         return tensor
 
 
-def kept_by_blocks(config: Config) -> tuple[int, int] | None:
+def block_activation_bytes(config: Config) -> tuple[int, int] | None:
     """Bytes that all blocks keep of one micro-batch, one process having all of it: without `train.recompute`, and with
     "full", which keeps the blocks' inputs and in the backward pass one block's own. None where a part of the model
     decides by values how much it keeps.
@@ -105,7 +105,7 @@ def _experts_by_shapes() -> Iterator[None]:
 
 
 def _measured(config: Config) -> tuple[int, int]:
-    dtype = COMPUTED.get(config.train.precision, torch.bfloat16)
+    dtype = ACTIVATION_DTYPES.get(config.train.precision, torch.bfloat16)
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -115,11 +115,13 @@ def _measured(config: Config) -> tuple[int, int]:
     if not hasattr(model, "split_points"):
         raise UsageError(f"model.family = {config.model.family!r} has no split points")
     for core in model.modules():
-        if isinstance(core, Core) and core.pattern.plain is None:
+        if isinstance(core, DotProductAttention) and core.pattern.builtin_mask is None:
             core.pattern, core.dropout.rate = Full(causal=True), 0.0
             core.variant = replace(core.variant, dropout=0.0)
     paths = {
-        block: path.rpartition(".")[0] for path, block in model.named_modules() if block in set(blocks(model))
+        block: path.rpartition(".")[0]
+        for path, block in model.named_modules()
+        if block in set(transformer_blocks(model))
     }
     seen, sums = dict[Hashable, tuple[int, int, Any]](), {"whole": 0, "inputs": 0, "largest": 0}
 
@@ -128,7 +130,7 @@ def _measured(config: Config) -> tuple[int, int]:
         # The first of its kind may make what the others share, such as a mask: the second one stands for the rest.
         times, n_bytes, result = seen.get(kind, (0, 0, None))
         if times < 2:
-            kept = Kept(model)
+            kept = SavedTensors(model)
             with kept.counted():
                 result = forward(x_BTD, *args)
             times, n_bytes = times + 1, kept.bytes
@@ -162,7 +164,7 @@ def _inputs(
     lengths = {point.token_field: length for point in points}
     if len(lengths) > 1:
         lengths["tokens"] = config.data.target_length or length
-    read = {module.reads for module in model.modules() if isinstance(module, Embedding)} | {"tokens"}
+    read = {module.reads for module in model.modules() if isinstance(module, InputEmbedding)} | {"tokens"}
     # ELECTRA's generator runs where there are targets alone.
     accepted = getattr(model, "accepted", frozenset(lengths) | read)
     read |= {"targets", "original"} & accepted if "original" in accepted else set()

@@ -32,14 +32,14 @@ class Description:
     parameters: int
     active: int
     embedding: int
-    row_tokens: int
-    multiplied: int
+    tokens_per_row: int
+    matmul_parameters: int
     flops_full: int
     flops_causal: int
     weight_bytes: int
     optimizer_bytes: float
     frozen: int = 0
-    in_fp8: int = 0
+    fp8_parameters: int = 0
 
     @property
     def non_embedding(self) -> int:
@@ -59,7 +59,7 @@ class Description:
     @property
     def tokens_per_step(self) -> int:
         """Tokens of a global batch whose rows are all full."""
-        return self.config.train.global_batch * self.row_tokens
+        return self.config.train.global_batch * self.tokens_per_row
 
     @property
     def tokens(self) -> int:
@@ -76,7 +76,7 @@ def describe(config: Config) -> Description:
     """
     import torch
 
-    from megatfm.layers.table import Table
+    from megatfm.layers.table import Embedding
     from megatfm.registry import import_plugins
     from megatfm.train.build import build_model
 
@@ -86,9 +86,9 @@ def describe(config: Config) -> Description:
         model = build_model(config)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    tables = {id(m.weight): (n, m.weight) for n, m in model.named_modules() if isinstance(m, Table)}
+    tables = {id(m.weight): (n, m.weight) for n, m in model.named_modules() if isinstance(m, Embedding)}
     embedding = sum(weight.numel() for _, weight in tables.values())
-    row = flops.row(config, model)
+    row = flops.row_cost(config, model)
     weight_bytes = 8 if config.train.precision == "fp64" else 4
     return Description(
         config=config,
@@ -96,24 +96,24 @@ def describe(config: Config) -> Description:
         parameters=parameters,
         active=parameters - row.idle,
         embedding=embedding,
-        row_tokens=row.tokens,
-        multiplied=round(row.work / row.tokens),
-        flops_full=round((6 * row.work + row.attention) / row.tokens),
-        flops_causal=round((6 * row.work + row.causal) / row.tokens),
+        tokens_per_row=row.tokens,
+        matmul_parameters=round(row.macs / row.tokens),
+        flops_full=round((6 * row.macs + row.attention) / row.tokens),
+        flops_causal=round((6 * row.macs + row.causal) / row.tokens),
         weight_bytes=weight_bytes,
         optimizer_bytes=_optimizer_bytes(config, model, weight_bytes),
         frozen=sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad),
-        in_fp8=_in_fp8(config, model),
+        fp8_parameters=_in_fp8(config, model),
     )
 
 
 def _in_fp8(config: Config, model: "nn.Module") -> int:
     """Weights whose products are made of 8-bit floats."""
-    from megatfm.models.fp8 import products_in_fp8
+    from megatfm.models.fp8 import fp8_linears
 
     if not config.train.precision.startswith("fp8"):
         return 0
-    return sum(matrix.weight.numel() for matrix in products_in_fp8(model).values())
+    return sum(matrix.weight.numel() for matrix in fp8_linears(model).values())
 
 
 def flops_per_token(config: Config) -> tuple[float, float]:
@@ -146,14 +146,14 @@ def _optimizer_bytes(config: Config, model: "nn.Module", weight_bytes: int) -> f
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     for group in optimizer_groups(config.optimizer, model):
         for names, options in group.parameter_groups({name: shapes[name] for name in group.names}):
-            moved = {n: shapes[n][1:] if n in group.stacked else shapes[n] for n in names}
+            moved = {n: shapes[n][1:] if n in group.stacked_names else shapes[n] for n in names}
             tried = {dims: _state_shapes(group, options, dims) for dims in map(len, moved.values())}
-            state_bytes = group.moments.itemsize if group.moments else weight_bytes
+            state_bytes = group.state_dtype.itemsize if group.state_dtype else weight_bytes
             for name in names:
                 of, size = dict(zip(PROBE, moved[name], strict=False)), math.prod(shapes[name])
                 values = sum(math.prod(of.get(dim, dim) for dim in state) for state in tried[len(of)])
                 values *= size // math.prod(moved[name])
-                total += values * state_bytes + size * (group.needs == "whole_tensor") * weight_bytes
+                total += values * state_bytes + size * (group.granularity == "whole_tensor") * weight_bytes
                 parameters += size
     return total / parameters
 
@@ -164,7 +164,7 @@ def _state_shapes(group: "OptimizerGroup", options: dict[str, Any], dims: int) -
 
     probe = torch.ones(PROBE[:dims])
     probe.grad = torch.ones_like(probe)
-    optimizer = group.make([{**options, "params": [probe]}])
+    optimizer = group.build([{**options, "params": [probe]}])
     optimizer.step()
     values = optimizer.state[probe].values()
     return [tuple(value.shape) for value in values if torch.is_tensor(value) and value.dim()]

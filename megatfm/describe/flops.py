@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatfm.config import Config
-from megatfm.cost import MEMORY, Cost, Tokens, cost_of
+from megatfm.cost import ENCODER_TOKENS, Cost, TokenCounts, module_cost
 from megatfm.split_points import SplitPoint
 
 if TYPE_CHECKING:
     from torch import nn
 
-TRAINING = 6
+TRAINING_FLOPS_PER_MAC = 6
 """FLOPs of a multiplication and the addition after it, forward and, for both factors, backward."""
 
 
 @dataclass(frozen=True)
-class Row:
+class RowCost:
     """tokens: of all sides. work: the sum over all parameters of their size times the tokens that they see.
 
     products: the part of `work` that falls on matrices. attention: FLOPs of the scores and what is done with them.
@@ -29,16 +29,16 @@ class Row:
     """
 
     tokens: int
-    work: float
-    products: float
+    macs: float
+    matmul_macs: float
     attention: float
     causal: float
     idle: int
 
 
-def row(config: Config, model: "nn.Module") -> Row:
+def row_cost(config: Config, model: "nn.Module") -> RowCost:
     """What a row costs a model. Heads of masked models see the masked tokens alone."""
-    from megatfm.objectives import predicted_share
+    from megatfm.objectives import target_fraction
 
     points: Sequence[SplitPoint] = getattr(model, "split_points", ())
     # ELECTRA's generator goes through its head again to sample, without gradients: it counts once.
@@ -46,19 +46,19 @@ def row(config: Config, model: "nn.Module") -> Row:
     used = used or [("tokens", "")]
     s, sides = config.data.sequence_length, {side for side, _ in used}
     lengths = dict.fromkeys(sides, s)
-    if MEMORY in sides:
+    if ENCODER_TOKENS in sides:
         lengths["tokens"] = config.data.target_length or s
-    predicted = predicted_share(config.objective)
+    predicted = target_fraction(config.objective)
     found, idle = Cost(), dict[str, int]()
     for side, path in used:
-        tokens = Tokens(lengths[side], lengths.get(MEMORY, 0), predicted)
-        cost = cost_of(model.get_submodule(path), tokens)
-        found, idle[path] = found + cost, cost.idle
-    return Row(
+        tokens = TokenCounts(lengths[side], lengths.get(ENCODER_TOKENS, 0), predicted)
+        cost = module_cost(model.get_submodule(path), tokens)
+        found, idle[path] = found + cost, cost.inactive_parameters
+    return RowCost(
         tokens=sum(lengths.values()),
-        work=found.products + found.vectors,
-        products=found.products,
-        attention=TRAINING * found.attention,
-        causal=TRAINING * found.seen,
+        macs=found.matmul_macs + found.vector_macs,
+        matmul_macs=found.matmul_macs,
+        attention=TRAINING_FLOPS_PER_MAC * found.attention_macs,
+        causal=TRAINING_FLOPS_PER_MAC * found.visible_attention_macs,
         idle=sum(idle.values()),
     )

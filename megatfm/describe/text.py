@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Line = tuple[str, str]
 
 
-def lines(found: "Description") -> list[Line]:
+def to_lines(found: "Description") -> list[Line]:
     """What `megatfm describe` prints."""
     objective = found.config.objective.name
     return [*_architecture(found.config.model), ("objective", objective), ("", ""), *_counts(found)]
@@ -76,7 +76,7 @@ def _heads(model: ModelConfig) -> str:
 
 def _patterns(model: ModelConfig) -> str:
     """What blocks look at by [model], and how many of them; of an encoder-decoder, as many as its decoder has."""
-    counted = Counter(_pattern(model.at(depth)) for depth in range(model.n_layers))
+    counted = Counter(_pattern(model.layer_config(depth)) for depth in range(model.n_layers))
     if len(counted) == 1:
         return next(iter(counted))
     return ", ".join(f"{number} × {what}" for what, number in counted.items())
@@ -134,7 +134,7 @@ def _counts(found: "Description") -> list[Line]:
         *([("  active", f"{found.active:,} for each token")] if found.active < found.parameters else []),
         ("  embedding", f"{found.embedding:,}"),
         ("  non-embedding", f"{found.non_embedding:,}"),
-        *([("  in 8 bits", f"{found.in_fp8:,} are multiplied so")] if found.in_fp8 else []),
+        *([("  in 8 bits", f"{found.fp8_parameters:,} are multiplied so")] if found.fp8_parameters else []),
         ("", ""),
         *_flops(found),
         ("", ""),
@@ -164,7 +164,7 @@ def _without_warmup(config: Config) -> list[Line]:
 
 def _feed_forward(model: ModelConfig) -> str:
     """Of each kind of block."""
-    kinds = (model.at(depth).ffn for depth in range(max(1, len(model.blocks))))
+    kinds = (model.layer_config(depth).ffn for depth in range(max(1, len(model.blocks))))
     return "; or ".join(dict.fromkeys(map(_network, kinds)))
 
 
@@ -177,11 +177,11 @@ def _network(ffn: FFNConfig) -> str:
 
 
 def _activations(found: "Description") -> str:
-    from megatfm.describe.activations import kept_by_blocks  # imports more of torch
+    from megatfm.describe.activations import block_activation_bytes  # imports more of torch
 
     rows = found.config.train.micro_batch
     try:
-        kept = kept_by_blocks(found.config)
+        kept = block_activation_bytes(found.config)
     except Exception as error:  # of any part, a plugin's too: the rest of the description stands
         return f"not counted: {type(error).__name__}: {' '.join(str(error).split())}"
     if kept is None:
@@ -200,7 +200,7 @@ def _flops(found: "Description") -> list[Line]:
         "electra": "both halves, the generator's head only for masked tokens",
         "encoder_decoder": "averaged over the tokens of both",
     }.get(model.family, "the embedding as output head" if model.embedding.tied else "without the embedding")
-    lines = [("FLOPs per token", f"in training; {length}, N = {found.multiplied:,} ({what})")]
+    lines = [("FLOPs per token", f"in training; {length}, N = {found.matmul_parameters:,} ({what})")]
     if (
         model.family == "decoder"
         and not model.blocks
@@ -222,7 +222,7 @@ def _flops(found: "Description") -> list[Line]:
 
 def _sees_all(model: ModelConfig) -> bool:
     """Whether all blocks have full attention, to all tokens by themselves."""
-    kinds = [model, *(model.of_kind(kind) for kind in model.block)]
+    kinds = [model, *(model.type_config(kind) for kind in model.block)]
     return all(
         kind.attention.pattern.name == "full" and kind.attention.name in ("heads", "latent") for kind in kinds
     )

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from megatfm.ops.squares import sum_of_squares
-from megatfm.parallel.layout import ParameterLayout, Placement
-from megatfm.parallel.mesh import PIPELINE, Mesh, in_order
+from megatfm.parallel.layout import ModelLayout, TensorLayout
+from megatfm.parallel.mesh import PIPELINE, Mesh, sort_axes
 
 
-class DistinctBlocks:
+class GlobalNorm:
     """Sorts parameters by the axes over which ranks hold different blocks: sums are added up over these alone.
 
     sharded: whether each parameter's data axes cut it as well (ZeRO 1 to 3): the one meant for it, or with `copies`
@@ -19,7 +19,7 @@ class DistinctBlocks:
 
     def __init__(
         self,
-        layout: ParameterLayout,
+        layout: ModelLayout,
         mesh: Mesh,
         device: torch.device,
         *,
@@ -30,43 +30,43 @@ class DistinctBlocks:
         self._mesh, self._device, self.counted = mesh, device, counted
         axes = {name: _axes(placement, sharded, copies) for name, placement in layout.items()}
         # From the layout, which has the names of the whole model, so that all ranks know the same kinds.
-        self.kinds = sorted(set(axes.values()))
-        self.kind_of = {name: self.kinds.index(own) for name, own in axes.items()}
+        self.axis_sets = sorted(set(axes.values()))
+        self.kind_of = {name: self.axis_sets.index(own) for name, own in axes.items()}
 
-    def norm(self, tensors: Mapping[str, Tensor], spoiled: bool = False) -> Tensor:
+    def norm(self, tensors: Mapping[str, Tensor], found_inf: bool = False) -> Tensor:
         """√Σ t² over the blocks of a tensor each; NaN on all ranks that share a model, if one of them says so."""
-        squares = torch.zeros(len(self.kinds), dtype=torch.float64, device=self._device)
+        squares = torch.zeros(len(self.axis_sets), dtype=torch.float64, device=self._device)
         own: dict[int, list[Tensor]] = {}
         for name, tensor in tensors.items():
             if self.counted(name):
                 own.setdefault(self.kind_of[name], []).append(tensor)
         for kind, blocks in own.items():
             squares[kind] = sum_of_squares(blocks)
-        if spoiled:
+        if found_inf:
             squares.fill_(torch.nan)
-        return over_ranks(squares, self.kinds, self._mesh).sqrt()
+        return sum_by_axes(squares, self.axis_sets, self._mesh).sqrt()
 
 
-def over_ranks(sums: Tensor, kinds: Sequence[Sequence[str]], mesh: Mesh) -> Tensor:
+def sum_by_axes(sums: Tensor, kinds: Sequence[Sequence[str]], mesh: Mesh) -> Tensor:
     """[kinds, …] → [...]: each kind added up over its axes, and then all kinds. A collective."""
-    for axis in mesh.in_summing_order:
+    for axis in mesh.reduction_order:
         own = [i for i, axes in enumerate(kinds) if axis in axes]
         if own and mesh.size(axis) > 1:
             part = sums[own]
-            mesh.sum(part, (axis,))
+            mesh.all_reduce_(part, (axis,))
             sums[own] = part
     return sums.sum(0)
 
 
-def sum_partial(gradients: Mapping[str, Tensor], layout: ParameterLayout, mesh: Mesh) -> None:
+def all_reduce_partial_gradients(gradients: Mapping[str, Tensor], layout: ModelLayout, mesh: Mesh) -> None:
     """Complete, in place, the gradients of which each rank has a share: one collective for each set of axes."""
     partial: dict[tuple[str, ...], list[Tensor]] = {}
     for name, gradient in gradients.items():
-        if axes := layout[name].sum_over:
+        if axes := layout[name].partial_axes:
             partial.setdefault(axes, []).append(gradient)
     for axes, own in sorted(partial.items()):
         flat = torch.cat([gradient.reshape(-1) for gradient in own])
-        mesh.sum(flat, axes)
+        mesh.all_reduce_(flat, axes)
         for gradient, total in zip(own, flat.split([g.numel() for g in own]), strict=True):
             gradient.copy_(total.view_as(gradient))
 
@@ -85,6 +85,10 @@ def clip_gradients(gradients: Mapping[str, Tensor], norm: float | Tensor, larges
         torch._foreach_mul_(own, largest / (norm + 1e-6))
 
 
-def _axes(placement: Placement, sharded: bool, copies: bool) -> tuple[str, ...]:
-    data = (placement.data.shard, *(placement.data.copies if copies else ())) if sharded else ()
-    return in_order({PIPELINE, *placement.axes, *data})
+def _axes(placement: TensorLayout, sharded: bool, copies: bool) -> tuple[str, ...]:
+    data = (
+        (placement.data_axes.shard, *(placement.data_axes.replicate_axes if copies else ()))
+        if sharded
+        else ()
+    )
+    return sort_axes({PIPELINE, *placement.axes, *data})

@@ -9,16 +9,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from megatfm.checkpoint import Box
+from megatfm.checkpoint import ShardedTensor
 from megatfm.config import Config
 from megatfm.engines.loss_scale import LossScale
 from megatfm.engines.precision import PRECISIONS as PRECISIONS
 from megatfm.engines.precision import Precision as Precision
-from megatfm.parallel.layout import ParameterLayout
+from megatfm.parallel.layout import ModelLayout
 from megatfm.parallel.mesh import Mesh
 from megatfm.parallel.pipeline_cut import Pipeline
 
-StateDict = dict[str, Box | Tensor]
+StateDict = dict[str, ShardedTensor | Tensor]
 """Blocks of global tensors, and tensors that are whole, by their names in a checkpoint."""
 
 MOMENTS = 2
@@ -33,14 +33,14 @@ class LossFunction(Protocol):
     """The part of an objective that an engine needs (see `megatfm.objectives.Objective`)."""
 
     @property
-    def weights(self) -> Mapping[str, float]: ...
+    def loss_weights(self) -> Mapping[str, float]: ...
 
-    def counts(self, batch: Batch) -> dict[str, Tensor]: ...
+    def target_counts(self, batch: Batch) -> dict[str, Tensor]: ...
 
     def __call__(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]: ...
 
 
-class Sums:
+class LossTotals:
     """Per loss term its sum and count over a whole global batch, the same on every rank.
 
     weights: term → its factor in the loss. values: gives the sums and then the counts, in the order of the weights. It
@@ -48,36 +48,38 @@ class Sums:
     """
 
     def __init__(self, weights: Mapping[str, float], values: Callable[[], Sequence[float]]) -> None:
-        self.weights, self._values = weights, values
+        self.loss_weights, self._values = weights, values
 
     @cached_property
     def sums(self) -> dict[str, float]:
         """Term → its sum over the global batch, not weighted; the first look waits for the device."""
-        return dict(zip(self.weights, self._values(), strict=False))
+        return dict(zip(self.loss_weights, self._values(), strict=False))
 
     @cached_property
-    def counts(self) -> dict[str, int]:
+    def target_counts(self) -> dict[str, int]:
         """Term → how many items its sum is over, such as tokens; the first look waits for the device."""
-        return dict(zip(self.weights, map(int, self._values()[len(self.weights) :]), strict=True))
+        return dict(zip(self.loss_weights, map(int, self._values()[len(self.loss_weights) :]), strict=True))
 
     @property
     def loss(self) -> float:
         """Σ weight · sum / count."""
-        return sum(self.weights[term] * self.sums[term] / max(self.counts[term], 1) for term in self.sums)
+        return sum(
+            self.loss_weights[term] * self.sums[term] / max(self.target_counts[term], 1) for term in self.sums
+        )
 
     @property
     def terms(self) -> dict[str, float]:
         """The mean of each term where there are several; else nothing that `loss` would not say."""
         if len(self.sums) == 1:
             return {}
-        return {term: total / max(self.counts[term], 1) for term, total in self.sums.items()}
+        return {term: total / max(self.target_counts[term], 1) for term, total in self.sums.items()}
 
 
-StepStats = Sums
+StepStats = LossTotals
 
 
 @dataclass(frozen=True)
-class Place:
+class ShardLocation:
     """Where a rank's block of a parameter is: the parameter's name and global shape, and the block's offsets in it."""
 
     name: str
@@ -86,10 +88,10 @@ class Place:
 
 
 @runtime_checkable
-class Placed(Protocol):
+class NeedsShardLocations(Protocol):
     """An optimizer that has to know where the elements it moves are, such as one that draws a number for each."""
 
-    def place(self, places: Mapping[Tensor, Place]) -> None:
+    def set_shard_locations(self, places: Mapping[Tensor, ShardLocation]) -> None:
         """Called once, before the first step, with the block of every parameter."""
 
 
@@ -109,17 +111,17 @@ class OptimizerGroup:
     """
 
     names: Sequence[str]
-    needs: Literal["elementwise", "whole_tensor"]
-    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+    granularity: Literal["elementwise", "whole_tensor"]
+    build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     lr_ratios: Mapping[str, float] = field(default_factory=dict)
     counters: Sequence[str] = ()
-    stacked: frozenset[str] = frozenset()
+    stacked_names: frozenset[str] = frozenset()
     averaged: Callable[[Tensor, Mapping[str, Tensor], Mapping[str, Any]], Tensor] | None = None
-    moments: torch.dtype | None = None
+    state_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        if self.averaged and self.needs != "elementwise":
+        if self.averaged and self.granularity != "elementwise":
             raise ValueError("averaged weights are computed from local blocks: needs must be 'elementwise'")
 
     def parameter_groups(self, tensors: Mapping[str, Any]) -> list[tuple[list[str], dict[str, Any]]]:
@@ -141,22 +143,23 @@ class OptimizerGroup:
 class Stateful(Protocol):
     """A module with state that no gradient moves, such as a router's bias that evens out its experts' load.
 
-    While micro-batches are trained on, `observe` adds counts up. Once a step, after the optimizer, the engine sums
-    `observed` over all ranks, gives it to `update` on each of them, and calls `forget`; a step that is skipped only
-    forgets. The state itself lies in buffers with `persistent=True`, which checkpoints hold as model.NAME.
+    While micro-batches are trained on, `accumulate_counts` adds counts up. Once a step, after the optimizer, the
+    engine sums `observed` over all ranks, gives it to `update` on each of them, and calls `reset_counts`; a step that
+    is skipped only forgets. The state itself lies in buffers with `persistent=True`, which checkpoints hold as
+    model.NAME.
     """
 
     @property
     def observed(self) -> Mapping[str, Tensor]:
         """What was counted since the last step; the same names on all ranks."""
 
-    def observe(self, counts: Mapping[str, Tensor]) -> None:
+    def accumulate_counts(self, counts: Mapping[str, Tensor]) -> None:
         """Add the counts of a micro-batch."""
 
     def update(self, observed: Mapping[str, Tensor]) -> None:
         """Change the state by what was observed over the global batch; the same on all ranks."""
 
-    def forget(self) -> None:
+    def reset_counts(self) -> None:
         """Begin to count anew."""
 
 
@@ -165,15 +168,15 @@ class MemoryNeeds:
     """Bytes that a step takes of this rank at least, besides the weights that it holds already."""
 
     gradients: int
-    moments: int
+    optimizer_state: int
     gathered: int
-    inputs: int
+    block_inputs: int
     """Of blocks: all that every way to recompute keeps of the activations."""
 
     @property
     def total(self) -> int:
         """Bytes of all of them at once."""
-        return self.gradients + self.moments + self.gathered + self.inputs
+        return self.gradients + self.optimizer_state + self.gathered + self.block_inputs
 
 
 @dataclass(frozen=True)
@@ -186,7 +189,7 @@ class EngineSetup:
 
     config: Config
     model: nn.Module
-    layout: ParameterLayout
+    layout: ModelLayout
     mesh: Mesh
     device: torch.device
     precision: str
@@ -208,7 +211,7 @@ class Engine(Protocol):
     """
 
     @property
-    def layout(self) -> ParameterLayout: ...
+    def layout(self) -> ModelLayout: ...
 
     @property
     def mesh(self) -> Mesh: ...
@@ -224,8 +227,8 @@ class Engine(Protocol):
         """Axes over which ranks hold copies of the same blocks, so that these can be compared."""
 
     def forward_backward(
-        self, microbatches: Sequence[Arrays], objective: LossFunction, *, watch: bool = False
-    ) -> Sums:
+        self, microbatches: Sequence[Arrays], objective: LossFunction, *, record_activations: bool = False
+    ) -> LossTotals:
         """Accumulate the gradient of the global batch's loss, of which these are this data rank's micro-batches.
 
         All that a step takes come at once: raises MegatfmError where gradients of another call wait for `step` or
@@ -239,7 +242,7 @@ class Engine(Protocol):
         is for the caller to act on it. skip: do as if the norm were not; all ranks must ask alike.
         """
 
-    def evaluate(self, batches: Iterable[Arrays], objective: LossFunction) -> Sums:
+    def evaluate(self, batches: Iterable[Arrays], objective: LossFunction) -> LossTotals:
         """The loss over batches, of which every data rank must bring equally many, and at least one."""
 
     def gradients(self) -> Mapping[str, Tensor]:
@@ -252,7 +255,7 @@ class Engine(Protocol):
         """After `forward_backward`: layer → "weight", "gradient" or "activation" → √mean x², and what else the layer's
         stateful modules tell, numbers or lists of them, if they have a method `statistics(observed)`."""
 
-    def weights(self) -> Mapping[str, Box]:
+    def weights(self) -> Mapping[str, ShardedTensor]:
         """This rank's blocks of the weights, as the optimizer moves them, and of the state of modules: to be filled in
         place."""
 
@@ -266,7 +269,7 @@ class Engine(Protocol):
     def empty_state_dict(self, stored: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> StateDict:
         """Room for what a checkpoint holds (name → dtype, global shape): weights in place, fresh optimizer state."""
 
-    def load_state_dict(self, state: Mapping[str, Box | Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, ShardedTensor | Tensor]) -> None:
         """Take over what `empty_state_dict` made and a checkpoint filled (the weights already are in place)."""
 
     def memory_needed(self, microbatches: int, block_input: int) -> MemoryNeeds:

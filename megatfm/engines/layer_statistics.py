@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatfm.engines.distinct import DistinctBlocks, over_ranks
+from megatfm.engines.distinct import GlobalNorm, sum_by_axes
 from megatfm.ops.squares import sum_of_squares
-from megatfm.parallel.blocks import blocks
-from megatfm.parallel.layout import ParameterLayout
+from megatfm.parallel.blocks import transformer_blocks
+from megatfm.parallel.layout import ModelLayout
 from megatfm.parallel.mesh import AXES, PIPELINE, Mesh
 
 KINDS = ("weight", "gradient", "activation")
@@ -26,16 +26,16 @@ class LayerStatistics:
     def __init__(
         self,
         model: nn.Module,
-        layout: ParameterLayout,
+        layout: ModelLayout,
         mesh: Mesh,
-        distinct: DistinctBlocks,
+        distinct: GlobalNorm,
         *,
         compiled: bool,
     ) -> None:
         self._mesh, self._distinct, self._watches = mesh, distinct, False
         # Activations differ over all axes, or are copies, which count with their number in squares and counts alike.
-        self._kinds = [*distinct.kinds, AXES]
-        inside = set(blocks(model))
+        self._kinds = [*distinct.axis_sets, AXES]
+        inside = set(transformer_blocks(model))
         here = [path for path, module in model.named_modules() if module in inside]
         # The layout has the names of the whole model, and each pipeline rank some of its blocks.
         self._blocks = sorted({path for rank in mesh.gather_objects(here, (PIPELINE,)) for path in rank})
@@ -47,15 +47,15 @@ class LayerStatistics:
         for path in () if compiled else here:
             model.get_submodule(path).register_forward_hook(self._hook(path))
 
-    def watch(self, watches: bool) -> None:
+    def watch(self, enabled: bool) -> None:
         """Whether the next passes' activations are measured."""
-        self._watches, self._seen = watches, {}
+        self._watches, self._seen = enabled, {}
 
     def measure(
         self,
         weights: Mapping[str, Tensor],
         gradients: Mapping[str, Tensor],
-        told: Mapping[str, Mapping[str, Any]] | None = None,
+        statistics: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> dict[str, dict[str, Any]]:
         """Layer → kind → √mean x² over all ranks, of blocks of weights and gradients, and what modules, by path, tell
         of themselves. A collective."""
@@ -69,14 +69,14 @@ class LayerStatistics:
                     _add(sums[self._distinct.kind_of[name], self._places[name], kind], tensor)
         for path, seen in self._seen.items():
             sums[-1, self._layers.index(path), 2] = seen
-        squares, counts = over_ranks(sums, self._kinds, self._mesh).unbind(-1)
+        squares, counts = sum_by_axes(sums, self._kinds, self._mesh).unbind(-1)
         roots = (squares / counts).sqrt().tolist()
         self._seen = {}
         found: dict[str, dict[str, Any]] = {
             layer: {kind: value for kind, value in zip(KINDS, values, strict=True) if value == value}
             for layer, values in zip(self._layers, roots, strict=True)
         }
-        for path, numbers in (told or {}).items():
+        for path, numbers in (statistics or {}).items():
             around = (layer for layer in found if f"{path}.".startswith(f"{layer}."))
             found.setdefault(max(around, key=len, default=path), {}).update(numbers)
         return found

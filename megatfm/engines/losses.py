@@ -7,17 +7,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatfm.engines.interface import Arrays, LossFunction, Sums
+from megatfm.engines.interface import Arrays, LossFunction, LossTotals
 from megatfm.errors import MegatfmError
 from megatfm.ops.aligned import aligned
-from megatfm.ops.attention import sequence_starts
+from megatfm.ops.attention import cu_seqlens_from_documents
 from megatfm.ops.moved import moved
-from megatfm.parallel.context import cut
-from megatfm.parallel.layout import ParameterLayout
+from megatfm.parallel.context import split_batch
+from megatfm.parallel.layout import ModelLayout
 from megatfm.parallel.mesh import Mesh
 
 
-class HostReads:
+class DeferredReads:
     """Numbers on the device that the host will look at: once it needs one, all that wait are read together.
 
     A read waits until the device has done all that was asked of it before the numbers were sent, so a step should have
@@ -29,19 +29,19 @@ class HostReads:
         self._sent: list[tuple[Tensor, list[float]]] = []
         self._there: torch.cuda.Event | None = None
 
-    def later(self, values: Tensor) -> Callable[[], list[float]]:
+    def defer(self, values: Tensor) -> Callable[[], list[float]]:
         """Float64 values [n] → what gives them, reading if that was not done."""
         found: list[float] = []
         self._waiting.append((values, found))
 
-        def read() -> list[float]:
+        def finish() -> list[float]:
             if not found:
                 self.read()
             return found
 
-        return read
+        return finish
 
-    def send(self) -> None:
+    def start_copy(self) -> None:
         """Have the device copy all that wait to the host: a read then waits for that, and for nothing asked later."""
         values = torch.cat([values for values, _ in self._waiting])
         if values.device.type != "cpu":
@@ -56,7 +56,7 @@ class HostReads:
     def read(self) -> None:
         """Read all that wait, or were sent."""
         if self._waiting:
-            self.send()
+            self.start_copy()
         if self._there:
             self._there.synchronize()
         for values, found in self._sent:
@@ -65,7 +65,7 @@ class HostReads:
 
 
 @dataclass(frozen=True)
-class Shares:
+class TermWeights:
     """What terms of a micro-batch count for in the loss of a global batch: factors [terms], in float64 on the device,
     by the places of terms."""
 
@@ -78,7 +78,7 @@ class Shares:
         return torch.stack(weighted).sum()
 
 
-class LossSums:
+class LossAccumulator:
     """Adds terms and counts up. Each term is summed on the pipeline rank that makes it.
 
     reads: those with which the result's are joined. summed: the result's sums and counts, on the device.
@@ -87,11 +87,11 @@ class LossSums:
     summed: Tensor
 
     def __init__(
-        self, objective: LossFunction, mesh: Mesh, device: torch.device, reads: HostReads | None = None
+        self, objective: LossFunction, mesh: Mesh, device: torch.device, reads: DeferredReads | None = None
     ) -> None:
         self._objective, self._mesh, self._device = objective, mesh, device
-        self._reads = reads or HostReads()
-        self._places = {term: place for place, term in enumerate(objective.weights)}
+        self._reads = reads or DeferredReads()
+        self._places = {term: place for place, term in enumerate(objective.loss_weights)}
         # In float64, exact for counts below 2⁵³.
         self._counts, self._sums = torch.zeros(2, len(self._places), dtype=torch.float64, device=device)
         self._counts_here = torch.zeros(len(self._places), dtype=torch.float64)
@@ -108,7 +108,7 @@ class LossSums:
         Of batches as the loader gives them, nothing is read from the device."""
         for batch in batches:
             self._batches += 1
-            for term, count in self._objective.counts(to_device(batch, torch.device("cpu"))).items():
+            for term, count in self._objective.target_counts(to_device(batch, torch.device("cpu"))).items():
                 self._counts_here[self._places[term]] += count
 
     def sum_counts(self) -> None:
@@ -119,28 +119,28 @@ class LossSums:
         if not self._batches:
             raise MegatfmError("no batch to compute a loss of: every rank must bring at least one")
         counts = self._counts_here.to(self._device, non_blocking=True)
-        self._mesh.sum(counts, self._mesh.data_axes)
+        self._mesh.all_reduce_(counts, self._mesh.data_axes)
         self._counts += counts
         self._counts_here = torch.zeros_like(self._counts_here)
 
-    def shares(self, scale: float = 1.0) -> Shares:
+    def shares(self, scale: float = 1.0) -> TermWeights:
         """What terms count for in the loss of all that was counted, times a scale that is a power of 2."""
         counts = self._counts.clamp(min=1)
-        weights = self._objective.weights.items()
+        weights = self._objective.loss_weights.items()
         factors = [scale * (weight / counts[self._places[name]]) for name, weight in weights]
-        return Shares(torch.stack(factors), self._places)
+        return TermWeights(torch.stack(factors), self._places)
 
     def add(self, terms: Mapping[str, Tensor]) -> None:
         """Add the terms of one micro-batch to what this rank reports."""
         for term, value in terms.items():
             self._sums[self._places[term]] += value
 
-    def result(self) -> Sums:
+    def result(self) -> LossTotals:
         """Sums and counts over all ranks. A collective."""
         sums = self._sums.clone()
-        self._mesh.sum(sums, self._mesh.loss_axes)
+        self._mesh.all_reduce_(sums, self._mesh.loss_axes)
         self.summed = torch.cat([sums, self._counts])
-        return Sums(self._objective.weights, self._reads.later(self.summed))
+        return LossTotals(self._objective.loss_weights, self._reads.defer(self.summed))
 
 
 def check_first_pass(passed: object) -> None:
@@ -153,18 +153,18 @@ def check_first_pass(passed: object) -> None:
         )
 
 
-def here(batch: Arrays, device: torch.device, layout: ParameterLayout) -> dict[str, Tensor]:
+def local_batch(batch: Arrays, device: torch.device, layout: ModelLayout) -> dict[str, Tensor]:
     """A micro-batch on the device, of each row the tokens that are here."""
-    if layout.contexts is not None:
+    if layout.context_parallel is not None:
         # Cut before it is moved, so that the host has a copy of each field (see `megatfm.ops.moved`).
-        return to_device(cut(to_device(batch, torch.device("cpu")), layout.contexts), device)
+        return to_device(split_batch(to_device(batch, torch.device("cpu")), layout.context_parallel), device)
     return to_device(batch if device.type == "cpu" else with_starts(batch), device)
 
 
 def with_starts(batch: Arrays) -> Arrays:
     """And where documents begin, for kernels that are no CPU's: the host sees it, and need not wait for the device."""
     found = {
-        name.replace("documents", "cu_seqlens"): sequence_starts(np.asarray(values))
+        name.replace("documents", "cu_seqlens"): cu_seqlens_from_documents(np.asarray(values))
         for name, values in batch.items()
         if name in ("documents", "encoder_documents")
     }

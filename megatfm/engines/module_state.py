@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatfm.checkpoint import Box
+from megatfm.checkpoint import ShardedTensor
 from megatfm.engines.interface import Stateful
-from megatfm.engines.ties import Ties
-from megatfm.parallel.layout import ParameterLayout
-from megatfm.parallel.mesh import DENSE, PIPELINE, Mesh, in_order
+from megatfm.engines.ties import TiedParameters
+from megatfm.parallel.layout import ModelLayout
+from megatfm.parallel.mesh import DENSE_DATA_AXES, PIPELINE, Mesh, sort_axes
 
 
 class ModuleState:
@@ -21,9 +21,9 @@ class ModuleState:
     """
 
     def __init__(
-        self, model: nn.Module, layout: ParameterLayout, mesh: Mesh, ties: Ties | None = None
+        self, model: nn.Module, layout: ModelLayout, mesh: Mesh, ties: TiedParameters | None = None
     ) -> None:
-        self._mesh, self._ties = mesh, ties or Ties(None, mesh)
+        self._mesh, self._ties = mesh, ties or TiedParameters(None, mesh)
         self._modules: dict[str, tuple[Stateful, tuple[str, ...]]] = {}
         for path, module in model.named_modules():
             axes = _axes(path, module, layout)
@@ -31,7 +31,7 @@ class ModuleState:
                 self._modules[path] = module, axes
         buffers = dict(model.named_buffers())
         self.boxes = {
-            name: Box(buffers[name], placement.shape, placement.region[0])
+            name: ShardedTensor(buffers[name], placement.shape, placement.region[0])
             for name, placement in layout.state.items()
             if name in buffers
         }
@@ -39,7 +39,7 @@ class ModuleState:
     def forget(self) -> None:
         """Nothing was observed since the last step."""
         for module, _ in self._modules.values():
-            module.forget()
+            module.reset_counts()
 
     @torch.no_grad()
     def update(self) -> None:
@@ -50,19 +50,21 @@ class ModuleState:
     @torch.no_grad()
     def statistics(self) -> dict[str, dict[str, Any]]:
         """By path, what modules that have a method `statistics` tell of what all ranks observed. A collective."""
-        told: dict[str, dict[str, Any]] = {}
+        statistics: dict[str, dict[str, Any]] = {}
         for path, module, total in self._totals():
-            if tell := getattr(module, "statistics", None):
-                told[path] = tell(total)
+            if moe_options := getattr(module, "statistics", None):
+                statistics[path] = moe_options(total)
         if self._mesh.size(PIPELINE) == 1:
-            return told
+            return statistics
         return {
-            path: one for each in self._mesh.gather_objects(told, (PIPELINE,)) for path, one in each.items()
+            path: one
+            for each in self._mesh.gather_objects(statistics, (PIPELINE,))
+            for path, one in each.items()
         }
 
     def _totals(self) -> Iterator[tuple[str, Stateful, dict[str, Tensor]]]:
         """Each module with the sums of what was observed. A collective."""
-        for (axes, holders), own in self._by_group():
+        for (axes, holders), own in self._modules_by_ranks():
             sums = [
                 (path, name, value)
                 for path in own
@@ -72,8 +74,8 @@ class ModuleState:
                 continue
             # In float64 whole numbers add up to the same in any order.
             flat = torch.cat([value.double().reshape(-1) for _, _, value in sums])
-            self._mesh.sum(flat, axes)
-            self._ties.sum_over(holders, flat)
+            self._mesh.all_reduce_(flat, axes)
+            self._ties.all_reduce(holders, flat)
             totals: dict[str, dict[str, Tensor]] = {path: {} for path, _, _ in sums}
             pieces = flat.split([value.numel() for _, _, value in sums])
             for (path, name, value), total in zip(sums, pieces, strict=True):
@@ -81,7 +83,7 @@ class ModuleState:
             for path, total in totals.items():
                 yield path, self._modules[path][0], total
 
-    def _by_group(self) -> Iterator[tuple[tuple[tuple[str, ...], tuple[int, ...]], list[str]]]:
+    def _modules_by_ranks(self) -> Iterator[tuple[tuple[tuple[str, ...], tuple[int, ...]], list[str]]]:
         """(axes, pipeline ranks) → the modules that are summed over these, in the same order on all ranks."""
         groups: dict[tuple[tuple[str, ...], tuple[int, ...]], list[str]] = {}
         for path, (_, axes) in self._modules.items():
@@ -89,7 +91,7 @@ class ModuleState:
         yield from sorted(groups.items(), key=lambda item: item[0])
 
 
-def _axes(path: str, module: nn.Module, layout: ParameterLayout) -> tuple[str, ...]:
+def _axes(path: str, module: nn.Module, layout: ModelLayout) -> tuple[str, ...]:
     own = [layout.buffers[f"{path}.{key}"] for key, _ in module.named_buffers(recurse=False)]
-    data = {axis for placement in own for axis in placement.data.all} or set(DENSE.all)
-    return in_order({*data, *(axis for placement in own for axis in placement.sum_over)})
+    data = {axis for placement in own for axis in placement.data_axes.all} or set(DENSE_DATA_AXES.all)
+    return sort_axes({*data, *(axis for placement in own for axis in placement.partial_axes)})

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatfm.engines.interface import OptimizerGroup, Place, Placed
-from megatfm.engines.whole_tensor import WholeTensors
+from megatfm.engines.interface import NeedsShardLocations, OptimizerGroup, ShardLocation
+from megatfm.engines.whole_tensor import OwnedTensors
 from megatfm.errors import MegatfmError
 from megatfm.ops.aligned import aligned
-from megatfm.parallel.layout import Region
+from megatfm.parallel.layout import Chunk
 
 State = Mapping[str, Mapping[str, Tensor]]
 """Parameter name → key → tensor."""
@@ -27,14 +27,14 @@ class TorchOptimizer:
     """
 
     def __init__(self, group: OptimizerGroup, tensors: Mapping[str, Tensor]) -> None:
-        self.tensors, self.counters, self._stacked = dict(tensors), group.counters, group.stacked
-        self._moments = group.moments
+        self.tensors, self.counters, self._stacked = dict(tensors), group.counters, group.stacked_names
+        self._moments = group.state_dtype
         made = group.parameter_groups(self.tensors)
         self._parts = {name: self._split(name, tensor) for name, tensor in self.tensors.items()}
         for names, options in made:
             options["params"] = [part for name in names for part in self._parts[name]]
         # A rank may own nothing, and torch refuses an optimizer without parameters.
-        self.optimizer = group.make([options for _, options in made]) if made else None
+        self.optimizer = group.build([options for _, options in made]) if made else None
         # By torch's own protocol (`torch.amp.GradScaler`): `found_inf` on the device, of which a step makes no step.
         self.can_skip = self.optimizer is None or getattr(self.optimizer, "_step_supports_amp_scaling", False)
         self._counted: list[dict[str, Any]] = []  # counters as they were before the last step
@@ -43,7 +43,7 @@ class TorchOptimizer:
             name: options for (names, _), options in zip(made, groups, strict=True) for name in names
         }
 
-    def step(self, gradients: Mapping[str, Tensor], lr: float, spoiled: Tensor | None = None) -> None:
+    def step(self, gradients: Mapping[str, Tensor], lr: float, found_inf: Tensor | None = None) -> None:
         """Move the tensors; lr: before each group's own ratio. Does nothing where the rank owns no tensors.
 
         spoiled: with `can_skip` only, a float32 scalar on the device: 1, and nothing moves but counters, which
@@ -52,15 +52,15 @@ class TorchOptimizer:
         if self.optimizer is None:
             return
         self._counted = [{key: group[key] for key in self.counters} for group in self.optimizer.param_groups]
-        if spoiled is not None:
-            self.optimizer.found_inf = spoiled  # type: ignore[attr-defined]
+        if found_inf is not None:
+            self.optimizer.found_inf = found_inf  # type: ignore[attr-defined]
         for options in self.optimizer.param_groups:
             options["lr"] = lr * options["lr_ratio"]
         for name, parts in self._parts.items():
             for part, gradient in zip(parts, self._split(name, gradients[name]), strict=True):
                 part.grad = gradient
         self.optimizer.step()
-        if spoiled is not None:
+        if found_inf is not None:
             del self.optimizer.found_inf  # type: ignore[attr-defined]
         for part in (part for parts in self._parts.values() for part in parts):
             part.grad = None
@@ -69,7 +69,7 @@ class TorchOptimizer:
                 if isinstance(value, Tensor):
                     state[key] = aligned(value)
 
-    def not_taken(self) -> None:
+    def restore_counters(self) -> None:
         """The last step was spoiled: counters are what they were."""
         if self.optimizer is not None:
             for options, counted in zip(self.optimizer.param_groups, self._counted, strict=True):
@@ -121,22 +121,24 @@ class ElementwiseOptimizer:
         self._torch, self._averaged = TorchOptimizer(group, local), group.averaged
         self.can_skip = self._torch.can_skip
 
-    def place(self, places: Mapping[str, Place]) -> None:
+    def set_shard_locations(self, places: Mapping[str, ShardLocation]) -> None:
         """Say where each block is in its whole tensor, to an optimizer that asks for it."""
-        if isinstance(self._torch.optimizer, Placed):
-            self._torch.optimizer.place({block: places[name] for name, block in self.blocks().items()})
+        if isinstance(self._torch.optimizer, NeedsShardLocations):
+            self._torch.optimizer.set_shard_locations(
+                {block: places[name] for name, block in self.tensors().items()}
+            )
 
-    def blocks(self) -> Mapping[str, Tensor]:
+    def tensors(self) -> Mapping[str, Tensor]:
         """What the optimizer moves: name → block."""
         return self._torch.tensors
 
-    def step(self, gradients: Mapping[str, Tensor], lr: float, spoiled: Tensor | None = None) -> None:
+    def step(self, gradients: Mapping[str, Tensor], lr: float, found_inf: Tensor | None = None) -> None:
         """Move the blocks in place by gradients [block] of the same names; spoiled: see `TorchOptimizer.step`."""
-        self._torch.step(gradients, lr, spoiled)
+        self._torch.step(gradients, lr, found_inf)
 
     def not_taken(self) -> None:
         """The last step was spoiled."""
-        self._torch.not_taken()
+        self._torch.restore_counters()
 
     def refresh(self) -> None:
         """Nothing: the blocks are the weights themselves."""
@@ -148,14 +150,14 @@ class ElementwiseOptimizer:
         state, options = self._torch.state(), self._torch.options
         return {
             name: self._averaged(block, state[name], options[name])
-            for name, block in self.blocks().items()
+            for name, block in self.tensors().items()
             if state[name]
         }
 
     def state(self) -> State:
         """Raises MegatfmError for a tensor that is not shaped like its block: the optimizer is no elementwise one."""
         state = self._torch.state()
-        for name, block in self.blocks().items():
+        for name, block in self.tensors().items():
             for key, value in state[name].items():
                 if value.dim() and value.shape != block.shape:
                     raise MegatfmError(
@@ -168,8 +170,8 @@ class ElementwiseOptimizer:
 
     def load(self, state: State) -> None:
         """Take over what `state` gave; the blocks become the trained weights again where averaged ones were saved."""
-        values = {name: dict(state[name]) for name in self.blocks()}
-        for name, block in self.blocks().items():
+        values = {name: dict(state[name]) for name in self.tensors()}
+        for name, block in self.tensors().items():
             if TRAINED in values[name]:
                 block.copy_(values[name].pop(TRAINED))
         self._torch.load(values)
@@ -182,22 +184,22 @@ class WholeTensorOptimizer:
         self,
         group: OptimizerGroup,
         local: Mapping[str, Tensor],
-        boxes: Mapping[str, Sequence[Region]],
+        boxes: Mapping[str, Sequence[Chunk]],
         shapes: Mapping[str, Sequence[int]],
         ranks: ProcessGroup,
     ) -> None:
-        self._whole = WholeTensors(local, boxes, shapes, ranks)
+        self._whole = OwnedTensors(local, boxes, shapes, ranks)
         self._whole.refresh()
         self._torch = TorchOptimizer(group, self._whole.full)
         self.can_skip = False  # no such optimizer can; and ranks must be of one mind about what is sent
 
-    def blocks(self) -> Mapping[str, Tensor]:
+    def tensors(self) -> Mapping[str, Tensor]:
         """Whole tensors by name, of those alone that this rank owns."""
         return self._whole.full
 
-    def step(self, gradients: Mapping[str, Tensor], lr: float, spoiled: Tensor | None = None) -> None:
+    def step(self, gradients: Mapping[str, Tensor], lr: float, found_inf: Tensor | None = None) -> None:
         """Gather the gradients to the owners, move the tensors, and scatter them to their blocks. A collective."""
-        assert spoiled is None, "it can't skip"
+        assert found_inf is None, "it can't skip"
         self._torch.step(self._whole.gather(gradients), lr)
         self._whole.scatter()
 

@@ -8,26 +8,26 @@ from torch import Tensor, nn
 from megatfm.engines.interface import Batch, LossFunction
 
 Terms = dict[str, Tensor]
-Weigh = Callable[[Terms], Tensor]
+LossScaler = Callable[[Terms], Tensor]
 """The terms of a micro-batch → its share of the global batch's loss, a scalar."""
 
 
-class Beginnings(Protocol):
+class GradientSync(Protocol):
     """Who has to know when passes begin, because gradients are reduced in some of them."""
 
-    def begin(self, last: bool) -> None:
+    def begin(self, is_last: bool) -> None:
         """Before the forward pass of each micro-batch. last: of this step, so that what is accumulated is reduced."""
 
-    def begin_pipeline(self, keep_whole: bool) -> None:
+    def start_pipeline_step(self, keep_unsharded: bool) -> None:
         """Instead of `begin`, once a step, where the passes of micro-batches take turns; gradients are reduced at its
-        end. keep_whole: weights must stay as they are between the parts of a backward pass."""
+        end. keep_unsharded: weights must stay as they are between the parts of a backward pass."""
 
 
-class Passes(Protocol):
+class ForwardBackward(Protocol):
     """One way to run forward and backward passes."""
 
     def step(
-        self, batches: Sequence[Batch], objective: LossFunction, weigh: Weigh, data: Beginnings
+        self, batches: Sequence[Batch], objective: LossFunction, scale_loss: LossScaler, data: GradientSync
     ) -> list[Terms]:
         """Add the gradients of all micro-batches up; the terms that were computed here."""
 
@@ -35,20 +35,20 @@ class Passes(Protocol):
         """The terms of one micro-batch that are computed here."""
 
 
-class WholeModel:
+class SequentialForwardBackward:
     """Forward and backward of each micro-batch in turn."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
     def step(
-        self, batches: Sequence[Batch], objective: LossFunction, weigh: Weigh, data: Beginnings
+        self, batches: Sequence[Batch], objective: LossFunction, scale_loss: LossScaler, data: GradientSync
     ) -> list[Terms]:
         found = []
         for batch in batches:
-            data.begin(last=batch is batches[-1])
+            data.begin(is_last=batch is batches[-1])
             terms = objective(self._model, batch)
-            weigh(terms).backward()
+            scale_loss(terms).backward()
             found.append({name: term.detach() for name, term in terms.items()})
         return found
 

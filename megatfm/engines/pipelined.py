@@ -17,26 +17,26 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatfm.engines.interface import Batch, LossFunction
-from megatfm.engines.passes import Beginnings, Terms, Weigh
-from megatfm.engines.split_backward import Later, backward_of_inputs
+from megatfm.engines.passes import GradientSync, LossScaler, Terms
+from megatfm.engines.split_backward import WeightBackward, backward_input
 from megatfm.errors import MegatfmError
 from megatfm.parallel.forward import replace_forward
 from megatfm.parallel.pipeline_cut import Pipeline, Stage, StageOutput, activation_shape
-from megatfm.parallel.pipeline_schedule import SPLITS_BACKWARD, Action, orders, with_transfers
+from megatfm.parallel.pipeline_schedule import SPLITS_BACKWARD, Action, add_send_recv, build_schedule
 from megatfm.split_points import CarrySpec, Splittable
 
 Carry = dict[str, Tensor]
 
 
 @dataclass
-class InFlight:
+class MicrobatchState:
     """A micro-batch between its forward and its backward pass through a stage."""
 
     takes: Carry
     gives: Carry
     loss: Tensor | None
-    later: Later | None = None
-    through: Carry = field(default_factory=dict)
+    backward_weight: WeightBackward | None = None
+    passthrough_gradients: Carry = field(default_factory=dict)
     """Gradients of what the stage only handed on."""
 
 
@@ -60,19 +60,19 @@ class StepState:
 
     batches: Sequence[Batch]
     objective: LossFunction
-    weigh: Weigh
-    passing: dict[tuple[int, int], InFlight] = field(default_factory=dict)
+    weigh: LossScaler
+    microbatches: dict[tuple[int, int], MicrobatchState] = field(default_factory=dict)
     inputs: dict[tuple[int, int], PendingReceive] = field(default_factory=dict)
     outputs: dict[tuple[int, int], Carry] = field(default_factory=dict)
     """To be sent forward: what a stage gave."""
     gradients: dict[tuple[int, int], PendingReceive] = field(default_factory=dict)
-    returns: dict[tuple[int, int], Carry] = field(default_factory=dict)
+    input_gradients: dict[tuple[int, int], Carry] = field(default_factory=dict)
     """To be sent backward: gradients of what a stage took."""
     terms: list[Terms] = field(default_factory=list)
     sent: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
 
 
-class StagePasses:
+class PipelineForwardBackward:
     """Runs this rank's stages of a pipeline.
 
     model: holds the modules of these stages alone; its forward becomes that of one stage, so that whatever is laid
@@ -85,16 +85,16 @@ class StagePasses:
         model: nn.Module,
         pipeline: Pipeline,
         group: ProcessGroup,
-        back: ProcessGroup,
+        backward_group: ProcessGroup,
         *,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self._model, self._pipeline = model, pipeline
-        self._group, self._back = group, back
+        self._group, self._back = group, backward_group
         self._dtype, self._device = dtype, device
         self._rank = dist.get_rank(group)
-        self._stages = {stage.index: stage for stage in pipeline.mine(self._rank)}
+        self._stages = {stage.index: stage for stage in pipeline.stages_of(self._rank)}
         self.splits = pipeline.schedule in SPLITS_BACKWARD
         self._plan = cache(self._planned)
         self._views = {
@@ -105,19 +105,24 @@ class StagePasses:
 
     def _planned(self, microbatches: int) -> list[Action]:
         pipeline = self._pipeline
-        order_of = orders(pipeline.schedule, pipeline.ranks, pipeline.virtual, microbatches)
-        return with_transfers(order_of, pipeline.rank_of)[self._rank]
+        order_of = build_schedule(pipeline.schedule, pipeline.ranks, pipeline.stages_per_rank, microbatches)
+        return add_send_recv(order_of, pipeline.stage_to_rank)[self._rank]
 
     def step(
-        self, batches: Sequence[Batch], objective: LossFunction, weigh: Weigh, data: Beginnings
+        self, batches: Sequence[Batch], objective: LossFunction, scale_loss: LossScaler, data: GradientSync
     ) -> list[Terms]:
-        data.begin_pipeline(keep_whole=self.splits)
-        step = StepState(batches, objective, weigh)
+        data.start_pipeline_step(keep_unsharded=self.splits)
+        step = StepState(batches, objective, scale_loss)
         run = {
-            "F": self._run_forward, "B": self._run_backward, "I": self._run_backward_of_input, "W": self._run_later,
-            "send F": self._send_forward, "recv F": self._receive_forward,
-            "send B": self._send_backward, "recv B": self._receive_backward,
-        }  # fmt: skip
+            "F": self._run_forward,
+            "B": self._run_backward,
+            "I": self._run_backward_of_input,
+            "W": self._run_backward_weight,
+            "send F": self._send_forward,
+            "recv F": self._receive_forward,
+            "send B": self._send_backward,
+            "recv B": self._receive_backward,
+        }
         for action in self._plan(len(batches)):
             step.sent = [(work, tensor) for work, tensor in step.sent if not work.is_completed()]
             run[action.kind](step, self._stages[action.stage], action.microbatch)
@@ -133,11 +138,11 @@ class StagePasses:
         carry: Carry = {}
         for index, stage in sorted(self._stages.items()):
             if index and (index - 1) not in self._stages:
-                carry = self._receive(stage.takes, batch, index - 1, self._group).wait()
+                carry = self._receive(stage.inputs, batch, index - 1, self._group).wait()
             carry, found = self._call(stage, batch, carry, objective)
             terms |= found
             if index + 1 < len(self._pipeline.stages) and (index + 1) not in self._stages:
-                for work, _ in self._send(stage.gives, carry, index + 1, self._group):
+                for work, _ in self._send(stage.outputs, carry, index + 1, self._group):
                     work.wait()
         return terms
 
@@ -145,10 +150,10 @@ class StagePasses:
         self, stage: Stage, inputs: Mapping[str, Tensor], carry: Carry
     ) -> tuple[Carry, dict[str, Tensor]]:
         """Of the model, for one stage."""
-        takes = {name: tensor for name, tensor in carry.items() if name in stage.takes}
+        takes = {name: tensor for name, tensor in carry.items() if name in stage.inputs}
         output = self._views[stage.index].forward(**inputs, **takes)
         carried = output.carried()
-        gives = {name: carried[name] for name in stage.gives if name in stage.makes}
+        gives = {name: carried[name] for name in stage.outputs if name in stage.produced}
         # FSDP2 puts its hooks on what a model returns, and warns where that is a view.
         return {n: t if t._base is None else t.clone() for n, t in gives.items()}, output.losses or {}
 
@@ -158,7 +163,7 @@ class StagePasses:
 
         def model(**inputs: Tensor) -> Any:
             made, losses = self._model(stage, inputs, carry)
-            gives.update({name: made[name] if name in made else carry[name] for name in stage.gives})
+            gives.update({name: made[name] if name in made else carry[name] for name in stage.outputs})
             return StageOutput(losses)
 
         return gives, objective(cast(nn.Module, model), batch)
@@ -166,79 +171,85 @@ class StagePasses:
     def _run_forward(self, step: StepState, stage: Stage, i: int) -> None:
         inbox = step.inputs.pop((stage.index, i), None)
         takes = inbox.wait() if inbox else {}
-        for name in stage.returns:
+        for name in stage.inputs_with_grad:
             takes[name].requires_grad_()
         gives, terms = self._call(stage, step.batches[i], takes, step.objective)
         loss = step.weigh(terms) if terms else None
         step.terms.append({name: term.detach() for name, term in terms.items()})
-        step.passing[stage.index, i] = InFlight(takes, gives, loss)
+        step.microbatches[stage.index, i] = MicrobatchState(takes, gives, loss)
         if stage.index + 1 in self._stages:
             step.inputs[stage.index + 1, i] = PendingReceive({n: t.detach() for n, t in gives.items()}, [])
-        elif stage.gives:
+        elif stage.outputs:
             step.outputs[stage.index, i] = {name: tensor.detach() for name, tensor in gives.items()}
 
     def _run_backward(self, step: StepState, stage: Stage, i: int) -> None:
-        passing = step.passing.pop((stage.index, i))
+        passing = step.microbatches.pop((stage.index, i))
         roots, gradients = self._roots(step, stage, i, passing)
         if roots:  # none where all that lies so far down is frozen
             torch.autograd.backward(roots, gradients)
-        self._hand_back(step, stage, i, passing)
+        self._queue_input_gradients(step, stage, i, passing)
 
     def _run_backward_of_input(self, step: StepState, stage: Stage, i: int) -> None:
-        passing = step.passing[stage.index, i]
+        passing = step.microbatches[stage.index, i]
         roots, gradients = self._roots(step, stage, i, passing)
         inputs = [tensor for tensor in passing.takes.values() if tensor.requires_grad]
-        passing.later = backward_of_inputs(roots, gradients, inputs)
+        passing.backward_weight = backward_input(roots, gradients, inputs)
         passing.gives, passing.loss = {}, None
-        self._hand_back(step, stage, i, passing)
+        self._queue_input_gradients(step, stage, i, passing)
 
-    def _run_later(self, step: StepState, stage: Stage, i: int) -> None:
-        later = step.passing.pop((stage.index, i)).later
+    def _run_backward_weight(self, step: StepState, stage: Stage, i: int) -> None:
+        later = step.microbatches.pop((stage.index, i)).backward_weight
         assert later is not None
         later()
 
     def _roots(
-        self, step: StepState, stage: Stage, i: int, passing: InFlight
+        self, step: StepState, stage: Stage, i: int, passing: MicrobatchState
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """The outputs of a pass from which gradients flow back, and theirs."""
         inbox = step.gradients.pop((stage.index, i), None)
         received = inbox.wait() if inbox else {}
-        passing.through = {name: g for name, g in received.items() if name not in stage.makes}
+        passing.passthrough_gradients = {
+            name: g for name, g in received.items() if name not in stage.produced
+        }
         found: list[tuple[Tensor, Tensor | None]] = [
-            (passing.gives[name], gradient) for name, gradient in received.items() if name in stage.makes
+            (passing.gives[name], gradient) for name, gradient in received.items() if name in stage.produced
         ]
         if passing.loss is not None:
             found.append((passing.loss, None))
         found = [(root, gradient) for root, gradient in found if root.requires_grad]
         return [root for root, _ in found], [gradient for _, gradient in found]
 
-    def _hand_back(self, step: StepState, stage: Stage, i: int, passing: InFlight) -> None:
+    def _queue_input_gradients(self, step: StepState, stage: Stage, i: int, passing: MicrobatchState) -> None:
         """Gradients of what came in, to the stage before."""
-        back: Carry = {}
-        for name in sorted(stage.returns):
+        backward_group: Carry = {}
+        for name in sorted(stage.inputs_with_grad):
             taken = passing.takes[name]
-            shares = [g for g in (taken.grad, passing.through.get(name)) if g is not None]
-            back[name] = sum(shares[1:], shares[0]) if shares else torch.zeros_like(taken)
+            shares = [g for g in (taken.grad, passing.passthrough_gradients.get(name)) if g is not None]
+            backward_group[name] = sum(shares[1:], shares[0]) if shares else torch.zeros_like(taken)
         passing.takes = {}
         if stage.index - 1 in self._stages:
-            step.gradients[stage.index - 1, i] = PendingReceive(back, [])
+            step.gradients[stage.index - 1, i] = PendingReceive(backward_group, [])
         elif stage.index:
-            step.returns[stage.index, i] = back
+            step.input_gradients[stage.index, i] = backward_group
 
     def _send_forward(self, step: StepState, stage: Stage, i: int) -> None:
-        step.sent += self._send(stage.gives, step.outputs.pop((stage.index, i)), stage.index + 1, self._group)
+        step.sent += self._send(
+            stage.outputs, step.outputs.pop((stage.index, i)), stage.index + 1, self._group
+        )
 
     def _receive_forward(self, step: StepState, stage: Stage, i: int) -> None:
         step.inputs[stage.index, i] = self._receive(
-            stage.takes, step.batches[i], stage.index - 1, self._group
+            stage.inputs, step.batches[i], stage.index - 1, self._group
         )
 
     def _send_backward(self, step: StepState, stage: Stage, i: int) -> None:
-        fields = {name: stage.takes[name] for name in sorted(stage.returns)}
-        step.sent += self._send(fields, step.returns.pop((stage.index, i)), stage.index - 1, self._back)
+        fields = {name: stage.inputs[name] for name in sorted(stage.inputs_with_grad)}
+        step.sent += self._send(
+            fields, step.input_gradients.pop((stage.index, i)), stage.index - 1, self._back
+        )
 
     def _receive_backward(self, step: StepState, stage: Stage, i: int) -> None:
-        fields = {name: stage.gives[name] for name in sorted(stage.expects)}
+        fields = {name: stage.outputs[name] for name in sorted(stage.outputs_with_grad)}
         step.gradients[stage.index, i] = self._receive(fields, step.batches[i], stage.index + 1, self._back)
 
     def _dtype_of(self, field: CarrySpec) -> torch.dtype:
@@ -266,7 +277,7 @@ class StagePasses:
     ) -> PendingReceive:
         peer, carry, works = self._pipeline.stages[origin].rank, Carry(), []
         for name, one in fields.items():
-            shape = activation_shape(one, batch, self._pipeline.sequence_parts)
+            shape = activation_shape(one, batch, self._pipeline.sequence_shards)
             carry[name] = torch.empty(shape, dtype=self._dtype_of(one), device=self._device)
             work = dist.irecv(carry[name], group=group, group_src=peer)
             assert work is not None
@@ -274,11 +285,11 @@ class StagePasses:
         return PendingReceive(carry, works)
 
 
-def inputs_held(pipeline: Pipeline | None, rank: int, microbatches: int, n_blocks: int) -> int:
+def max_block_inputs(pipeline: Pipeline | None, rank: int, microbatches: int, n_blocks: int) -> int:
     """Most inputs of blocks that a pipeline rank keeps at a time: of each micro-batch between its two passes."""
     if pipeline is None:
         return n_blocks
-    order = orders(pipeline.schedule, pipeline.ranks, pipeline.virtual, microbatches)[rank]
+    order = build_schedule(pipeline.schedule, pipeline.ranks, pipeline.stages_per_rank, microbatches)[rank]
     now = most = 0
     for action in order:
         now += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)

@@ -11,14 +11,14 @@ class Precision:
     """stored: of weights, optimizer state, and gradients that are accumulated and reduced. computed: of the model.
     fp8: how the products of blocks are scaled, where they are made of 8-bit floats (see `megatfm/ops/fp8.py`)."""
 
-    stored: torch.dtype
-    computed: torch.dtype
+    param_dtype: torch.dtype
+    compute_dtype: torch.dtype
     fp8: Literal["rowwise", "tensorwise"] | None = None
 
     @property
     def is_mixed(self) -> bool:
         """Whether the model computes in another dtype than that of the stored weights."""
-        return self.stored != self.computed
+        return self.param_dtype != self.compute_dtype
 
 
 PRECISIONS = {

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from megatfm.parallel.collectives import functional
+from megatfm.parallel.collectives import use_functional_collectives
 from megatfm.parallel.forward import replace_forward
 
 UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
 
 _aten, _sums = torch.ops.aten, torch.ops._c10d_functional
-KEPT = {
+SAVED_OPS = {
     _aten.mm.default,
     _aten.addmm.default,
     _aten._scaled_mm.default,
@@ -34,31 +34,31 @@ KEPT = {
     _sums.all_reduce.default,
     _sums.reduce_scatter_tensor.default,
 }
-KEPT_BY_NAME = {"torch_attn::_varlen_attn", "flex_attention"}
+SAVED_OP_NAMES = {"torch_attn::_varlen_attn", "flex_attention"}
 """Operators that are there only once their modules are imported."""
 
 Forward = Callable[..., Any]
 
 
-def recompute(stage: nn.Module, blocks: Iterable[nn.Module], how: str, *, compiled: bool = False) -> None:
+def recompute(stage: nn.Module, blocks: Iterable[nn.Module], mode: str, *, compiled: bool = False) -> None:
     """Let a stage's blocks run that way. To be called before they are compiled or sharded."""
     if compiled:
         import torch._functorch.config
 
-        torch._functorch.config.activation_memory_budget = share_of(how)
-    if how.endswith("%"):
+        torch._functorch.config.activation_memory_budget = share_of(mode)
+    if mode.endswith("%"):
         return
-    if compiled and how != "none":
+    if compiled and mode != "none":
         from torch._dynamo import config
 
         # What a block notes for later layers, such as a mask, is noted in the forward pass; that's enough.
         config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-    budget = Budget(stage, size_of(how)) if how not in ("none", "full", "selective") else None
+    budget = MemoryBudget(stage, size_of(mode)) if mode not in ("none", "full", "selective") else None
     for block in blocks:
         if budget:
-            replace_forward(block, partial(budget.run, block, block.forward))
-        elif how != "none":
-            replace_forward(block, partial(_again, block, block.forward, how))
+            replace_forward(block, partial(budget.forward, block, block.forward))
+        elif mode != "none":
+            replace_forward(block, partial(_checkpointed, block, block.forward, mode))
 
 
 def share_of(text: str) -> float:
@@ -72,11 +72,11 @@ def size_of(text: str) -> int:
     return int(float(text[:-2]) * UNITS[unit])
 
 
-def _again(block: nn.Module, forward: Forward, how: str, *args: Any, **kwargs: Any) -> Any:
+def _checkpointed(block: nn.Module, forward: Forward, mode: str, *args: Any, **kwargs: Any) -> Any:
     if not (block.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
     options: dict[str, Any] = {}
-    if how == "selective":
+    if mode == "selective":
         contexts = partial(create_selective_checkpoint_contexts, _policy)
         options["context_fn"] = contexts if torch.compiler.is_compiling() else partial(_keepable, contexts)
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
@@ -92,12 +92,12 @@ def _keepable(
 
 @contextmanager
 def _within(context: AbstractContextManager[None]) -> Iterator[None]:
-    with functional(), context:
+    with use_functional_collectives(), context:
         yield
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = operator in KEPT or _name(operator) in KEPT_BY_NAME
+    kept = operator in SAVED_OPS or _name(operator) in SAVED_OP_NAMES
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -106,7 +106,7 @@ def _name(operator: Any) -> str:
     return str(operator._schema.name if hasattr(operator, "_schema") else operator)
 
 
-class Budget:
+class MemoryBudget:
     """Keeps everything of a forward pass's blocks while it fits into so many bytes, and recomputes the blocks after.
 
     What a block keeps is measured when one of its kind with inputs of these shapes first runs, which keeps it all once,
@@ -115,15 +115,15 @@ class Budget:
     """
 
     def __init__(self, stage: nn.Module, limit: int) -> None:
-        self.limit, self.held = limit, 0
+        self.limit, self.used = limit, 0
         self._sizes: dict[Any, int] = {}
         self._kinds: dict[nn.Module, Any] = {}
         stage.register_forward_pre_hook(lambda *_: self._start())
 
     def _start(self) -> None:
-        self.held = 0
+        self.used = 0
 
-    def run(self, block: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, block: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """What the block gives; kept or recomputed in training, and just computed where nothing needs a gradient."""
         if not (block.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
@@ -132,11 +132,11 @@ class Budget:
         key = self._kinds[block], _shapes(args), _shapes(kwargs.values())
         if key not in self._sizes:
             output, self._sizes[key] = measured(block, partial(forward, *args, **kwargs))
-            self.held += self._sizes[key]
+            self.used += self._sizes[key]
             return output
-        if self.held + self._sizes[key] > self.limit:
-            return _again(block, forward, "full", *args, **kwargs)
-        self.held += self._sizes[key]
+        if self.used + self._sizes[key] > self.limit:
+            return _checkpointed(block, forward, "full", *args, **kwargs)
+        self.used += self._sizes[key]
         return forward(*args, **kwargs)
 
 

@@ -9,11 +9,11 @@ from megatfm.config import Config
 from megatfm.engines.interface import Engine, EngineSetup
 from megatfm.errors import UsageError
 from megatfm.ops.attention import kernels
-from megatfm.parallel.symmetric import share_memory
+from megatfm.parallel.symmetric import enable_symmetric_memory
 from megatfm.registry import Registry
 
 if TYPE_CHECKING:
-    from megatfm.engines.native.graphed import Recorder
+    from megatfm.engines.native.graphed import GraphCapture
 
 ENGINES: Registry[Callable[[EngineSetup], Engine]] = Registry("engine")
 
@@ -21,12 +21,12 @@ ENGINES: Registry[Callable[[EngineSetup], Engine]] = Registry("engine")
 @ENGINES.register("native")
 def native(setup: EngineSetup) -> Engine:
     """FSDP2 or whole copies over the data axes, and our own pipeline runner."""
-    from megatfm.engines.native.data_parallel import Sharing
+    from megatfm.engines.native.data_parallel import ZeroOptions
     from megatfm.engines.native.engine import NativeEngine
 
     parallel, train = setup.config.parallel, setup.config.train
     if parallel.async_tp:
-        share_memory(setup.mesh, setup.device)
+        enable_symmetric_memory(setup.mesh, setup.device)
     return NativeEngine(
         setup.model,
         setup.layout,
@@ -35,18 +35,18 @@ def native(setup: EngineSetup) -> Engine:
         precision=setup.precision,
         seed=train.seed,
         optimizers=setup.optimizers,
-        sharing=Sharing.of(parallel),
+        sharing=ZeroOptions.of(parallel),
         pipeline=setup.pipeline,
         recomputed=train.recompute,
-        compile_blocks=compiles(setup.config, setup.device),
+        compile_blocks=should_compile(setup.config, setup.device),
         autotune=train.compile == "autotune",
         eager_attention=leaves_attention(setup.config, setup.device),
         async_tp=parallel.async_tp,
-        graphs=recorder(setup.config, setup.device),
+        graphs=make_graph_capture(setup.config, setup.device),
     )
 
 
-def recorder(config: Config, device: torch.device) -> "Recorder | None":
+def make_graph_capture(config: Config, device: torch.device) -> "GraphCapture | None":
     """Who records passes, where it was asked for. Raises UsageError where they can't be."""
     if not config.train.cuda_graphs:
         return None
@@ -61,7 +61,7 @@ def recorder(config: Config, device: torch.device) -> "Recorder | None":
     return CudaGraphs()
 
 
-def compiles(config: Config, device: torch.device) -> bool:
+def should_compile(config: Config, device: torch.device) -> bool:
     """Whether the native engine compiles blocks: where "auto" says nothing else, on GPUs if nothing is in the way. On a
     CPU it gains a few per cent at most, and takes seconds at the start."""
     if config.train.compile == "auto":

@@ -17,14 +17,14 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from megatfm.parallel.backward_parts import under_way
 
-Later = Callable[[], None]
-OFF_THE_WAY = None
+WeightBackward = Callable[[], None]
+NOT_ON_INPUT_PATH = None
 """Instead of a node on the way: an output that doesn't depend on any input."""
 
 
-def backward_of_inputs(
+def backward_input(
     roots: Sequence[Tensor], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]
-) -> Later:
+) -> WeightBackward:
     """Add gradients to the `.grad` of inputs; returns what is to be called once to do the same for all weights."""
     if not roots:
         return lambda: None
@@ -36,8 +36,8 @@ def backward_of_inputs(
     branches: dict[Node, list[Tensor]] = defaultdict(list)
     at_once = list(inputs)
     for weight, nodes in _branching(tops, parents, leaves):
-        (node,) = nodes if len(nodes) == 1 else (OFF_THE_WAY,)
-        if node is OFF_THE_WAY:
+        (node,) = nodes if len(nodes) == 1 else (NOT_ON_INPUT_PATH,)
+        if node is NOT_ON_INPUT_PATH:
             at_once.append(weight)
         else:
             branches[node].append(weight)
@@ -84,27 +84,27 @@ def _parents(tops: Sequence[Node]) -> dict[Node, list[Node]]:
 
 
 def _branching(
-    tops: Sequence[Node], parents: dict[Node, list[Node]], leaves: set[Node]
+    root_nodes: Sequence[Node], parents: dict[Node, list[Node]], leaves: set[Node]
 ) -> list[tuple[Tensor, frozenset[Node | None]]]:
     """Each weight, and the nodes on the way from which its branches leave."""
-    way, waiting = set(leaves), list(leaves)
+    input_path, waiting = set(leaves), list(leaves)
     while waiting:
         for parent in parents.get(waiting.pop(), ()):
-            if parent not in way:
-                way.add(parent)
+            if parent not in input_path:
+                input_path.add(parent)
                 waiting.append(parent)
     left = {node: len(above) for node, above in parents.items()}
     ready = [node for node, above in left.items() if not above]
-    leave: dict[Node, frozenset[Node | None]] = {}
+    exit_nodes: dict[Node, frozenset[Node | None]] = {}
     found = []
     while ready:
         node = ready.pop()
-        sources: set[Node | None] = {OFF_THE_WAY} if node in tops else set()
+        sources: set[Node | None] = {NOT_ON_INPUT_PATH} if node in root_nodes else set()
         for parent in parents[node]:
-            sources |= {parent} if parent in way else leave[parent]
-        leave[node] = frozenset(sources)
+            sources |= {parent} if parent in input_path else exit_nodes[parent]
+        exit_nodes[node] = frozenset(sources)
         if node not in leaves and hasattr(node, "variable"):
-            found.append((node.variable, leave[node]))
+            found.append((node.variable, exit_nodes[node]))
         # In one order on all ranks: what is on the way may send something.
         for child in dict.fromkeys(child for child, _ in node.next_functions if child is not None):
             left[child] -= 1

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatfm.checkpoint import Box
+from megatfm.checkpoint import ShardedTensor
 from megatfm.engines.interface import StateDict
 from megatfm.engines.loss_scale import LossScale
 from megatfm.engines.optimizers import State, WholeTensorOptimizer
@@ -16,7 +16,7 @@ from megatfm.engines.optimizers import State, WholeTensorOptimizer
 class StatefulOptimizer(Protocol):
     """What is asked of the optimizers of an engine, beside their steps."""
 
-    def blocks(self) -> Mapping[str, Tensor]:
+    def tensors(self) -> Mapping[str, Tensor]:
         """What the optimizer moves: name → block."""
 
     def refresh(self) -> None:
@@ -32,12 +32,12 @@ class StatefulOptimizer(Protocol):
         """Take over what `state` gave."""
 
 
-class TrainedState:
+class TrainState:
     """The blocks that this rank's optimizers move (weights: name → block), and what they remember of them."""
 
     def __init__(
         self,
-        weights: Mapping[str, Box],
+        weights: Mapping[str, ShardedTensor],
         optimizers: Sequence[StatefulOptimizer],
         loss_scale: LossScale | None = None,
     ) -> None:
@@ -61,7 +61,7 @@ class TrainedState:
         """Room for what a checkpoint holds (name → dtype, global shape): weights in place, fresh optimizer state."""
         state: StateDict = {f"model.{name}": box for name, box in self.weights.items()}
         for optimizer in self.optimizers:
-            for name, block in optimizer.blocks().items():
+            for name, block in optimizer.tensors().items():
                 prefix = f"optimizer.{name}."
                 for full_name, (dtype, shape) in stored.items():
                     if full_name.startswith(prefix):
@@ -72,17 +72,17 @@ class TrainedState:
         scale = self._loss_scale.state() if self._loss_scale else {}
         return state | {name: value for name, value in scale.items() if name in stored}
 
-    def load_state_dict(self, state: Mapping[str, Box | Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, ShardedTensor | Tensor]) -> None:
         """Take over optimizer state and loss scale from what `empty_state_dict` made and a checkpoint filled."""
         if self._loss_scale:
             self._loss_scale.load(state)
         for optimizer in self.optimizers:
-            values: dict[str, dict[str, Tensor]] = {name: {} for name in optimizer.blocks()}
+            values: dict[str, dict[str, Tensor]] = {name: {} for name in optimizer.tensors()}
             for full_name, value in state.items():
                 kind, _, rest = full_name.partition(".")
                 name, _, key = rest.rpartition(".")
                 if kind == "optimizer" and name in values:
-                    values[name][key] = value.tensor if isinstance(value, Box) else value
+                    values[name][key] = value.tensor if isinstance(value, ShardedTensor) else value
             optimizer.load(values)
 
     def refresh(self) -> None:
@@ -91,16 +91,16 @@ class TrainedState:
             optimizer.refresh()
 
     @contextmanager
-    def averaged_weights(self, changed: Callable[[], None]) -> Iterator[None]:
+    def averaged_weights(self, on_change: Callable[[], None]) -> Iterator[None]:
         """Have the weights to evaluate in place for a while. The trained ones come back from a copy, so to the last
         bit. changed: called whenever the weights were."""
         averaged = self._averaged()
         trained = {name: self.weights[name].tensor.clone() for name in averaged}
-        self._set(averaged, changed)
+        self._set(averaged, on_change)
         try:
             yield
         finally:
-            self._set(trained, changed)
+            self._set(trained, on_change)
 
     def _averaged(self) -> dict[str, Tensor]:
         """The weights to evaluate and save that are not the ones that are trained."""
@@ -112,11 +112,11 @@ class TrainedState:
         if values:
             changed()
 
-    def _like(self, name: str, block: Tensor) -> Box:
+    def _like(self, name: str, block: Tensor) -> ShardedTensor:
         """A block shaped like the one of the weight `name`."""
-        return self.weights[name].over(block)
+        return self.weights[name].with_tensor(block)
 
-    def _stored(self, optimizer: StatefulOptimizer, name: str, value: Tensor) -> Box | Tensor:
+    def _stored(self, optimizer: StatefulOptimizer, name: str, value: Tensor) -> ShardedTensor | Tensor:
         if value.dim() == 0 or isinstance(optimizer, WholeTensorOptimizer):
             return value
         return self._like(name, value)

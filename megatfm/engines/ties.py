@@ -16,12 +16,12 @@ from megatfm.parallel.mesh import PIPELINE, Mesh
 from megatfm.parallel.pipeline_cut import Pipeline
 
 
-class Ties:
+class TiedParameters:
     """Of this rank with the other ranks of its pipeline; nothing where there is none."""
 
     def __init__(self, pipeline: Pipeline | None, mesh: Mesh) -> None:
-        self._rank, self._holders = mesh.rank(PIPELINE), pipeline.holders if pipeline else {}
-        self._modules = pipeline.module_holders if pipeline else {}
+        self._rank, self._holders = mesh.rank(PIPELINE), pipeline.parameter_ranks if pipeline else {}
+        self._modules = pipeline.module_ranks if pipeline else {}
         self._names: dict[tuple[int, ...], list[str]] = defaultdict(list)
         for name, holders in sorted(self._holders.items()):
             if len(holders) > 1 and pipeline and name not in pipeline.frozen:
@@ -30,18 +30,18 @@ class Ties:
         groups = {holders: _group(holders, mesh) for holders in sorted(shared)}
         self._groups = {holders: group for holders, group in groups.items() if self._rank in holders}
 
-    def sum(self, gradients: Mapping[str, Tensor]) -> None:
+    def all_reduce_gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """Add the gradients of all holders up, in place."""
         for holders in self._groups:
             shares = [gradients[name] for name in self._names[holders] if name in gradients]
             if not shares:
                 continue
             flat = torch.cat([share.reshape(-1) for share in shares])
-            self.sum_over(holders, flat)
+            self.all_reduce(holders, flat)
             for share, total in zip(shares, flat.split([share.numel() for share in shares]), strict=True):
                 share.copy_(total.view_as(share))
 
-    def sum_over(self, holders: tuple[int, ...], tensor: Tensor) -> None:
+    def all_reduce(self, holders: tuple[int, ...], tensor: Tensor) -> None:
         """Sum a tensor in place over pipeline ranks, of which this is one."""
         if len(holders) > 1:
             dist.all_reduce(tensor, group=self._groups[holders])
@@ -51,7 +51,7 @@ class Ties:
         """Process groups that this rank sums in."""
         return self._groups.values()
 
-    def counts_here(self, name: str) -> bool:
+    def is_owner(self, name: str) -> bool:
         """Whether this is the one rank of a pipeline on which a parameter is counted."""
         return not self._holders or self._holders[name][0] == self._rank
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatfm.parallel.layout import Region
+from megatfm.parallel.layout import Chunk
 
 
-class WholeTensors:
+class OwnedTensors:
     """Full copies of the tensors that this rank owns.
 
     local: name → this rank's block. boxes: name → the box of every rank of `group`, in group order; a box that
@@ -24,13 +24,13 @@ class WholeTensors:
     def __init__(
         self,
         local: Mapping[str, Tensor],
-        boxes: Mapping[str, Sequence[Region]],
+        boxes: Mapping[str, Sequence[Chunk]],
         shapes: Mapping[str, Sequence[int]],
         group: ProcessGroup,
     ) -> None:
         self.local, self.boxes, self.group = local, boxes, group
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.owners = _share_out(
+        self.owners = _assign_owners(
             {name: torch.Size(shape).numel() for name, shape in shapes.items()}, self.ranks
         )
         self.full = {
@@ -95,7 +95,7 @@ class WholeTensors:
         return received.split(sizes)
 
 
-def _share_out(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
+def _assign_owners(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
     """An owner for each tensor: the largest first, to the rank that has least."""
     load = [0] * ranks
     owners = {}
@@ -105,9 +105,9 @@ def _share_out(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
     return owners
 
 
-def _numel(box: Region) -> int:
+def _numel(box: Chunk) -> int:
     return torch.Size(box[1]).numel()
 
 
-def _view(tensor: Tensor, box: Region) -> Tensor:
+def _view(tensor: Tensor, box: Chunk) -> Tensor:
     return tensor[tuple(slice(offset, offset + size) for offset, size in zip(*box, strict=True))]

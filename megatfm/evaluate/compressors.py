@@ -40,5 +40,5 @@ def compressors(corpus: Corpus, tokenizer: Tokenizer) -> dict[str, float]:
 
 def _texts(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[bytes]:
     for block in range(corpus.n_blocks):
-        for _, tokens in corpus.block(block):
+        for _, tokens in corpus.read_block(block):
             yield tokenizer.decode(tokens.tolist()).encode()

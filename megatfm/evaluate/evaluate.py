@@ -11,7 +11,7 @@ from megatfm.errors import MegatfmError, UsageError
 from megatfm.evaluate.compressors import compressors
 from megatfm.parallel import bootstrap
 from megatfm.parallel.mesh import build_mesh
-from megatfm.ranks import run_on_rank_0
+from megatfm.ranks import run_on_rank_0_raising
 from megatfm.registry import import_foreign_plugins
 from megatfm.train.build import build_engine
 from megatfm.train.corpora import open_corpora, open_corpus, open_tokenizer
@@ -45,8 +45,8 @@ def evaluate_run(
             "leave it out"
         )
     checkpoint.find_checkpoint(run_dir)  # raises before the others are met
-    with bootstrap.joined(device=config.train.device) as rank:
-        source, state = run_on_rank_0(lambda: _newest(run_dir))  # the run there may save meanwhile
+    with bootstrap.distributed_session(device=config.train.device) as rank:
+        source, state = run_on_rank_0_raising(lambda: _newest(run_dir))  # the run there may save meanwhile
         mesh = build_mesh(config.parallel, rank.world_size, rank.device.type)
         corpora = open_corpora(config, tokenizer)
         engine = build_engine(config, mesh, rank.device, str(state["precision"]))

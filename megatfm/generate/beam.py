@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.errors import UsageError
-from megatfm.generate.decoding import Decoding, Prompts, stop_tokens
+from megatfm.generate.decoding import DecodingState, Prompts, stop_tokens
 from megatfm.generate.sampling import check_logits
 
 # B prompts, K beams of each, V vocabulary
 
-Penalty = Callable[[int], float]
+LengthPenalty = Callable[[int], float]
 """By what the log-probability of a continuation of n tokens is divided."""
 
 
@@ -25,17 +25,17 @@ class BeamResult:
     score: float
 
 
-def gnmt_penalty(alpha: float) -> Penalty:
+def gnmt_penalty(alpha: float) -> LengthPenalty:
     """((5 + n) / 6)^α (Wu et al. 2016, equation 14); 0.6 in Vaswani et al. 2017."""
     return lambda n: ((5 + n) / 6) ** alpha
 
 
-def power(alpha: float) -> Penalty:
+def power(alpha: float) -> LengthPenalty:
     """n^α, as in transformers."""
     return lambda n: float(n) ** alpha
 
 
-VASWANI = gnmt_penalty(0.6)
+DEFAULT_PENALTY = gnmt_penalty(0.6)
 
 
 @torch.no_grad()
@@ -46,7 +46,7 @@ def beam_search(
     beams: int,
     max_tokens: int,
     stop_token: int | Sequence[int] | None,
-    penalty: Penalty = VASWANI,
+    penalty: LengthPenalty = DEFAULT_PENALTY,
     vocab_size: int | None = None,
     cache: bool = True,
 ) -> list[BeamResult]:
@@ -58,12 +58,12 @@ def beam_search(
     """
     if beams < 1 or max_tokens < 1:
         raise UsageError("beam search needs at least one beam and one token")
-    decoding = Decoding(model, prompts, max_tokens, cache=cache)
+    decoding = DecodingState(model, prompts, max_tokens, cache=cache)
     searches = [_Search(beams, max_tokens, stop_tokens(stop_token), penalty) for _ in prompts.tokens]
     scores_BK = torch.zeros(len(searches), 1, dtype=torch.float64)
     for length in range(1, max_tokens + 1):
         logits = decoding.logits()[:, :vocab_size].double().cpu()
-        places_B = (decoding.tokens_BT.shape[1] - decoding.skipped_B1[:, 0]).tolist()
+        places_B = (decoding.tokens_BT.shape[1] - decoding.left_padding_B1[:, 0]).tolist()
         check_logits(logits, places_B)
         logs_BKV = logits.log_softmax(-1).unflatten(0, (len(searches), -1))
         totals = (scores_BK[..., None] + logs_BKV).flatten(1)
@@ -77,7 +77,7 @@ def beam_search(
         width = logs_BKV.shape[1]
         rows = [i * width + beam for i, step in enumerate(steps) for _, beam, _ in step]
         device = decoding.tokens_BT.device
-        decoding.select(torch.tensor(rows, device=device))
+        decoding.reorder(torch.tensor(rows, device=device))
         decoding.append(torch.tensor([token for step in steps for _, _, token in step], device=device))
         scores_BK = torch.tensor([[score for score, _, _ in step] for step in steps], dtype=torch.float64)
     return [BeamResult(torch.tensor(search.best[1]), search.best[0]) for search in searches]
@@ -86,7 +86,7 @@ def beam_search(
 class _Search:
     """The beams of one prompt."""
 
-    def __init__(self, beams: int, max_tokens: int, stops: Sequence[int], penalty: Penalty) -> None:
+    def __init__(self, beams: int, max_tokens: int, stops: Sequence[int], penalty: LengthPenalty) -> None:
         self.beams, self.max_tokens, self.stops = beams, max_tokens, frozenset(stops)
         self.penalty = penalty
         self.running: list[list[int]] = [[]]
@@ -100,21 +100,21 @@ class _Search:
 
         There are always `beams` of them, copies of the last if the vocabulary is too small for more.
         """
-        going: list[tuple[float, int, int]] = []
+        live: list[tuple[float, int, int]] = []
         for rank, (score, place) in enumerate(zip(scores, places, strict=True)):
             beam, token = divmod(place, vocabulary)
             if token in self.stops or length == self.max_tokens:
                 if rank < self.beams and not self.finished:
                     found = (score / self.penalty(length), [*self.running[beam], token])
                     self.best = max(self.best, found, key=lambda pair: pair[0])
-            elif len(going) < self.beams:
-                going.append((score, beam, token))
-        if going:
+            elif len(live) < self.beams:
+                live.append((score, beam, token))
+        if live:
             # Scores only fall, and of the lengths that are left the kindest penalty is at one of the ends.
-            kindest = max(self.penalty(length + 1), self.penalty(self.max_tokens))
-            self.finished = self.finished or self.best[0] >= going[0][0] / kindest
-            going += [(-float("inf"), going[-1][1], going[-1][2])] * (self.beams - len(going))
-            self.running = [[*self.running[beam], token] for _, beam, token in going]
+            best_penalty = max(self.penalty(length + 1), self.penalty(self.max_tokens))
+            self.finished = self.finished or self.best[0] >= live[0][0] / best_penalty
+            live += [(-float("inf"), live[-1][1], live[-1][2])] * (self.beams - len(live))
+            self.running = [[*self.running[beam], token] for _, beam, token in live]
         else:
             self.finished = True
-        return going
+        return live

@@ -66,7 +66,7 @@ def check_makes_text(model: nn.Module) -> None:
         )
 
 
-class Decoding:
+class DecodingState:
     """The model's view of the batch. Without `cache` everything is computed again for each token: the reference.
 
     Experts with a capacity take all tokens, either way.
@@ -91,8 +91,8 @@ class Decoding:
         self.model, self.config = model, config
         self.tokens_BT, self.documents_BT = _padded(prompts.tokens, left=True)
         self.prefix = self.tokens_BT.shape[1] if prompts.prefix else 0
-        self.skipped_B1 = (self.documents_BT == PADDING).sum(1, keepdim=True)
-        self.ragged = bool(self.skipped_B1.any())
+        self.left_padding_B1 = (self.documents_BT == PADDING).sum(1, keepdim=True)
+        self.has_padding = bool(self.left_padding_B1.any())
         longest = self.tokens_BT.shape[1] + max_tokens
         if config.position.limit is not None and longest - 1 > config.position.limit:
             given, left = longest - max_tokens, config.position.limit + 1 - longest + max_tokens
@@ -101,33 +101,36 @@ class Decoding:
                 f"a prompt of {given} tokens and {max_tokens} more, but model.position.max_positions = "
                 f"{config.position.limit}: {way}"
             )
-        windows = [d for d in range(config.n_layers) if config.at(d).attention.pattern.name != "full"]
+        windows = [
+            d for d in range(config.n_layers) if config.layer_config(d).attention.pattern.name != "full"
+        ]
         if prompts.prefix and cache and windows:
             raise UsageError(
-                f"model.attention.pattern = {config.at(windows[0]).attention.pattern.name!r} and a prompt as a prefix, "
+                f"model.attention.pattern = {config.layer_config(windows[0]).attention.pattern.name!r} and a "
+                "prompt as a prefix, "
                 "all of which is seen by what follows: a cache does not keep it: generate without cache"
             )
         self.cache = KVCache(config.n_layers, longest) if cache else None
-        self.fed = 0
+        self.n_cached = 0
         self.memory: dict[str, Any] = {}
         if prompts.encoder is not None:
-            self.memory = self._encoded(prompts.encoder)
+            self.memory = self.encode(prompts.encoder)
 
     @torch.no_grad()
     def logits(self) -> Tensor:
         """Of the next token of each row, [B, V]."""
-        fed = self.fed if self.cache is not None else 0
+        fed = self.n_cached if self.cache is not None else 0
         inputs: dict[str, Any] = dict(self.memory)
-        if self.ragged:
+        if self.has_padding:
             places_T = torch.arange(fed, self.tokens_BT.shape[1], device=self.tokens_BT.device)
-            inputs["positions"] = (places_T - self.skipped_B1).clamp(min=0)
+            inputs["positions"] = (places_T - self.left_padding_B1).clamp(min=0)
             inputs["documents"] = self.documents_BT[:, fed:]
         if self.prefix and fed == 0:
             places_T = torch.arange(self.tokens_BT.shape[1], device=self.tokens_BT.device)
             inputs["prefix"] = (places_T < self.prefix) & (self.documents_BT != PADDING)
         if self.cache is not None:
             inputs["cache"] = self.cache
-        self.fed = self.tokens_BT.shape[1]
+        self.n_cached = self.tokens_BT.shape[1]
         with without_capacity(self.model):
             return cast(Tensor, self.model(self.tokens_BT[:, fed:], **inputs).logits[:, -1])
 
@@ -136,16 +139,17 @@ class Decoding:
         self.tokens_BT = torch.cat([self.tokens_BT, tokens_B[:, None]], dim=1)
         self.documents_BT = torch.cat([self.documents_BT, torch.zeros_like(tokens_B)[:, None]], dim=1)
 
-    def select(self, rows: Tensor) -> None:
+    def reorder(self, rows: Tensor) -> None:
         """Go on with these rows, int64 [rows], each as often as it is named."""
         self.tokens_BT, self.documents_BT = self.tokens_BT[rows], self.documents_BT[rows]
-        self.skipped_B1 = self.skipped_B1[rows]
+        self.left_padding_B1 = self.left_padding_B1[rows]
         self.memory = {key: value[rows] for key, value in self.memory.items()}
         if self.cache is not None:
             self.cache.select(rows)
 
     @torch.no_grad()
-    def _encoded(self, tokens: Sequence[Tensor]) -> dict[str, Tensor]:
+    def encode(self, tokens: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Run the encoder on a row of tokens for each prompt, and return the fields that the decoder needs of it."""
         if len(tokens) != len(self.tokens_BT) or min(len(row) for row in tokens) == 0:
             raise UsageError("the encoder needs at least one token for each prompt")
         if self.config.position.limit is not None and max(map(len, tokens)) > self.config.position.limit:

@@ -22,7 +22,7 @@ POOLINGS: tuple[Pooling, ...] = ("mean", "first", "masked")
 
 
 @dataclass(frozen=True)
-class TextEncoder:
+class SentenceEmbedder:
     """A model and its tokenizer, with what stands around a text.
 
     pooling, normalize: what `encode` does unless told otherwise. max_tokens: longer texts are cut, which is said.
@@ -42,7 +42,7 @@ class TextEncoder:
         *,
         pooling: Pooling | None = None,
         normalize: bool | None = None,
-        batch: int = 32,
+        batch_size: int = 32,
     ) -> Tensor:
         """A vector for each sentence, float32 [B, D], on the CPU; padding never counts.
 
@@ -52,11 +52,11 @@ class TextEncoder:
         texts = [sentences] if isinstance(sentences, str) else list(sentences)
         if wrong := [text for text in texts if not isinstance(text, str)]:
             raise UsageError(f"sentences: {wrong[0]!r:.80} is no text: give one text or a list of them")
-        if batch < 1:
-            raise UsageError(f"batch = {batch}: choose 1 or more sentences at a time, e.g. 32")
-        way = pooling or self.pooling
-        if way not in POOLINGS:
-            raise UsageError(f"pooling = {way!r}: choose one of {', '.join(POOLINGS)}")
+        if batch_size < 1:
+            raise UsageError(f"batch = {batch_size}: choose 1 or more sentences at a time, e.g. 32")
+        chosen_pooling = pooling or self.pooling
+        if chosen_pooling not in POOLINGS:
+            raise UsageError(f"pooling = {chosen_pooling!r}: choose one of {', '.join(POOLINGS)}")
         if not texts:
             raise UsageError("no sentences to encode: give at least one")
         before, after = self._frame()
@@ -65,15 +65,18 @@ class TextEncoder:
                 f"max_tokens = {self.max_tokens}: {len(before) + len(after)} tokens stand around a text already: "
                 f"choose {len(before) + len(after) + 1} or more"
             )
-        ids = [self._framed(text, before, after) for text in self.tokenizer.encode_batch(texts, threads=1)]
+        ids = [
+            self.add_special_tokens(text, before, after)
+            for text in self.tokenizer.encode_batch(texts, threads=1)
+        ]
         if cut := sum(len(own) < len(given) for own, given in ids):
             log.warning("%d of %d texts are cut at %d tokens", cut, len(texts), self.max_tokens)
         order = sorted(range(len(ids)), key=lambda i: len(ids[i][0]))
         vectors: dict[int, Tensor] = {}
         with torch.no_grad():
-            for start in range(0, len(order), batch):
-                rows = order[start : start + batch]
-                vectors |= zip(rows, self._pooled([ids[i][0] for i in rows], way), strict=True)
+            for start in range(0, len(order), batch_size):
+                rows = order[start : start + batch_size]
+                vectors |= zip(rows, self.pool([ids[i][0] for i in rows], chosen_pooling), strict=True)
         pooled_BD = torch.stack([vectors[i] for i in range(len(ids))])
         if self.normalize if normalize is None else normalize:
             pooled_BD = nn.functional.normalize(pooled_BD, dim=-1)
@@ -92,7 +95,7 @@ class TextEncoder:
         cls, sep = ([] if token is None else [token] for token in (special.cls, special.sep))
         return ([], [*sep, *cls]) if family == "xlnet" else (cls, sep)
 
-    def _framed(
+    def add_special_tokens(
         self, text: Iterable[int], before: list[int], after: list[int]
     ) -> tuple[list[int], list[int]]:
         """The ids that are read, and those of the whole text."""
@@ -102,7 +105,8 @@ class TextEncoder:
             return whole, whole
         return [*before, *own[: self.max_tokens - len(before) - len(after)], *after], whole
 
-    def _pooled(self, ids: Sequence[list[int]], way: Pooling) -> list[Tensor]:
+    def pool(self, ids: Sequence[list[int]], chosen_pooling: Pooling) -> list[Tensor]:
+        """Encode the rows as one batch, and reduce each to one vector on the CPU."""
         device, length = next(self.model.parameters()).device, max(1, *map(len, ids))
         tokens_BT = torch.full((len(ids), length), self.tokenizer.pad)
         documents_BT = torch.full((len(ids), length), -1)
@@ -117,9 +121,9 @@ class TextEncoder:
             fields["segments"] = is_cls_BT.long().to(device)
         hidden_BTD = self.model(tokens_BT.to(device), **fields).hidden.cpu().float()
         counted_BT = documents_BT == 0
-        if way == "first":
+        if chosen_pooling == "first":
             return list(hidden_BTD[:, 0])
-        if way == "masked":
+        if chosen_pooling == "masked":
             reserved = torch.tensor(sorted(self.tokenizer.special.reserved))
             text_BT = counted_BT & ~torch.isin(tokens_BT, reserved)
             counted_BT = torch.where(text_BT.any(1, keepdim=True), text_BT, counted_BT)
@@ -127,10 +131,10 @@ class TextEncoder:
         return list(summed_BD / counted_BT.sum(1, keepdim=True))
 
 
-def warn_of_padding(model: nn.Module, pad: int) -> None:
+def warn_unmarked_padding(model: nn.Module, pad: int) -> None:
     """Have a model that looks both ways say, once, when rows end in padding that nothing marks as such."""
 
-    def look(_: nn.Module, given: tuple[object, ...], named: dict[str, object]) -> None:
+    def check(_: nn.Module, given: tuple[object, ...], named: dict[str, object]) -> None:
         tokens = given[0] if given else named.get("tokens")
         if not isinstance(tokens, Tensor) or tokens.dim() != 2 or named.get("documents") is not None:
             return
@@ -143,4 +147,4 @@ def warn_of_padding(model: nn.Module, pad: int) -> None:
             hook.remove()
 
     if not is_causal(model):
-        hook = model.register_forward_pre_hook(look, with_kwargs=True)
+        hook = model.register_forward_pre_hook(check, with_kwargs=True)

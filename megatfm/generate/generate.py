@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from megatfm.generate.decoding import Decoding, Prompts, stop_tokens
+from megatfm.generate.decoding import DecodingState, Prompts, stop_tokens
 from megatfm.generate.sampling import Sampling
 
 # B rows, T tokens of the prompt, V vocabulary
@@ -32,7 +32,7 @@ def generate(
     """
     sampling = Sampling(temperature, top_k, top_p, seed)
     prompts = tokens if isinstance(tokens, Prompts) else Prompts(list(tokens))
-    decoding = Decoding(model, prompts, max_tokens, cache=cache)
+    decoding = DecodingState(model, prompts, max_tokens, cache=cache)
     made = _steps(decoding, sampling, max_tokens, stop_token)
     return torch.cat([decoding.tokens_BT, *(token_B[:, None] for token_B in made)], dim=1)
 
@@ -48,18 +48,18 @@ def stream(
 ) -> Iterator[Tensor]:
     """The tokens [B] of `generate`, one position at a time, as they are made."""
     prompts = tokens if isinstance(tokens, Prompts) else Prompts(list(tokens))
-    return _steps(Decoding(model, prompts, max_tokens, cache=cache), sampling, max_tokens, stop_token)
+    return _steps(DecodingState(model, prompts, max_tokens, cache=cache), sampling, max_tokens, stop_token)
 
 
 def _steps(
-    decoding: Decoding, sampling: Sampling, max_tokens: int, stop_token: int | Sequence[int] | None
+    decoding: DecodingState, sampling: Sampling, max_tokens: int, stop_token: int | Sequence[int] | None
 ) -> Iterator[Tensor]:
     token_B = torch.zeros_like(decoding.tokens_BT[:, 0])
     ended_B = torch.zeros_like(token_B, dtype=torch.bool)
     stops = ended_B.new_tensor(stop_tokens(stop_token), dtype=torch.int64)
     for _ in range(max_tokens):
-        places = (decoding.tokens_BT.shape[1] - decoding.skipped_B1[:, 0]).tolist()
-        token_B = torch.where(ended_B, token_B, sampling.choose(decoding.logits(), places))
+        places = (decoding.tokens_BT.shape[1] - decoding.left_padding_B1[:, 0]).tolist()
+        token_B = torch.where(ended_B, token_B, sampling.sample(decoding.logits(), places))
         ended_B = torch.isin(token_B, stops)
         decoding.append(token_B)
         yield token_B

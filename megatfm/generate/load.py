@@ -13,7 +13,7 @@ from megatfm import checkpoint, tokenizers
 from megatfm.config import Config
 from megatfm.config.key_migrations import migrate
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.layers.initialisation import set_buffers, stored_tensors
+from megatfm.layers.initialisation import checkpoint_tensors, initialise_buffers
 from megatfm.models import build
 from megatfm.models.dtype import take, working_dtype
 from megatfm.ops.aligned import aligned
@@ -22,21 +22,21 @@ from megatfm.tokenizers import Tokenizer
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """A trained model and what belongs to it. `folder` is its run directory, None for a checkpoint on its own.
+class TextModel:
+    """A trained model and what belongs to it. `run_dir` is None for a checkpoint on its own.
 
-    begins: what stood before texts in the training of a model from elsewhere; None: `bos`, as here. stop: the ids of
-    which each ends a text. knows_objective: whether `config.objective` is what it was trained for, not a guess from its
-    kind.
+    prompt_prefix_ids: what stood before texts in the training of a model from elsewhere; None: `bos`, as here.
+    eos_token_id: the ids of which each ends a text. knows_objective: whether `config.objective` is what it was trained
+    for, not a guess from its kind.
     """
 
     model: nn.Module
     tokenizer: Tokenizer
     config: Config
     step: int
-    folder: Path | None
-    begins: tuple[int, ...] | None = None
-    stop: tuple[int, ...] = ()
+    run_dir: Path | None
+    prompt_prefix_ids: tuple[int, ...] | None = None
+    eos_token_id: tuple[int, ...] = ()
     knows_objective: bool = True
 
 
@@ -46,7 +46,7 @@ def load(
     *,
     dtype: str | torch.dtype = "float32",
     trust_plugins: bool = False,
-) -> Loaded:
+) -> TextModel:
     """Open the newest checkpoint of a run directory, or one checkpoint, with its tokenizer, in evaluation mode.
 
     dtype: of the parameters; "auto": what most of them are stored in, up to float32. trust_plugins: import the packages
@@ -54,15 +54,15 @@ def load(
     where something is damaged or does not fit.
     """
     source = checkpoint.find_checkpoint(path)
-    return with_tokenizer(load_model(source, device, dtype=dtype, trust_plugins=trust_plugins), source)
+    return attach_tokenizer(load_model(source, device, dtype=dtype, trust_plugins=trust_plugins), source)
 
 
-def with_tokenizer(model: nn.Module, source: Path) -> Loaded:
+def attach_tokenizer(model: nn.Module, source: Path) -> TextModel:
     """The model of a checkpoint and what belongs to it. Raises as `load` does."""
     state, config = _state(source)
     run = source.absolute().parent.parent
     folder = run if (run / "config.toml").is_file() else None
-    where = tokenizers.find(run) or config.data.tokenizer
+    where = tokenizers.find_tokenizer_file(run) or config.data.tokenizer
     if where is None:
         raise UsageError(
             f"{source}: was trained on no text, and has no tokenizer: there is nothing to generate"
@@ -81,7 +81,7 @@ def with_tokenizer(model: nn.Module, source: Path) -> Loaded:
     if type(step := state.get("step")) is not int:
         raise MegatfmError(f"{source}: not a checkpoint of a run: its state has no step")
     begins, stop = state.get("begins"), state.get("stop")
-    return Loaded(
+    return TextModel(
         model,
         tokenizer,
         config,
@@ -111,13 +111,13 @@ def load_model(
     _, config = _state(source)
     import_foreign_plugins(config.plugins, source, trusted=trust_plugins)
     model = build(config.model)
-    set_buffers(model)
+    initialise_buffers(model)
     stored = checkpoint.read_tensors(source, "model.")
     sizes = Counter[torch.dtype]()
     for tensor in stored.values():
         sizes[tensor.dtype] += tensor.numel()
     working = working_dtype(dtype, max(sizes, key=sizes.__getitem__, default=torch.float32))
-    tensors = {f"model.{name}": tensor for name, tensor in stored_tensors(model).items()}
+    tensors = {f"model.{name}": tensor for name, tensor in checkpoint_tensors(model).items()}
     if stored.keys() != tensors.keys():
         name = min(stored.keys() ^ tensors.keys())
         raise MegatfmError(

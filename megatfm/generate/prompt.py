@@ -11,7 +11,7 @@ from megatfm.errors import UsageError
 from megatfm.generate.decoding import Prompts, check_makes_text, has_encoder
 
 if TYPE_CHECKING:
-    from megatfm.generate.load import Loaded
+    from megatfm.generate.load import TextModel
 
 log = logging.getLogger("megatfm")
 
@@ -20,8 +20,8 @@ SENTINEL = ("auto", "always", "never")
 _SENTINEL = re.compile(r"<extra_(?:id_)?(\d+)>")
 
 
-def prompts_of(
-    loaded: "Loaded", text: str, samples: int = 1, begin: str = "auto", sentinel: str = "auto"
+def build_prompts(
+    loaded: "TextModel", text: str, samples: int = 1, begin: str = "auto", sentinel: str = "auto"
 ) -> Prompts:
     """The prompt, `samples` times.
 
@@ -44,7 +44,7 @@ def prompts_of(
         )
     ids = tokenizer.encode(text).tolist()
     if objective == "span_corruption":
-        ids = _with_sentinels(loaded, text, sentinel)
+        ids = encode_with_sentinels(loaded, text, sentinel)
     if objective == "denoisers" and "S" in tokenizer.modes:
         ids = [tokenizer.modes["S"], *ids]
     first: list[int] | None
@@ -57,13 +57,18 @@ def prompts_of(
     bare = objective == "span_corruption" or (objective == "denoisers" and "S" in tokenizer.modes)
     prefix = objective in ("prefix", "span_corruption", "denoisers")
     if not bare:
-        first = [tokenizer.bos] if begin == "bos" or loaded.begins is None else list(loaded.begins)
+        first = (
+            [tokenizer.bos]
+            if begin == "bos" or loaded.prompt_prefix_ids is None
+            else list(loaded.prompt_prefix_ids)
+        )
         first = [] if begin == "none" else first
         ids = [*first, *ids] or [tokenizer.bos]  # something must be there to go on from
     return Prompts(_rows(ids, samples), prefix=prefix)
 
 
-def _with_sentinels(loaded: "Loaded", text: str, sentinel: str) -> list[int]:
+def encode_with_sentinels(loaded: "TextModel", text: str, sentinel: str) -> list[int]:
+    """Tokenize text in which `<extra_N>` stand for what is to be filled in; one is added at its end where none is."""
     sentinels = loaded.tokenizer.sentinels
     parts = _SENTINEL.split(text)
     if len(parts) == 1 and sentinel == "auto" and not loaded.knows_objective:

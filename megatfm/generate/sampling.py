@@ -37,7 +37,7 @@ class Sampling:
         if not 0 < self.top_p <= 1:
             raise UsageError(f"top_p = {self.top_p}: choose more than 0 and at most 1 (no limit), e.g. 0.95")
 
-    def choose(self, logits_BV: Tensor, position: int | Sequence[int]) -> Tensor:
+    def sample(self, logits_BV: Tensor, position: int | Sequence[int]) -> Tensor:
         """The token [B] of each row at its `position` of the sequence. Raises as `check_logits` does."""
         logits_BV = logits_BV[:, : self.vocab_size]
         positions = [position] * len(logits_BV) if isinstance(position, int) else position

@@ -4,10 +4,10 @@ from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
 from megatfm.layers.attention import ATTENTIONS, LayerCache
-from megatfm.layers.attention.patterns import PATTERNS, Memory
-from megatfm.layers.extra import Extra, Extras
+from megatfm.layers.attention.patterns import PATTERNS, CrossAttentionPattern
+from megatfm.layers.extra import AuxiliaryCollector, BlockOutput
 from megatfm.layers.ffn import FFNS
-from megatfm.layers.initialisation import Stack, initialiser
+from megatfm.layers.initialisation import StackKind, initialiser
 from megatfm.layers.residual import RESIDUALS
 from megatfm.layers.sequence import SequenceMetadata
 
@@ -20,9 +20,9 @@ class Block(nn.Module):
     In a decoder no token sees later ones.
     """
 
-    def __init__(self, config: ModelConfig, stack: Stack, depth: int = 0, *, cross: bool = False) -> None:
+    def __init__(self, config: ModelConfig, stack: StackKind, depth: int = 0, *, cross: bool = False) -> None:
         super().__init__()
-        self.depth, self.kind, config = depth, config.kind(depth), config.at(depth)
+        self.depth, self.kind, config = depth, config.layer_type_at(depth), config.layer_config(depth)
         initial, residual = initialiser(config, stack), RESIDUALS.get(config.norm.placement)
         first = RESIDUALS.get("none") if depth == 0 and not config.norm.first else residual
         self.attn_residual = first(config, "attention residual", stack)
@@ -30,7 +30,7 @@ class Block(nn.Module):
         self.attn = ATTENTIONS.get(config.attention.name)(config, initial, pattern)
         if cross:
             self.cross_residual = residual(config, "cross residual", stack)
-            self.cross = ATTENTIONS.get(config.attention.name)(config, initial, Memory())
+            self.cross = ATTENTIONS.get(config.attention.name)(config, initial, CrossAttentionPattern())
         self.ffn_residual = residual(config, "ffn residual", stack)
         self.ffn = FFNS.get(config.ffn.name)(config, initial)
 
@@ -41,15 +41,17 @@ class Block(nn.Module):
         bias: Tensor | None = None,
         memory_BSD: Tensor | None = None,
         cache: LayerCache | None = None,
-    ) -> Tensor | Extra:
+    ) -> Tensor | BlockOutput:
         """[B, T, D], or an Extra; bias: what the stack shares among its layers, numbers for all pairs
         or a projection."""
-        extras = Extras()
-        y_BTD = extras.take("attn", self.attn(self.attn_residual.before(x_BTD), sequence, bias, None, cache))
-        x_BTD = self.attn_residual.after(x_BTD, y_BTD, sequence)
+        extras = AuxiliaryCollector()
+        y_BTD = extras.unwrap(
+            "attn", self.attn(self.attn_residual.input_norm(x_BTD), sequence, bias, None, cache)
+        )
+        x_BTD = self.attn_residual.add(x_BTD, y_BTD, sequence)
         if memory_BSD is not None:
-            made = self.cross(self.cross_residual.before(x_BTD), sequence, None, memory_BSD, cache)
-            y_BTD = extras.take("cross", made)
-            x_BTD = self.cross_residual.after(x_BTD, y_BTD, sequence)
-        y_BTD = extras.take("ffn", self.ffn(self.ffn_residual.before(x_BTD), sequence))
-        return extras.beside(self.ffn_residual.after(x_BTD, y_BTD, sequence))
+            made = self.cross(self.cross_residual.input_norm(x_BTD), sequence, None, memory_BSD, cache)
+            y_BTD = extras.unwrap("cross", made)
+            x_BTD = self.cross_residual.add(x_BTD, y_BTD, sequence)
+        y_BTD = extras.unwrap("ffn", self.ffn(self.ffn_residual.input_norm(x_BTD), sequence))
+        return extras.wrap(self.ffn_residual.add(x_BTD, y_BTD, sequence))

@@ -7,14 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
-from megatfm.cost import Cost, Tokens, by_rule
+from megatfm.cost import Cost, TokenCounts, default_cost
 from megatfm.errors import UsageError
-from megatfm.layers.head import HEADS, CrossEntropy, of_predicted
+from megatfm.layers.head import HEADS, CrossEntropy, predicted_tokens
 from megatfm.layers.initialisation import initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.norm import make_norm
-from megatfm.layers.table import Table
-from megatfm.ops.cross_entropy import LogitVariant
+from megatfm.layers.table import Embedding
+from megatfm.ops.cross_entropy import LogitOptions
 from megatfm.ops.initial import Constant
 
 # B batch, T tokens, M masked tokens, D model width, P width of a position in a span
@@ -26,29 +26,29 @@ LONGEST_SPAN = 64
 
 
 @HEADS.register("boundary")
-class BoundaryHead(nn.Module):
+class SpanBoundaryHead(nn.Module):
     """Two layers of dense, GELU and norm on [left boundary; right boundary; place in the span], then the vocabulary."""
 
     reads = ("targets", "span_left", "span_right")
-    reads_of_row = ("span_left", "span_right")
-    context = "alone"
+    full_row_fields = ("span_left", "span_right")
+    cp_plan = "alone"
     predicts = False
 
-    plan = (
+    tp_plan = (
         ("", "vocabulary head"),
         ("positions", "shared by heads"),
         ("dense[12]", "shared by heads"),
         ("norm[12]", "shared by heads"),
     )
 
-    def __init__(self, config: ModelConfig, section: Any, tokens: Table | None) -> None:
+    def __init__(self, config: ModelConfig, section: Any, tokens: Embedding | None) -> None:
         super().__init__()
         if tokens is None:
             raise UsageError("model.heads.boundary predicts tokens: set model.embedding.name = 'tokens'")
         initial, d, width = initialiser(config), config.d_model, config.embedding_width
         inner = 2 * d + POSITION_WIDTH
-        self.around = Around()
-        self.positions = Table(
+        self.around = SpanBoundaryGather()
+        self.positions = Embedding(
             LONGEST_SPAN, POSITION_WIDTH, initial("position", LONGEST_SPAN, POSITION_WIDTH)
         )
         self.dense1 = Linear(inner, d, initial("dense", inner, d), bias=True)
@@ -58,11 +58,11 @@ class BoundaryHead(nn.Module):
         self.weight = tokens.weight
         self.bias = nn.Parameter(torch.empty(config.vocab_size or 0))
         self.initial = {"bias": Constant(0.0)}
-        self.loss = CrossEntropy(LogitVariant())
+        self.loss = CrossEntropy(LogitOptions())
 
-    def cost(self, tokens: Tokens) -> Cost:
+    def cost(self, tokens: TokenCounts) -> Cost:
         """Of masked tokens alone."""
-        return by_rule(self, of_predicted(tokens))
+        return default_cost(self, predicted_tokens(tokens))
 
     def forward(
         self,
@@ -83,10 +83,10 @@ class BoundaryHead(nn.Module):
         return self.loss(inner_ME, self.weight, targets_BT[rows, columns], self.bias)
 
 
-class Around(nn.Module):
+class SpanBoundaryGather(nn.Module):
     """The tokens around each span: the seam at which context parallelism takes over."""
 
-    context = "around"
+    cp_plan = "around"
 
     def forward(
         self,
@@ -96,7 +96,8 @@ class Around(nn.Module):
         row_left_BS: Tensor | None,
         row_right_BS: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Hidden states [M, D] to the left and to the right of masked tokens' spans; of the row: see `BoundaryHead`."""
+        """Hidden states [M, D] to the left and to the right of masked tokens' spans; of the row: see
+        `SpanBoundaryHead`."""
         rows, columns = (left_BT > 0).nonzero(as_tuple=True)
         left_M, right_M = left_BT[rows, columns], right_BT[rows, columns]
         return hidden_BTD[rows, columns - left_M], hidden_BTD[rows, columns + right_M]

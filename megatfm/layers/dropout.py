@@ -17,7 +17,7 @@ class Dropout(nn.Module):
 
     def __init__(self, rate: float, place: str) -> None:
         super().__init__()
-        self.rate, self.place = rate, zlib.crc32(place.encode())
+        self.rate, self.site = rate, zlib.crc32(place.encode())
         self.part = 0
         """Which of equal parts of the channels, or of the heads, x holds."""
 
@@ -34,7 +34,7 @@ class Dropout(nn.Module):
 
     def token_rng_keys(self, sequence: SequenceMetadata) -> Tensor:
         """int64 [B, T]. Raises UsageError where the batch brings no keys."""
-        return keyed.token_keys(rng_keys_of(sequence), self.place, sequence.indices)
+        return keyed.token_keys(rng_keys_of(sequence), self.site, sequence.indices)
 
     def head_rng_keys(
         self, sequence: SequenceMetadata, n_heads: int, part: int | None = None
@@ -44,13 +44,13 @@ class Dropout(nn.Module):
             return None
         first = (self.part if part is None else part) * n_heads
         heads = torch.arange(first, first + n_heads, device=sequence.positions.device)
-        return keyed.mix(self.token_rng_keys(sequence)[:, None], heads[:, None])
+        return keyed.fold_in(self.token_rng_keys(sequence)[:, None], heads[:, None])
 
 
 class DropPath(nn.Module):
     """Stochastic depth (Huang et al. 2016): leaves out a sublayer for whole rows, at the sequence's `skip_rate`."""
 
-    plan = (("", "keys of own tokens"),)
+    tp_plan = (("", "keys of own tokens"),)
 
     def __init__(self, place: str) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class DropPath(nn.Module):
 
     def token_rng_keys(self, sequence: SequenceMetadata) -> Tensor:
         """int64 [B, T], one for all tokens of a row."""
-        keys_B = keyed.mix(rng_keys_of(sequence), self.place)
+        keys_B = keyed.fold_in(rng_keys_of(sequence), self.place)
         return keys_B[:, None].expand(sequence.positions.shape)
 
 

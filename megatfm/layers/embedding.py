@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
 from megatfm.layers.dropout import Dropout
-from megatfm.layers.initialisation import Initialiser, Stack, initialiser
+from megatfm.layers.initialisation import Initialiser, StackKind, initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.norm import make_norm
 from megatfm.layers.position import POSITIONS
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.layers.table import Table
+from megatfm.layers.table import Embedding
 from megatfm.registry import Registry
 
 # B batch, T tokens, E embedding width, D model width
@@ -28,22 +28,22 @@ are not its concern."""
 
 
 @EMBEDDINGS.register("tokens")
-def tokens(config: ModelConfig, initial: Initialiser) -> Table:
+def tokens(config: ModelConfig, initial: Initialiser) -> Embedding:
     """A vector for each token of the vocabulary. Raises UsageError if its size is not known."""
     if config.vocab_size is None:
         raise UsageError("model.vocab_size is not known: set it, or give the tokenizer's size")
     width = config.embedding_width
-    return Table(config.vocab_size, width, initial("embedding", config.vocab_size, width))
+    return Embedding(config.vocab_size, width, initial("embedding", config.vocab_size, width))
 
 
-class Embedding(nn.Module):
+class InputEmbedding(nn.Module):
     """What is read, positions and segments: summed, normed, dropped and, from E to D, projected, each where it is.
 
     shared: an embedding whose part that reads (a table of tokens) and, for `share_positions`, positions serve this one
     too. reads: the field of the batch that it is given.
     """
 
-    plan = (
+    tp_plan = (
         ("tokens", "vocabulary embedding"),
         ("positions", "sequence output"),
         ("segments", "sequence output"),
@@ -55,9 +55,9 @@ class Embedding(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        stack: Stack = "decoder",
+        stack: StackKind = "decoder",
         *,
-        shared: "Embedding | None" = None,
+        shared: "InputEmbedding | None" = None,
         share_positions: bool = False,
     ) -> None:
         super().__init__()
@@ -67,14 +67,14 @@ class Embedding(nn.Module):
         first = shared.first if shared else EMBEDDINGS.get(self.name)(config, initial)
         self.add_module(self.name, first)
         self.reads = str(getattr(first, "reads", self.name))
-        position = POSITIONS.get(config.position.name).embedding
+        position = POSITIONS.get(config.position.name).absolute
         if shared and share_positions:
             self.positions: nn.Module | None = shared.positions
         else:
             self.positions = position(config, initial) if position else None
         n_segments = config.embedding.n_segments
         self.segments = (
-            Table(n_segments, width, initial("segment", n_segments, width)) if n_segments else None
+            Embedding(n_segments, width, initial("segment", n_segments, width)) if n_segments else None
         )
         self.norm = make_norm(config, width) if config.embedding.norm else None
         self.dropout = Dropout(config.dropout, "embedding")
@@ -91,11 +91,11 @@ class Embedding(nn.Module):
         return self.get_submodule(self.name)
 
     @property
-    def table(self) -> Table | None:
+    def table(self) -> Embedding | None:
         """The table of tokens, if that is what it has."""
-        return self.first if isinstance(self.first, Table) else None
+        return self.first if isinstance(self.first, Embedding) else None
 
-    def tied_table(self, config: ModelConfig) -> Table | None:
+    def tied_table(self, config: ModelConfig) -> Embedding | None:
         """The table that the output head shares. Raises UsageError if it is to share one, and there is none."""
         if not config.embedding.tied:
             return None
@@ -107,10 +107,10 @@ class Embedding(nn.Module):
         return self.table
 
     def forward(
-        self, given_BT: Tensor, sequence: SequenceMetadata, segments_BT: Tensor | None = None
+        self, inputs_BT: Tensor, sequence: SequenceMetadata, segments_BT: Tensor | None = None
     ) -> Tensor:
         """[B, T, D], of the field that it `reads`. Without `segments`, all is in segment 0."""
-        x_BTE = self.first(given_BT)
+        x_BTE = self.first(inputs_BT)
         if self.scale != 1.0:
             x_BTE = x_BTE * self.scale
         if self.positions is not None:

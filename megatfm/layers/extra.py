@@ -11,12 +11,12 @@ from megatfm.layers.sequence import SequenceMetadata
 # B batch, T tokens
 
 
-class Extra(NamedTuple):
+class BlockOutput(NamedTuple):
     """What a sublayer may return instead of its output; a tuple, which FSDP2, recomputation and compile go through.
 
-    y: the output. losses: by term, their sums over the micro-batch, scalars. counts: what the sublayer's `observe` is
-    to be told in training, once a forward pass, outside of what is compiled or recomputed. Of a block, counts are by
-    the sublayer's name.
+    y: the output. losses: by term, their sums over the micro-batch, scalars. counts: what the sublayer's
+    `accumulate_counts` is to be told in training, once a forward pass, outside of what is compiled or recomputed. Of a
+    block, counts are by the sublayer's name.
     """
 
     y: Any
@@ -25,7 +25,7 @@ class Extra(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Term:
+class AuxiliaryLoss:
     """A term of the loss that a part adds: weight · sum / count, with the count over the whole global batch.
 
     per: what it is counted by: "tokens", all that go through a block and are no padding, of which `TokenSum` takes the
@@ -33,44 +33,44 @@ class Term:
     """
 
     weight: float
-    per: Literal["tokens", "rows"]
+    normalised_by: Literal["tokens", "rows"]
 
 
 class TokenSum(nn.Module):
     """The sum of a number for each token [B, T], padding left out: the seam at which ranks that share rows add up."""
 
-    plan = (("", "token sum"),)
+    tp_plan = (("", "token sum"),)
 
     def real(self, sequence: SequenceMetadata) -> Tensor:
         """Boolean [B, T], which of the tokens that are here are no padding."""
-        return sequence.real
+        return sequence.non_padding_mask
 
     def forward(self, numbers_BT: Tensor, sequence: SequenceMetadata) -> Tensor:
         return numbers_BT.masked_fill(~self.real(sequence), 0).sum()
 
 
-class Extras:
+class AuxiliaryCollector:
     """Gathers what sublayers give besides their outputs."""
 
     def __init__(self) -> None:
         self.losses: dict[str, Tensor] = {}
-        self.counts: dict[str, dict[str, Tensor]] = {}
+        self.statistics: dict[str, dict[str, Tensor]] = {}
 
-    def take(self, name: str, made: Any) -> Any:
+    def unwrap(self, name: str, made: Any) -> Any:
         """The output of the sublayer `name`."""
-        if not isinstance(made, Extra):
+        if not isinstance(made, BlockOutput):
             return made
-        self.losses = summed(self.losses, made.losses)
+        self.losses = add_by_name(self.losses, made.losses)
         if made.counts:
-            self.counts[name] = summed(self.counts.get(name, {}), made.counts)
+            self.statistics[name] = add_by_name(self.statistics.get(name, {}), made.counts)
         return made.y
 
-    def beside(self, x: Any) -> Any:
+    def wrap(self, x: Any) -> Any:
         """A block's output, with the rest beside it where there is any."""
-        return Extra(x, self.losses, self.counts) if self.losses or self.counts else x
+        return BlockOutput(x, self.losses, self.statistics) if self.losses or self.statistics else x
 
 
-def summed(ones: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def add_by_name(ones: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Both, the values of the same name added."""
     both = dict(ones)
     for name, value in others.items():

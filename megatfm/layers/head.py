@@ -9,33 +9,35 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
-from megatfm.cost import Cost, Tokens, by_rule
+from megatfm.cost import Cost, TokenCounts, default_cost
 from megatfm.layers.activation import ACTIVATIONS
 from megatfm.layers.initialisation import Initialiser, initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.norm import make_norm
-from megatfm.layers.table import Table
-from megatfm.ops.cross_entropy import IGNORE, LogitVariant, cross_entropy
+from megatfm.layers.table import Embedding
+from megatfm.ops.cross_entropy import IGNORE, LogitOptions, cross_entropy
 from megatfm.ops.initial import Constant
-from megatfm.ops.moved import moved, on_host
+from megatfm.ops.moved import moved, to_host
 from megatfm.registry import Registry
 
 # B batch, T tokens, M tokens that count, D model width, E embedding width, V vocabulary, C classes
 
 
-MASKED_SHARE = 0.15
+DEFAULT_MASKED_FRACTION = 0.15
 """Of tokens that are masked, as objectives have it unless told otherwise: these alone go through a sparse head."""
 
 
-def of_predicted(tokens: Tokens) -> Tokens:
+def predicted_tokens(tokens: TokenCounts) -> TokenCounts:
     """Tokens that go through a head for masked ones; a usual share where the objective says none."""
-    return tokens.of(tokens.n * (MASKED_SHARE if tokens.predicted is None else tokens.predicted))
+    return tokens.with_count(
+        tokens.n * (DEFAULT_MASKED_FRACTION if tokens.target_fraction is None else tokens.target_fraction)
+    )
 
 
 class CrossEntropy(nn.Module):
     """The summed loss of hidden vectors: the seam at which a vocabulary-parallel loss takes over."""
 
-    def __init__(self, variant: LogitVariant) -> None:
+    def __init__(self, variant: LogitOptions) -> None:
         super().__init__()
         self.variant = variant
 
@@ -46,10 +48,10 @@ class CrossEntropy(nn.Module):
         return cross_entropy(hidden_ME, weight_VE, targets_M, bias_V, variant)
 
 
-class Transform(nn.Module):
+class PredictionHeadTransform(nn.Module):
     """BERT's dense layer, activation and norm before the output matrix, from D to E."""
 
-    plan = (("dense", "shared by heads"), ("norm", "shared by heads"))
+    tp_plan = (("dense", "shared by heads"), ("norm", "shared by heads"))
 
     def __init__(self, config: ModelConfig, initial: Initialiser, d_in: int) -> None:
         super().__init__()
@@ -62,7 +64,7 @@ class Transform(nn.Module):
         return self.norm(self.activation(self.dense(hidden)))
 
 
-class Head(nn.Module):
+class LMHead(nn.Module):
     """Logits [B, T, V] of hidden vectors [B, T, D], or, given targets [B, T], their summed cross-entropy.
 
     where [B, T]: logits [M, V] of these tokens alone.
@@ -70,16 +72,16 @@ class Head(nn.Module):
     Where few tokens have a target, as in masked language models, only those go through.
     """
 
-    plan = (("", "vocabulary head"),)
+    tp_plan = (("", "vocabulary head"),)
 
-    context = "alone"
+    cp_plan = "alone"
 
-    def __init__(self, config: ModelConfig, tied_to: Table | None, *, sparse: bool = False) -> None:
+    def __init__(self, config: ModelConfig, tied_to: Embedding | None, *, sparse: bool = False) -> None:
         super().__init__()
         initial, width, vocabulary = initialiser(config), config.embedding_width, config.vocab_size or 0
         self.transform: nn.Module | None = None
         if config.head.name == "transform":
-            self.transform = Transform(config, initial, config.d_model)
+            self.transform = PredictionHeadTransform(config, initial, config.d_model)
         elif width != config.d_model:
             self.transform = Linear(config.d_model, width, initial("dense", config.d_model, width))
         self.weight = tied_to.weight if tied_to else nn.Parameter(torch.empty(vocabulary, width))
@@ -89,23 +91,23 @@ class Head(nn.Module):
             self.initial["bias"] = Constant(0.0)
         self.scale = config.head_scale * (config.mup.base_width / config.d_model if config.mup else 1.0)
         self.softcap, self.sparse = config.head.softcap, sparse
-        self.loss = CrossEntropy(LogitVariant(config.head.softcap, config.head.label_smoothing))
+        self.loss = CrossEntropy(LogitOptions(config.head.softcap, config.head.label_smoothing))
 
-    def cost(self, tokens: Tokens) -> Cost:
+    def cost(self, tokens: TokenCounts) -> Cost:
         """Its matrix, though shared with a table, is multiplied with the tokens that have a target."""
-        return by_rule(self, of_predicted(tokens) if self.sparse else tokens)
+        return default_cost(self, predicted_tokens(tokens) if self.sparse else tokens)
 
     def forward(
-        self, hidden_BTD: Tensor, targets_BT: Tensor | None = None, *, where_BT: Tensor | None = None
+        self, hidden_BTD: Tensor, targets_BT: Tensor | None = None, *, token_mask_BT: Tensor | None = None
     ) -> Tensor:
         if targets_BT is None:
-            hidden = hidden_BTD if where_BT is None else hidden_BTD[where_BT]
+            hidden = hidden_BTD if token_mask_BT is None else hidden_BTD[token_mask_BT]
             logits = F.linear(self._last(hidden), self.weight, self.bias)
             return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
         hidden_MD, targets_M = hidden_BTD.flatten(0, 1), targets_BT.flatten()
         if self.sparse:
             # By places that the host finds, since it has to know how many they are.
-            at_M = moved((on_host(targets_BT).flatten() != IGNORE).nonzero()[:, 0], targets_M.device)
+            at_M = moved((to_host(targets_BT).flatten() != IGNORE).nonzero()[:, 0], targets_M.device)
             hidden_MD, targets_M = hidden_MD[at_M], targets_M[at_M]
         return self.loss(self._last(hidden_MD), self.weight, targets_M, self.bias)
 
@@ -114,7 +116,7 @@ class Head(nn.Module):
         return hidden if self.scale == 1.0 else hidden * self.scale
 
 
-HEADS: Registry[Callable[[ModelConfig, Any, Table | None], nn.Module]] = Registry("head (model.heads)")
+HEADS: Registry[Callable[[ModelConfig, Any, Embedding | None], nn.Module]] = Registry("head (model.heads)")
 """Heads besides the one over the vocabulary. Made as `head(config, section, tokens)`: tokens is the table of tokens, if
 there is one. A head is a module that takes hidden vectors [B, T, D] and the fields of the batch that it `reads`, where
 the batch has all of them, and gives the sum of the loss `term` (called as the head is unless it says otherwise);
@@ -131,19 +133,19 @@ class SentenceHead(nn.Module):
     reads = ("sentence_targets",)
     predicts = True
 
-    plan = (("", "whole input"), ("*", "whole"))
+    tp_plan = (("", "whole input"), ("*", "whole"))
 
-    context = "alone"
+    cp_plan = "alone"
 
-    def __init__(self, config: ModelConfig, section: Any, tokens: Table | None = None) -> None:
+    def __init__(self, config: ModelConfig, section: Any, tokens: Embedding | None = None) -> None:
         super().__init__()
         initial, d, classes = initialiser(config), config.d_model, section.classes
         self.pooler = Linear(d, d, initial("dense", d, d), bias=True)
         self.classifier = Linear(d, classes, initial("dense", d, classes), bias=True)
 
-    def cost(self, tokens: Tokens) -> Cost:
+    def cost(self, tokens: TokenCounts) -> Cost:
         """Of one token of the row."""
-        return by_rule(self, tokens.of(1))
+        return default_cost(self, tokens.with_count(1))
 
     def forward(self, hidden_BTD: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         """Logits [B, C] of each row's first token, or, given targets, the summed cross-entropy."""

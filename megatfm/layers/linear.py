@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatfm.ops.initial import Constant, Initial
+from megatfm.ops.initial import Constant, InitDistribution
 
 
 class Linear(nn.Module):
@@ -15,16 +15,22 @@ class Linear(nn.Module):
     product: makes y of x, W and b; another one may be put in its place (`megatfm/models/fp8.py`).
     """
 
-    product: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    matmul: Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
     def __init__(
-        self, d_in: int, d_out: int, initial: Initial, *, bias: bool = False, heads: int | None = None
+        self,
+        d_in: int,
+        d_out: int,
+        initial: InitDistribution,
+        *,
+        bias: bool = False,
+        heads: int | None = None,
     ) -> None:
         super().__init__()
-        self.heads, self.product = heads, F.linear
+        self.heads, self.matmul = heads, F.linear
         self.weight = nn.Parameter(torch.empty(d_out, d_in))
         self.bias = nn.Parameter(torch.empty(d_out)) if bias else None
         self.initial = {"weight": initial, **({"bias": Constant(0.0)} if bias else {})}
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.product(x, self.weight, self.bias)
+        return self.matmul(x, self.weight, self.bias)

@@ -7,12 +7,12 @@ from typing import Self
 from torch import Tensor
 
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.moved import on_host
+from megatfm.ops.moved import to_host
 
 
-class Part(SequenceMetadata):
+class SequenceShard(SequenceMetadata):
     """Tokens at `places` int64 [T] of whole rows, in ascending order; the keys are those of the rows, unless
-    `looking_at` says which.
+    `with_keys_at` says which.
 
     What attention asks of a sequence it answers as the row does, so that patterns, biases and dropout are the same of a
     part as of the whole.
@@ -25,79 +25,85 @@ class Part(SequenceMetadata):
             rng_keys=row.rng_keys,
             memory=memory,
         )
-        self.row, self.places = row, places
-        self.looked_at: Tensor | None = None
+        self.full_sequence, self.token_indices = row, places
+        self.key_token_indices: Tensor | None = None
 
     @property
-    def real_of_row(self) -> Tensor:
-        return self.row.real
+    def full_non_padding_mask(self) -> Tensor:
+        return self.full_sequence.non_padding_mask
 
     @property
-    def most_documents(self) -> int:
-        return self.row.most_documents
+    def max_documents_per_row(self) -> int:
+        return self.full_sequence.max_documents_per_row
 
     def _on_host(self) -> SequenceMetadata:
         memory = None if self.memory is None else self.memory.on_host()
-        host = type(self)(self.row.on_host(), on_host(self.places), memory)
-        host.looked_at = None if self.looked_at is None else on_host(self.looked_at)
+        host = type(self)(self.full_sequence.on_host(), to_host(self.token_indices), memory)
+        host.key_token_indices = None if self.key_token_indices is None else to_host(self.key_token_indices)
         return host
 
-    def of_row(self) -> SequenceMetadata:
+    def full_row(self) -> SequenceMetadata:
         """The whole rows, with the random keys of the layer at hand."""
-        row = copy.copy(self.row)
+        row = copy.copy(self.full_sequence)
         row.rng_keys = self.rng_keys
         return row
 
-    def looking_at(self, key: Hashable, places: Tensor) -> Self:
+    def with_keys_at(self, key: Hashable, places: Tensor) -> Self:
         """The same with keys at these places of the row alone. key: what all layers that look there share it by."""
         part = copy.copy(self)
-        part.looked_at, part._made = places, self.once(("looking at", key), dict)
+        part.key_token_indices, part._made = places, self.cached(("looking at", key), dict)
         return part
 
-    def at(self, key: Hashable, places: Tensor) -> Self:
+    def with_queries_at(self, key: Hashable, places: Tensor) -> Self:
         """Other queries of the same rows, with the random keys of the layer at hand. key: what all layers know them
         by."""
-        part = copy.copy(self.once(("at", key), lambda: type(self)(self.row, places)))
+        part = copy.copy(self.cached(("at", key), lambda: type(self)(self.full_sequence, places)))
         part.rng_keys = self.rng_keys
         return part
 
     @property
     def length(self) -> int:
-        return self.row.length
+        return self.full_sequence.length
 
     @property
-    def is_whole(self) -> bool:
+    def is_full_sequence(self) -> bool:
         return False
 
     @property
     def indices(self) -> Tensor:
-        return self.places
+        return self.token_indices
 
     @property
     def key_indices(self) -> Tensor:
-        return self.row.indices if self.looked_at is None else self.looked_at
+        return self.full_sequence.indices if self.key_token_indices is None else self.key_token_indices
 
-    def distances_once(self) -> Tensor:
+    def unique_relative_positions(self) -> Tensor:
         """Of the whole row, [2L − 1]: the tokens here don't stand next to one another."""
-        return self.row.distances_once()
+        return self.full_sequence.unique_relative_positions()
 
     @property
-    def opened(self) -> Tensor | None:
-        return None if self.row.opened is None else self.row.opened[:, self.key_indices]
+    def prefix_mask(self) -> Tensor | None:
+        return (
+            None
+            if self.full_sequence.prefix_mask is None
+            else self.full_sequence.prefix_mask[:, self.key_indices]
+        )
 
-    def document_numbers(self, *, of_memory: bool = False) -> tuple[Tensor, Tensor] | None:
-        numbers = self.row.document_numbers()
+    def document_ids(self, *, of_memory: bool = False) -> tuple[Tensor, Tensor] | None:
+        numbers = self.full_sequence.document_ids()
         if of_memory:
             assert self.memory is not None
             keys = self.memory.documents
-            if isinstance(self.memory, Part):
-                keys = self.memory.row.documents
+            if isinstance(self.memory, SequenceShard):
+                keys = self.memory.full_sequence.documents
             return None if keys is None else (self._documents(), keys)
-        return None if numbers is None else (numbers[0][:, self.places], numbers[1][:, self.key_indices])
+        return (
+            None if numbers is None else (numbers[0][:, self.token_indices], numbers[1][:, self.key_indices])
+        )
 
     def _document_lengths(self) -> Tensor:
-        return self.row.document_lengths()[:, self.places]
+        return self.full_sequence.document_lengths()[:, self.token_indices]
 
     def _document_places(self) -> tuple[Tensor, Tensor]:
-        of_q, of_k = self.row.document_places()
-        return of_q[:, self.places], of_k[:, self.key_indices]
+        of_q, of_k = self.full_sequence.positions_in_document()
+        return of_q[:, self.token_indices], of_k[:, self.key_indices]

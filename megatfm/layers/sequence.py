@@ -8,15 +8,15 @@ from typing import Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
-from megatfm.ops.attention.varlen import row_starts
-from megatfm.ops.dropout import mix
-from megatfm.ops.moved import at_hand, on_host
+from megatfm.ops.attention.varlen import uniform_cu_seqlens
+from megatfm.ops.dropout import fold_in
+from megatfm.ops.moved import is_on_host, to_host
 
 # B batch, T queries, S keys
 
-Made = TypeVar("Made")
+T = TypeVar("T")
 
-ALL = slice(None)
+ALL_QUERIES = slice(None)
 """Of all queries."""
 
 
@@ -34,8 +34,9 @@ class SequenceMetadata:
     positions: int64 [B, T], the position of each token in its document. documents: int64 [B, T] or None; tokens see
     one another only inside one document, and −1 marks padding. prefix: bool [B, T] or None, tokens that all of their
     document sees. rng_keys: int64 [B], on which dropout depends. past: number of tokens in the key-value cache before
-    these; past_documents [B, past]: theirs. memory: the sequence of what cross-attention looks at. starts: int32, where
-    documents begin in rows laid end to end (`megatfm.ops.attention.sequence_starts`), for kernels that ask for it.
+    these; cached_documents [B, past]: theirs. memory: the sequence of what cross-attention looks at. starts: int32,
+    where documents begin in rows laid end to end (`megatfm.ops.attention.cu_seqlens_from_documents`), for kernels
+    that ask for it.
 
     Tokens of one document stand next to one another, so that distances in a document are distances in the row.
     """
@@ -52,15 +53,15 @@ class SequenceMetadata:
         memory: "SequenceMetadata | None" = None,
         starts: Tensor | None = None,
     ) -> None:
-        self.starts = starts
+        self.cu_seqlens = starts
         self.positions, self.documents, self.prefix = positions, documents, prefix
         self._rng_keys, self._depth = rng_keys, -1
-        self.past, self.past_documents, self.memory = past, past_documents, memory
+        self.cached_length, self.cached_documents, self.memory = past, past_documents, memory
         self.skip_rate: Tensor | None = None
         """Of the layer at hand, a scalar: how often stochastic depth leaves a sublayer out; None: never."""
-        self.forgotten = 0
+        self.n_evicted = 0
         """Of the layer at hand, how many of the `past` tokens its cache has no more; they come after `_first`."""
-        self._first = 0
+        self.n_initial_kept = 0
         self.tokens: Tensor | None = None
         """int64 [B, T], the tokens themselves, where that is what the model reads."""
         self._made: dict[Hashable, object] = {}
@@ -72,14 +73,14 @@ class SequenceMetadata:
         if self._rng_keys is None or self._depth < 0:
             return self._rng_keys
         keys_B = self._rng_keys
-        return self.once(("rng keys", self._depth), lambda: mix(keys_B, self._depth + 1))
+        return self.cached(("rng keys", self._depth), lambda: fold_in(keys_B, self._depth + 1))
 
     @rng_keys.setter
     def rng_keys(self, keys_B: Tensor | None) -> None:
         """Keys of the layer at hand, mixed with nothing more."""
         self._rng_keys, self._depth = keys_B, -1
 
-    def at_layer(self, depth: int, skip_rate: float = 0.0, *, of_compiled: int = 0) -> Self:
+    def at_layer(self, depth: int, skip_rate: float = 0.0, *, n_compiled_layers: int = 0) -> Self:
         """The same for one layer: its own random keys, everything else shared. of_compiled: the number of layers, where
         they are compiled: a depth would be one more thing for which they are compiled anew, so the keys of all are
         mixed at once."""
@@ -90,42 +91,44 @@ class SequenceMetadata:
             layer.skip_rate = torch.full((), skip_rate, dtype=torch.float64, device=self.positions.device)
         if keys_B is None:
             return layer
-        if of_compiled:
-            depths = torch.arange(1, of_compiled + 1, device=keys_B.device)[:, None]
-            layer.rng_keys = self.once(("rng keys of", of_compiled), lambda: mix(keys_B, depths))[depth]
+        if n_compiled_layers:
+            depths = torch.arange(1, n_compiled_layers + 1, device=keys_B.device)[:, None]
+            layer.rng_keys = self.cached(("rng keys of", n_compiled_layers), lambda: fold_in(keys_B, depths))[
+                depth
+            ]
         else:
             layer._depth = depth
         return layer
 
-    def with_keys(self, count: int, first: int = 0) -> Self:
+    def after_eviction(self, count: int, first: int = 0) -> Self:
         """The same for a layer whose cache gave `count` keys: those of the `first` tokens, and of the last."""
-        forgotten = self.past + self.positions.shape[1] - count
+        forgotten = self.cached_length + self.positions.shape[1] - count
         if not forgotten:
             return self
         layer = copy.copy(self)
-        layer.forgotten, layer._first = forgotten, first
-        layer._made = self.once(("forgotten", forgotten, first), dict)
+        layer.n_evicted, layer.n_initial_kept = forgotten, first
+        layer._made = self.cached(("forgotten", forgotten, first), dict)
         return layer
 
     def on_host(self) -> "SequenceMetadata":
         """The same in the host's memory, without tokens and random keys, for those who plan by its values: itself on a
         CPU, and on a device without waiting where the batch was moved there (`megatfm.ops.moved`)."""
-        return self if at_hand(self.positions) else self.once("on host", self._on_host)
+        return self if is_on_host(self.positions) else self.cached("on host", self._on_host)
 
     def _on_host(self) -> "SequenceMetadata":
         host = copy.copy(self)
         host._made, host._rng_keys, host.skip_rate, host.tokens = {}, None, None, None
-        for name in ("positions", "documents", "prefix", "past_documents", "starts"):
+        for name in ("positions", "documents", "prefix", "cached_documents", "cu_seqlens"):
             values = getattr(self, name)
-            setattr(host, name, None if values is None else on_host(values))
+            setattr(host, name, None if values is None else to_host(values))
         host.memory = None if self.memory is None else self.memory.on_host()
         return host
 
-    def until_first(self, count: int) -> int:
+    def initial_tokens_end(self, count: int) -> int:
         """In how many tokens the first `count` of every document lie, of all rows."""
-        if self.document_numbers() is None:
+        if self.document_ids() is None:
             return count
-        return self.once(("until first", count), lambda: self._until_first(count))
+        return self.cached(("until first", count), lambda: self._until_first(count))
 
     def _until_first(self, count: int) -> int:
         documents_BS = self.on_host()._all_documents()
@@ -136,64 +139,66 @@ class SequenceMetadata:
 
     def _kept(self, of_all: Tensor) -> Tensor:
         """Of all tokens [·, past + T], in the last dim: of those whose keys are there."""
-        if not self._first:
-            return of_all[..., self.forgotten :]
-        return torch.cat([of_all[..., : self._first], of_all[..., self._first + self.forgotten :]], -1)
+        if not self.n_initial_kept:
+            return of_all[..., self.n_evicted :]
+        return torch.cat(
+            [of_all[..., : self.n_initial_kept], of_all[..., self.n_initial_kept + self.n_evicted :]], -1
+        )
 
     @property
     def length(self) -> int:
         """How many tokens rows have, those in a cache too."""
-        return self.past + self.positions.shape[1]
+        return self.cached_length + self.positions.shape[1]
 
     @property
-    def is_whole(self) -> bool:
+    def is_full_sequence(self) -> bool:
         """Whether the tokens that are here are all of their rows (see `Part`)."""
         return True
 
     @property
     def indices(self) -> Tensor:
         """The places [T] of the tokens in their rows."""
-        return self.once(
+        return self.cached(
             "indices",
             lambda: torch.arange(
-                self.past, self.past + self.positions.shape[1], device=self.positions.device
+                self.cached_length, self.cached_length + self.positions.shape[1], device=self.positions.device
             ),
         )
 
     @property
     def key_indices(self) -> Tensor:
         """The places [S] of all tokens that queries may look at, cached ones too."""
-        return self.once(
+        return self.cached(
             "key indices",
             lambda: self._kept(
-                torch.arange(self.past + self.positions.shape[1], device=self.positions.device)
+                torch.arange(self.cached_length + self.positions.shape[1], device=self.positions.device)
             ),
         )
 
     @property
-    def opened(self) -> Tensor | None:
+    def prefix_mask(self) -> Tensor | None:
         """Boolean [B, T], tokens that all of their document sees; None: none. It is over with the first pass."""
-        return None if self.prefix is None or self.past else self.prefix.bool()
+        return None if self.prefix is None or self.cached_length else self.prefix.bool()
 
     @property
-    def real(self) -> Tensor:
+    def non_padding_mask(self) -> Tensor:
         """Boolean [B, T], tokens that are no padding."""
         return torch.ones_like(self.positions).bool() if self.documents is None else self.documents >= 0
 
     @property
-    def real_of_row(self) -> Tensor:
+    def full_non_padding_mask(self) -> Tensor:
         """Boolean [B, S]: the same of the whole rows."""
-        return self.real
+        return self.non_padding_mask
 
     @property
-    def most_documents(self) -> int:
+    def max_documents_per_row(self) -> int:
         """How many documents there are at most in one of the whole rows; 1 where there are none."""
         documents = self.documents
         if documents is None:
             return 1
-        return self.once("most documents", lambda: max(int(on_host(documents).max()) + 1, 1))
+        return self.cached("most documents", lambda: max(int(to_host(documents).max()) + 1, 1))
 
-    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+    def cached(self, key: Hashable, make: Callable[[], T]) -> T:
         """What all layers share, e.g. the rotary table: made at the first call with `key`."""
         if key not in self._made:
             self._made[key] = make()
@@ -210,65 +215,67 @@ class SequenceMetadata:
         if rows is not None and len(range(*rows.indices(self.positions.shape[1]))) < self.positions.shape[1]:
             return pattern.mask(self, first_head, n_heads, rows)
         key = ("mask", pattern, first_head, n_heads)
-        return self.once(key, lambda: pattern.mask(self, first_head, n_heads))
+        return self.cached(key, lambda: pattern.mask(self, first_head, n_heads))
 
-    def row_starts(self) -> Tensor:
+    def uniform_cu_seqlens(self) -> Tensor:
         """Where documents begin in rows laid end to end, int32 [C + 1]."""
-        if self.starts is not None:
-            return self.starts
+        if self.cu_seqlens is not None:
+            return self.cu_seqlens
         rows, length = self.positions.shape
-        return self.once("row starts", lambda: row_starts(rows, length, self.positions.device))
+        return self.cached("row starts", lambda: uniform_cu_seqlens(rows, length, self.positions.device))
 
-    def distances_once(self) -> Tensor:
+    def unique_relative_positions(self) -> Tensor:
         """key − query in tokens: each distance once, int64 [T + S − 1] (`megatfm.ops.attention.distances`)."""
         queries, keys = self.indices, self.key_indices
-        first, count = self.forgotten - self.length + 1, len(queries) + len(keys) - 1
-        return self.once("distances once", lambda: torch.arange(first, first + count, device=queries.device))
+        first, count = self.n_evicted - self.length + 1, len(queries) + len(keys) - 1
+        return self.cached(
+            "distances once", lambda: torch.arange(first, first + count, device=queries.device)
+        )
 
-    def distances(self, rows: slice = ALL) -> Tensor:
+    def relative_positions(self, rows: slice = ALL_QUERIES) -> Tensor:
         """key − query in tokens, int64 [T, S], or of some of the queries."""
         if len(range(*rows.indices(len(self.indices)))) < len(self.indices):
             return self.key_indices[None, :] - self.indices[rows, None]
-        return self.once("distances", lambda: self.key_indices[None, :] - self.indices[:, None])
+        return self.cached("distances", lambda: self.key_indices[None, :] - self.indices[:, None])
 
-    def document_numbers(self, *, of_memory: bool = False) -> tuple[Tensor, Tensor] | None:
+    def document_ids(self, *, of_memory: bool = False) -> tuple[Tensor, Tensor] | None:
         """The documents of queries [B, T] and of keys [B, S]; None where all see all."""
         if of_memory:
             keys = None if self.memory is None else self.memory.documents
             return None if keys is None else (self._documents(), keys)
-        if self.documents is None and (not self.past or self.past_documents is None):
+        if self.documents is None and (not self.cached_length or self.cached_documents is None):
             return None
         return self._documents(), self._kept(self._all_documents())
 
-    def same_document(self, *, of_memory: bool = False, rows: slice = ALL) -> Tensor | None:
+    def same_document(self, *, of_memory: bool = False, rows: slice = ALL_QUERIES) -> Tensor | None:
         """Boolean [B, 1, T, S], true where query and key are in one document; None where all are. rows: see `mask`."""
-        numbers = self.document_numbers(of_memory=of_memory)
+        numbers = self.document_ids(of_memory=of_memory)
         return None if numbers is None else (numbers[0][:, rows, None] == numbers[1][:, None, :])[:, None]
 
-    def document_places(self) -> tuple[Tensor, Tensor]:
+    def positions_in_document(self) -> tuple[Tensor, Tensor]:
         """How many tokens of the same document come before each query [B, T] and each key [B, S]."""
-        return self.once("document places", self._document_places)
+        return self.cached("document places", self._document_places)
 
     def document_lengths(self) -> Tensor:
         """How many tokens the document of each query has so far, [B, T]."""
-        return self.once("document lengths", self._document_lengths)
+        return self.cached("document lengths", self._document_lengths)
 
-    def runs(self) -> list[tuple[int | None, int, int]]:
+    def document_spans(self) -> list[tuple[int | None, int, int]]:
         """Documents of whole rows: row, begin and end; the row is None where there is one document in each."""
-        if self.document_numbers() is None:
+        if self.document_ids() is None:
             return [(None, 0, self.length)]
-        return self.once("runs", self._runs)
+        return self.cached("runs", self._runs)
 
     def _runs(self) -> list[tuple[int | None, int, int]]:
         made: list[tuple[int | None, int, int]] = []
-        for row, places_T in enumerate(self.on_host().document_places()[0]):
+        for row, places_T in enumerate(self.on_host().positions_in_document()[0]):
             starts = [*(places_T == 0).nonzero()[:, 0].tolist(), len(places_T)]
             made += [(row, begin, end) for begin, end in pairwise(starts)]
         return made
 
     def _document_lengths(self) -> Tensor:
-        places_BS = self.document_places()[1]
-        if self.document_numbers() is None:
+        places_BS = self.positions_in_document()[1]
+        if self.document_ids() is None:
             return places_BS[:, -1:] + 1
         # The last place of a run of tokens is the greatest from there on until a run begins anew.
         ends_BS = torch.ones_like(places_BS, dtype=torch.bool)
@@ -278,23 +285,23 @@ class SequenceMetadata:
         return (places_BS.gather(1, end_BS) + 1)[:, places_BS.shape[1] - self.positions.shape[1] :]
 
     def _document_places(self) -> tuple[Tensor, Tensor]:
-        if self.document_numbers() is None:
+        if self.document_ids() is None:
             return self.indices[None], self.key_indices[None]
         keys_BS = self._all_documents()
         places_S = torch.arange(keys_BS.shape[1], device=keys_BS.device)
         begins_BS = torch.ones_like(keys_BS, dtype=torch.bool)
         begins_BS[:, 1:] = keys_BS[:, 1:] != keys_BS[:, :-1]
         places_BS = places_S - (places_S * begins_BS).cummax(1).values
-        return places_BS[:, self.past :], self._kept(places_BS)
+        return places_BS[:, self.cached_length :], self._kept(places_BS)
 
     def _documents(self) -> Tensor:
         return torch.zeros_like(self.positions) if self.documents is None else self.documents
 
     def _all_documents(self) -> Tensor:
         """[B, past + T]."""
-        if not self.past:
+        if not self.cached_length:
             return self._documents()
-        past = self.past_documents
+        past = self.cached_documents
         if past is None:
-            past = self.positions.new_zeros(len(self.positions), self.past)
+            past = self.positions.new_zeros(len(self.positions), self.cached_length)
         return torch.cat([past, self._documents()], dim=1)

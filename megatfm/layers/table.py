@@ -4,13 +4,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatfm.ops.initial import Initial
+from megatfm.ops.initial import InitDistribution
 
 
-class Table(nn.Module):
+class Embedding(nn.Module):
     """Rows of a [rows, width] matrix, looked up."""
 
-    def __init__(self, rows: int, width: int, initial: Initial) -> None:
+    def __init__(self, rows: int, width: int, initial: InitDistribution) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, width))
         self.initial, self.roles = {"weight": initial}, {"weight": "embedding"}

@@ -3,17 +3,17 @@
 from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
 from megatfm.layers.attention import ATTENTIONS
-from megatfm.layers.extra import Term
+from megatfm.layers.extra import AuxiliaryLoss
 from megatfm.layers.ffn import FFNS
 
 
-def block_terms(config: ModelConfig) -> dict[str, Term]:
+def auxiliary_losses(config: ModelConfig) -> dict[str, AuxiliaryLoss]:
     """By name, what the parts of a config's blocks declare by `terms(config)`.
 
     Raises UsageError where two declare one term differently.
     """
-    found: dict[str, Term] = {}
-    kinds = [config.of_kind(kind) for kind in dict.fromkeys(config.blocks)] or [config]
+    found: dict[str, AuxiliaryLoss] = {}
+    kinds = [config.type_config(kind) for kind in dict.fromkeys(config.blocks)] or [config]
     parts: list[tuple[ModelConfig, object]] = [(own, FFNS.get(own.ffn.name)) for own in kinds]
     # Some families have an attention of their own.
     named = ATTENTIONS.names()

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
-from megatfm.layers.boundary import BoundaryHead as BoundaryHead  # so that it is registered
-from megatfm.layers.extra import Extra, summed
+from megatfm.layers.boundary import SpanBoundaryHead as SpanBoundaryHead  # so that it is registered
+from megatfm.layers.extra import BlockOutput, add_by_name
 from megatfm.layers.head import HEADS
-from megatfm.layers.table import Table
+from megatfm.layers.table import Embedding
 from megatfm.registry import Registry, did_you_mean
 from megatfm.split_points import SplitPoint
 
@@ -51,7 +51,7 @@ class Model(nn.Module):
     Call `add_heads` and `accept` in the constructor, and `read` first in `forward`.
     """
 
-    context = "alone"
+    cp_plan = "alone"
 
     split_points: Sequence[SplitPoint]
 
@@ -62,7 +62,7 @@ class Model(nn.Module):
         self.accepted: frozenset[str] = frozenset()
         self.target_fields: tuple[tuple[str, ...], ...] = (("targets",),)
 
-    def add_heads(self, table: Table | None) -> None:
+    def add_heads(self, table: Embedding | None) -> None:
         """Add the heads of `config.heads` as modules of their names. table: the embedding of tokens."""
         for name, section in self.config.heads.items():
             self.add_module(name, HEADS.get(section.name)(self.config, section, table))
@@ -112,8 +112,8 @@ class Model(nn.Module):
             head: Any = getattr(self, name)
             if all(field in batch for field in head.reads):
                 fields = [batch[field] for field in head.reads]
-                full_rows = [batch.get(f"row_{field}") for field in getattr(head, "reads_of_row", ())]
-                losses = summed(
+                full_rows = [batch.get(f"row_{field}") for field in getattr(head, "full_row_fields", ())]
+                losses = add_by_name(
                     losses, {str(getattr(head, "term", name)): head(hidden_BTD, *fields, *full_rows)}
                 )
             elif getattr(head, "predicts", False) and not has_targets:
@@ -163,9 +163,9 @@ def names_below(path: str, names: Collection[str]) -> set[str]:
 def unpack(block: nn.Module, result: Any, losses: Mapping[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
     """Return a block's output, and the losses with its auxiliary ones added. In training, pass its statistics to the
     `observe` of its sublayers."""
-    if not isinstance(result, Extra):
+    if not isinstance(result, BlockOutput):
         return result, dict(losses)
     if block.training:
         for path, counts in result.counts.items():
-            block.get_submodule(path).observe(counts)  # type: ignore[operator]
-    return result.y, summed(losses, result.losses)
+            block.get_submodule(path).accumulate_counts(counts)  # type: ignore[operator]
+    return result.y, add_by_name(losses, result.losses)

@@ -10,20 +10,20 @@ from torch import Tensor, nn
 from megatfm.config import HeadsAttentionConfig, ModelConfig
 from megatfm.errors import UsageError
 from megatfm.layers.activation import ACTIVATIONS
-from megatfm.layers.embedding import Embedding
-from megatfm.layers.extra import summed
+from megatfm.layers.embedding import InputEmbedding
+from megatfm.layers.extra import add_by_name
 from megatfm.layers.initialisation import initialiser
 from megatfm.layers.linear import Linear
 from megatfm.models.base import MODELS, Model, Output, names_below, sequence_fields, view_of
 from megatfm.models.stack import Stack, make_sequence
 from megatfm.models.transformer import Encoder
 from megatfm.ops.cross_entropy import IGNORE
-from megatfm.ops.dropout import mix, token_keys, uniform
+from megatfm.ops.dropout import fold_in, token_keys, uniform
 from megatfm.split_points import CarrySpec, SplitPoint
 
 # B batch, T tokens, M masked tokens, D model width, V vocabulary
 
-SAMPLING = 0x5A3B1E
+SAMPLING_SALT = 0x5A3B1E
 """Sets the keys of sampling apart from those of dropout."""
 
 
@@ -33,10 +33,10 @@ class Electra(Model):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        embedding, smaller = Embedding(config, "encoder"), generator_config(config)
+        embedding, smaller = InputEmbedding(config, "encoder"), generator_config(config)
         self.discriminator = Discriminator(config, embedding=embedding)
         self.generator = Encoder(
-            smaller, embedding=Embedding(smaller, "encoder", shared=embedding, share_positions=True)
+            smaller, embedding=InputEmbedding(smaller, "encoder", shared=embedding, share_positions=True)
         )
         self.accept("tokens", "original", *sequence_fields(config))
         corrupted, generator, discriminator = (
@@ -97,7 +97,7 @@ class Electra(Model):
                 )
             if self.generator.runs_head and self.generator.head is not None:
                 losses["generator"] = self.generator.head(generator_hidden, targets)
-                rng_keys_BT = token_keys(mix(keys, SAMPLING), 0, sequence.indices)
+                rng_keys_BT = token_keys(fold_in(keys, SAMPLING_SALT), 0, sequence.indices)
                 corrupted_tokens = _filled(
                     self.generator.head, generator_hidden, original, targets, rng_keys_BT
                 )
@@ -106,7 +106,7 @@ class Electra(Model):
             kept = {name: field for name, field in batch.items() if name in self.discriminator.accepted}
             kept |= {"tokens": corrupted_tokens, "replaced": _replaced(batch, corrupted_tokens)}
             output = self.discriminator(**kept, hidden=hidden)
-            hidden, losses = output.hidden, summed(losses, output.losses or {})
+            hidden, losses = output.hidden, add_by_name(losses, output.losses or {})
         carry = {"generator_hidden": generator_hidden, "corrupted_tokens": corrupted_tokens}
         return self.output(batch, hidden, losses, carry=carry)
 
@@ -125,7 +125,7 @@ def _filled(
     """Return the original tokens [B, T], with a sample from the generator's head in place of those that were masked."""
     with torch.no_grad():
         masked = targets != IGNORE
-        logits_MV = head(hidden_BTD, where_BT=masked)
+        logits_MV = head(hidden_BTD, token_mask_BT=masked)
         # Gumbel's trick: the largest of logit − ln(−ln u) is a sample of the softmax.
         noise_MV = -torch.log(-torch.log(uniform(rng_keys_BT[masked], logits_MV.shape[-1])))
         return original.masked_scatter(masked, (logits_MV.double() + noise_MV).argmax(-1))
@@ -145,13 +145,13 @@ class Discriminator(Model):
     Then it may have other heads, and `head.name = "none"` leaves the log-odds out.
     """
 
-    plan = (("dense", "sequence"), ("verdict", "sequence, gathered"))
+    tp_plan = (("dense", "sequence"), ("verdict", "sequence, gathered"))
 
     encoder: Stack | None
 
-    def __init__(self, config: ModelConfig, *, embedding: Embedding | None = None) -> None:
+    def __init__(self, config: ModelConfig, *, embedding: InputEmbedding | None = None) -> None:
         super().__init__(config)
-        embedding = embedding or Embedding(config, "encoder")
+        embedding = embedding or InputEmbedding(config, "encoder")
         self.encoder = Stack(config, "encoder", embedding=embedding)
         self.reads = embedding.reads
         initial, d = initialiser(config, "encoder"), config.d_model
@@ -218,17 +218,17 @@ def generator_config(config: ModelConfig) -> ModelConfig:
     """The generator as an encoder of its own."""
     if config.generator is None:
         raise UsageError("model.family = 'electra' needs model.generator")
-    smaller = config.generator
-    heads = {"n_heads": smaller.n_heads, "head_dim": None}
+    generator = config.generator
+    heads = {"n_heads": generator.n_heads, "head_dim": None}
     if isinstance(config.attention, HeadsAttentionConfig):
         heads["n_kv_heads"] = None
     return config.model_copy(
         update={
             "family": "encoder",
-            "d_model": smaller.d_model,
-            "n_layers": smaller.n_layers or config.n_layers,
+            "d_model": generator.d_model,
+            "n_layers": generator.n_layers or config.n_layers,
             "attention": config.attention.model_copy(update=heads),
-            "ffn": config.ffn.model_copy(update={"d_ff": smaller.d_ff}),
+            "ffn": config.ffn.model_copy(update={"d_ff": generator.d_ff}),
             "embedding": config.embedding.model_copy(update={"dim": config.embedding_width}),
             "generator": None,
         }

@@ -13,12 +13,12 @@ from torch import nn
 
 from megatfm.errors import UsageError
 from megatfm.layers.linear import Linear
-from megatfm.ops.fp8 import MULTIPLE, fp8_linear
+from megatfm.ops.fp8 import ALIGNMENT, fp8_linear
 
 BLOCK = re.compile(r"(?P<stack>(?:.*\.)?layers)\.(?P<number>\d+)\.")
 
 
-def products_in_fp8(model: nn.Module) -> dict[str, Linear]:
+def fp8_linears(model: nn.Module) -> dict[str, Linear]:
     """Path → matrix of those that are multiplied so, of a model that is not yet cut into shards or stages."""
     found: dict[str, tuple[str, int, Linear]] = {}
     for path, module in model.named_modules():
@@ -30,39 +30,41 @@ def products_in_fp8(model: nn.Module) -> dict[str, Linear]:
     return {
         path: module
         for path, (stack, number, module) in found.items()
-        if 0 < number < last[stack] and not any(dim % MULTIPLE for dim in module.weight.shape)
+        if 0 < number < last[stack] and not any(dim % ALIGNMENT for dim in module.weight.shape)
     }
 
 
-def multiply_in_fp8(model: nn.Module, *, rowwise: bool) -> dict[str, Linear]:
+def convert_to_fp8(model: nn.Module, *, rowwise: bool) -> dict[str, Linear]:
     """Have these products made so, and return the matrices by path. Raises UsageError where there are none."""
-    chosen = products_in_fp8(model)
-    if not chosen:
+    linears = fp8_linears(model)
+    if not linears:
         raise UsageError(
             "train.precision = 'fp8' multiplies in the blocks between a stack's first and last, in matrices whose dims "
-            f"are multiples of {MULTIPLE}, and this model has none: set train.precision = 'bf16'"
+            f"are multiples of {ALIGNMENT}, and this model has none: set train.precision = 'bf16'"
         )
-    for module in chosen.values():
-        module.product = partial(fp8_linear, rowwise=rowwise)
-    return chosen
+    for module in linears.values():
+        module.matmul = partial(fp8_linear, rowwise=rowwise)
+    return linears
 
 
-def check_parts(chosen: Mapping[str, Linear], whole: Mapping[str, Sequence[int]], ranks: int) -> None:
+def check_sharded_shapes(
+    linears: Mapping[str, Linear], full_shapes: Mapping[str, Sequence[int]], ranks: int
+) -> None:
     """After tensor parallelism has cut the matrices. whole: the shapes they had, by parameter.
 
     Raises UsageError for parts that are no multiples of 16, and for a matrix that is whole on each rank, which would
     round its own share of a gradient.
     """
-    for path, matrix in chosen.items():
-        part, shape = tuple(matrix.weight.shape), tuple(whole[f"{path}.weight"])
+    for path, matrix in linears.items():
+        part, shape = tuple(matrix.weight.shape), tuple(full_shapes[f"{path}.weight"])
         if part == shape:
             raise UsageError(
                 f"train.precision = 'fp8': {path} stays whole on each of parallel.tp = {ranks} ranks, so that parts of "
                 "one gradient would be rounded: take a parallel.tp that divides its heads, or train.precision = 'bf16'"
             )
-        if any(dim % MULTIPLE for dim in part):
+        if any(dim % ALIGNMENT for dim in part):
             raise UsageError(
                 f"train.precision = 'fp8': parallel.tp = {ranks} leaves {list(part)} of {path} {list(shape)}, and "
-                f"products in 8 bits take multiples of {MULTIPLE}: take a smaller parallel.tp, other sizes, or "
+                f"products in 8 bits take multiples of {ALIGNMENT}: take a smaller parallel.tp, other sizes, or "
                 "train.precision = 'bf16'"
             )

@@ -10,12 +10,12 @@ from megatfm.config import ModelConfig
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers import initialisation
 from megatfm.layers.attention import KVCache
-from megatfm.layers.attention.linformer import layerwise_sketch, shares_sketch
+from megatfm.layers.attention.linformer import layerwise_projection, shares_projection
 from megatfm.layers.block import Block
-from megatfm.layers.embedding import Embedding
+from megatfm.layers.embedding import InputEmbedding
 from megatfm.layers.initialisation import initialiser
 from megatfm.layers.norm import make_norm
-from megatfm.layers.part import Part
+from megatfm.layers.part import SequenceShard
 from megatfm.layers.position import POSITIONS
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models.base import needed, unpack, view_of
@@ -28,34 +28,36 @@ class Stack(nn.Module):
     """Tokens to hidden vectors. kind: selects depth, initial weights and causality. embedding: left out, it has
     one of its own."""
 
-    plan = (("norm", "sequence"),)
+    tp_plan = (("norm", "sequence"),)
 
-    context = "alone"
+    cp_plan = "alone"
 
     def __init__(
         self,
         config: ModelConfig,
-        kind: initialisation.Stack,
+        kind: initialisation.StackKind,
         *,
         cross: bool = False,
-        embedding: Embedding | None = None,
+        embedding: InputEmbedding | None = None,
     ) -> None:
         super().__init__()
         self.d_model = config.d_model
-        embedding = embedding or Embedding(config, kind)
-        self.embedding: Embedding | None = embedding
+        embedding = embedding or InputEmbedding(config, kind)
+        self.embedding: InputEmbedding | None = embedding
         self.reads = embedding.reads
         n_layers = initialisation.depth(config, kind)
         distinct = config.distinct_layers or n_layers
         self.layers = nn.ModuleDict({str(i): Block(config, kind, i, cross=cross) for i in range(distinct)})
-        self.order = [str(i * distinct // n_layers) for i in range(n_layers)]
+        self.layer_of_depth = [str(i * distinct // n_layers) for i in range(n_layers)]
         self.skip_rates = [config.drop_path * i / max(n_layers - 1, 1) for i in range(n_layers)]
-        bias = POSITIONS.get(config.position.name).bias
+        bias = POSITIONS.get(config.position.name).score_bias
         self.position = bias(config, initialiser(config, kind)) if bias else None
-        self.biased = [_reads_bias(config, depth) for depth in range(n_layers)]
-        self.sketched = [kind == "encoder" and shares_sketch(config.at(depth)) for depth in range(n_layers)]
-        self.sketch = layerwise_sketch(config, self.sketched, initialiser(config, kind))
-        self.norm = make_norm(config) if config.norm.ends_stack else None
+        self.has_position_bias = [has_position_bias(config, depth) for depth in range(n_layers)]
+        self.has_shared_projection = [
+            kind == "encoder" and shares_projection(config.layer_config(depth)) for depth in range(n_layers)
+        ]
+        self.sketch = layerwise_projection(config, self.has_shared_projection, initialiser(config, kind))
+        self.norm = make_norm(config) if config.norm.has_final_norm else None
         self.causal = kind == "decoder"
         self.depths: Sequence[int] = range(n_layers)
 
@@ -77,14 +79,14 @@ class Stack(nn.Module):
         losses: dict[str, Tensor] = {}
         x_BTD: Any = hidden if self.embedding is None else self.embedding(inputs, sequence, segments)
         bias = None
-        if self.position is not None and any(self.biased[depth] for depth in self.depths):
+        if self.position is not None and any(self.has_position_bias[depth] for depth in self.depths):
             bias = self.position(sequence, self.causal)
         for depth in self.depths:
-            block = self.layers[self.order[depth]]
-            n_compiled = len(self.order) if block._compiled_call_impl is not None else 0
-            at_layer = sequence.at_layer(depth, self.skip_rates[depth], of_compiled=n_compiled)
-            shared = bias if self.biased[depth] else None
-            if self.sketch is not None and self.sketched[depth]:
+            block = self.layers[self.layer_of_depth[depth]]
+            n_compiled = len(self.layer_of_depth) if block._compiled_call_impl is not None else 0
+            at_layer = sequence.at_layer(depth, self.skip_rates[depth], n_compiled_layers=n_compiled)
+            shared = bias if self.has_position_bias[depth] else None
+            if self.sketch is not None and self.has_shared_projection[depth]:
                 shared = self.sketch()
             layer_cache = None if cache is None else cache.layers[depth]
             x_BTD, losses = unpack(block, block(x_BTD, at_layer, shared, memory, layer_cache), losses)
@@ -93,14 +95,14 @@ class Stack(nn.Module):
         if (
             cache is not None
         ):  # at the end, so that a pass that fails before its first layer leaves it as it was
-            numbers = sequence.document_numbers()
+            numbers = sequence.document_ids()
             cache.documents = None if numbers is None else numbers[1]
         return x_BTD, losses
 
     def stage(self, names: Collection[str]) -> Self | None:
         """Return a view that runs the split points of these names (without the stack's path); None if it runs none."""
         view = view_of(self)
-        view.depths = [depth for depth in range(len(self.order)) if f"layers.{depth}" in names]
+        view.depths = [depth for depth in range(len(self.layer_of_depth)) if f"layers.{depth}" in names]
         view.embedding = self.embedding if "embedding" in names else None
         view.norm = self.norm if "norm" in names else None
         return view if view.depths or view.embedding is not None or view.norm is not None else None
@@ -120,9 +122,9 @@ class Stack(nn.Module):
         instead of the batch's field."""
         writes, tokens = {carry: CarrySpec(f"{side}positions", self.d_model)}, f"{side}tokens"
         points = [SplitPoint(f"{path}.embedding", (f"{path}.embedding",), reads, writes, tokens)]
-        for depth, name in enumerate(self.order):
+        for depth, name in enumerate(self.layer_of_depth):
             shared = [] if self.position is None else [f"{path}.position"]
-            shared += [f"{path}.sketch"] if self.sketched[depth] else []
+            shared += [f"{path}.sketch"] if self.has_shared_projection[depth] else []
             modules = (f"{path}.layers.{name}", *shared, *memory_modules)
             points.append(SplitPoint(f"{path}.layers.{depth}", modules, (carry, *memory), writes, tokens))
         if self.norm is not None:
@@ -130,19 +132,20 @@ class Stack(nn.Module):
         return points
 
 
-def _reads_bias(config: ModelConfig, depth: int) -> bool:
+def has_position_bias(config: ModelConfig, depth: int) -> bool:
     """Return whether the block at a depth reads what the stack's position encoding shares.
 
     Raises UsageError for blocks that would need a stack's encoding of their own.
     """
-    position = config.at(depth).position
+    position = config.layer_config(depth).position
     made = POSITIONS.get(position.name)
-    if position != config.position and (made.embedding or made.bias):
+    if position != config.position and (made.absolute or made.score_bias):
         raise UsageError(
-            f"model.block.{config.kind(depth)}.position: {position.name} is made once for all blocks of a stack: set "
+            f"model.block.{config.layer_type_at(depth)}.position: {position.name} is made once for all blocks "
+            "of a stack: set "
             "it as model.position, and position.name = 'none' for blocks without it"
         )
-    return made.bias is not None
+    return made.score_bias is not None
 
 
 class FullRow(NamedTuple):
@@ -184,7 +187,7 @@ def make_sequence(
     positions_BT, documents_BT = batch.get(f"{side}positions"), batch.get(f"{side}documents")
     if full_row is not None:
         full = SequenceMetadata(full_row.positions, full_row.documents, prefix=full_row.prefix, rng_keys=keys)
-        return _with_tokens(Part(full, full_row.token_indices, memory), inputs_BT)
+        return _with_tokens(SequenceShard(full, full_row.token_indices, memory), inputs_BT)
     past = _length_of(cache) if cache else 0
     if positions_BT is None:
         rows, length = inputs_BT.shape[:2]

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from megatfm.config import ModelConfig
 from megatfm.layers.attention import KVCache
 from megatfm.layers.block import Block
-from megatfm.layers.embedding import Embedding
-from megatfm.layers.extra import Extra, summed
-from megatfm.layers.head import Head
+from megatfm.layers.embedding import InputEmbedding
+from megatfm.layers.extra import BlockOutput, add_by_name
+from megatfm.layers.head import LMHead
 from megatfm.layers.norm import make_norm
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models.base import (
@@ -25,7 +25,7 @@ from megatfm.models.base import (
     view_of,
 )
 from megatfm.models.stack import FullRow, Stack, make_sequence
-from megatfm.ops.targets import targets_ahead
+from megatfm.ops.targets import shifted_targets
 from megatfm.split_points import SplitPoint
 
 # B batch, T tokens, S tokens of the encoder, D model width, V vocabulary
@@ -40,11 +40,11 @@ class Decoder(Model):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        embedding = Embedding(config, "decoder")
+        embedding = InputEmbedding(config, "decoder")
         self.decoder = Stack(config, "decoder", embedding=embedding)
         self.reads = embedding.reads
         self.runs_head = config.head.name != "none"
-        self.head = Head(config, embedding.tied_table(config)) if self.runs_head else None
+        self.head = LMHead(config, embedding.tied_table(config)) if self.runs_head else None
         self.future = nn.ModuleDict(
             {str(n): FutureHead(config, config.n_layers + n - 1) for n in range(1, config.future_tokens + 1)}
         )
@@ -110,13 +110,13 @@ class Encoder(Model):
 
     encoder: Stack | None
 
-    def __init__(self, config: ModelConfig, *, embedding: Embedding | None = None) -> None:
+    def __init__(self, config: ModelConfig, *, embedding: InputEmbedding | None = None) -> None:
         super().__init__(config)
-        embedding = embedding or Embedding(config, "encoder")
+        embedding = embedding or InputEmbedding(config, "encoder")
         self.encoder = Stack(config, "encoder", embedding=embedding)
         self.reads = embedding.reads
         self.runs_head = config.head.name != "none"
-        self.head = Head(config, embedding.tied_table(config), sparse=True) if self.runs_head else None
+        self.head = LMHead(config, embedding.tied_table(config), sparse=True) if self.runs_head else None
         self.add_heads(embedding.table)
         self.accept(self.reads, *sequence_fields(config), targets=targets_of(config))
         self.split_points = [
@@ -170,7 +170,7 @@ class EncoderDecoder(Model):
     Additional heads read the decoder's hidden vectors.
     """
 
-    plan = (("memory", "enter output"),)
+    tp_plan = (("memory", "enter output"),)
     is_causal, takes_cache, has_encoder = True, True, True
 
     encoder: Stack | None
@@ -178,14 +178,14 @@ class EncoderDecoder(Model):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        shared = Embedding(config, "encoder")
+        shared = InputEmbedding(config, "encoder")
         self.encoder = Stack(config, "encoder", embedding=shared)
         self.memory = nn.Identity()  # the seam at which tensor parallelism gathers what the encoder made
-        embedding = Embedding(config, "decoder", shared=shared)
+        embedding = InputEmbedding(config, "decoder", shared=shared)
         self.decoder = Stack(config, "decoder", cross=True, embedding=embedding)
         self.encoder_reads, self.reads = shared.reads, embedding.reads
         self.runs_head = config.head.name != "none"
-        self.head = Head(config, embedding.tied_table(config)) if self.runs_head else None
+        self.head = LMHead(config, embedding.tied_table(config)) if self.runs_head else None
         self.add_heads(embedding.table)
         of_encoder = (f"encoder_{name}" for name in (self.encoder_reads, *sequence_fields(config)))
         self.accept(self.reads, *sequence_fields(config), *of_encoder, targets=targets_of(config))
@@ -234,7 +234,7 @@ class EncoderDecoder(Model):
                 batch[self.reads], sequence, segments=batch.get("segments"),
                 hidden=hidden, memory=memory, cache=cache,
             )  # fmt: skip
-        losses = summed(encoder_losses, losses)
+        losses = add_by_name(encoder_losses, losses)
         if self.head is not None and self.runs_head:
             if targets is not None:
                 losses["span"] = self.head(x_BTD, targets)
@@ -286,22 +286,22 @@ class FutureHead(nn.Module):
     depth: of the block, after those of the stack.
     """
 
-    plan = (("final_norm", "sequence"),)
-    context = "alone"
+    tp_plan = (("final_norm", "sequence"),)
+    cp_plan = "alone"
 
     def __init__(self, config: ModelConfig, depth: int) -> None:
         super().__init__()
         self.layers = nn.ModuleDict({"0": Block(config, "decoder", depth)})
-        self.final_norm = make_norm(config) if config.norm.ends_stack else None
+        self.final_norm = make_norm(config) if config.norm.has_final_norm else None
 
-    def forward(self, hidden_BTD: Tensor, sequence: SequenceMetadata) -> Tensor | Extra:
+    def forward(self, hidden_BTD: Tensor, sequence: SequenceMetadata) -> Tensor | BlockOutput:
         """Return vectors [B, T, D] for the output head, with the block's auxiliary losses where it has some."""
         result = self.layers["0"](hidden_BTD, sequence)
-        x_BTD = result.y if isinstance(result, Extra) else result
+        x_BTD = result.y if isinstance(result, BlockOutput) else result
         y_BTD = x_BTD if self.final_norm is None else self.final_norm(x_BTD)
-        if not isinstance(result, Extra):
+        if not isinstance(result, BlockOutput):
             return y_BTD
-        return Extra(
+        return BlockOutput(
             y_BTD, result.losses, {f"layers.0.{part}": counts for part, counts in result.counts.items()}
         )
 
@@ -311,6 +311,6 @@ def _future_targets(batch: Mapping[str, Tensor], n: int) -> Tensor:
     they are taken from full rows."""
     full_row = FullRow.of(batch)
     if full_row is None:
-        return targets_ahead(batch["targets"], batch.get("documents"), n)
+        return shifted_targets(batch["targets"], batch.get("documents"), n)
     full_targets = needed(batch, "row_targets")
-    return targets_ahead(full_targets, full_row.documents, n)[:, full_row.token_indices]
+    return shifted_targets(full_targets, full_row.documents, n)[:, full_row.token_indices]

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
 from megatfm.config.attention import TwoStreamAttentionConfig
-from megatfm.cost import Cost, Tokens, costs_of
-from megatfm.layers.attention.two_stream import Both, Stream, TwoStreamAttention
+from megatfm.cost import Cost, TokenCounts, total_cost
+from megatfm.layers.attention.two_stream import LocalAndFull, QueryStream, TwoStreamAttention
 from megatfm.layers.dropout import Dropout
-from megatfm.layers.embedding import Embedding
-from megatfm.layers.extra import Extra, Extras
+from megatfm.layers.embedding import InputEmbedding
+from megatfm.layers.extra import AuxiliaryCollector, BlockOutput
 from megatfm.layers.ffn import FFNS
-from megatfm.layers.head import Head
+from megatfm.layers.head import LMHead
 from megatfm.layers.initialisation import initialiser
 from megatfm.layers.norm import make_norm
 from megatfm.layers.position import POSITIONS
@@ -40,7 +40,7 @@ from megatfm.split_points import CarrySpec, SplitPoint
 
 # B batch, T tokens, Q queries, S keys, R relative positions, D model width
 
-PREDICTED_SHARE = 1 / 6
+PREDICTED_FRACTION = 1 / 6
 """Of tokens, as the paper has it: these alone have queries."""
 
 TOGETHER = TwoStreamAttentionConfig.queries_together
@@ -55,11 +55,11 @@ class XLNet(Model):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        embedding = Embedding(config, "encoder")
+        embedding = InputEmbedding(config, "encoder")
         self.encoder = TwoStreamStack(config, embedding)
         self.reads = embedding.reads
         self.runs_head = config.head.name != "none"
-        self.head = Head(config, embedding.tied_table(config), sparse=True) if self.runs_head else None
+        self.head = LMHead(config, embedding.tied_table(config), sparse=True) if self.runs_head else None
         # Segments are compared by attention, whether the embedding has some or not.
         self.accept(self.reads, *sequence_fields(config), "segments", "order", targets=("targets",))
         head = [SplitPoint("head", ("head",), ("query",))] if self.runs_head else []
@@ -111,7 +111,7 @@ class XLNet(Model):
         return view
 
 
-class Query(nn.Module):
+class QueryEmbedding(nn.Module):
     """The learned vector with which the query stream starts; it stands for any token."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -131,20 +131,20 @@ class Query(nn.Module):
 class TwoStreamStack(nn.Module):
     """Embedding and blocks. The content stream ends before the last block, where only queries go on."""
 
-    context = "alone"
+    cp_plan = "alone"
 
-    plan = (
+    tp_plan = (
         ("query", "sequence output"),
         ("query_dropout", "keys of own tokens"),
         ("norm", "sequence"),
         ("dropout", "keys of own tokens"),
     )
 
-    def __init__(self, config: ModelConfig, embedding: Embedding) -> None:
+    def __init__(self, config: ModelConfig, embedding: InputEmbedding) -> None:
         super().__init__()
         self.d_model = config.d_model
-        self.embedding: Embedding | None = embedding
-        self.query: Query | None = Query(config)
+        self.embedding: InputEmbedding | None = embedding
+        self.query: QueryEmbedding | None = QueryEmbedding(config)
         self.query_dropout = Dropout(config.dropout, "embedding")
         distinct = config.distinct_layers or config.n_layers
         self.order = [str(i * distinct // config.n_layers) for i in range(config.n_layers)]
@@ -154,18 +154,18 @@ class TwoStreamStack(nn.Module):
             {str(i): TwoStreamBlock(config, i, content=content[str(i)]) for i in range(distinct)}
         )
         self.skip_rates = [config.drop_path * i / max(config.n_layers - 1, 1) for i in range(config.n_layers)]
-        make_table = POSITIONS.get(config.position.name).bias
+        make_table = POSITIONS.get(config.position.name).score_bias
         assert make_table is not None
         self.position = make_table(config, initialiser(config, "encoder"))
-        self.norm = make_norm(config) if config.norm.ends_stack else None
+        self.norm = make_norm(config) if config.norm.has_final_norm else None
         self.dropout: Dropout | None = Dropout(config.dropout, "output")
         self.depths: Sequence[int] = range(config.n_layers)
 
     def forward(
         self,
         inputs: Tensor,
-        content_stream: Stream,
-        query_stream: Stream | None,
+        content_stream: QueryStream,
+        query_stream: QueryStream | None,
         *,
         content: Tensor | None = None,
         query: Tensor | None = None,
@@ -239,7 +239,7 @@ class TwoStreamBlock(nn.Module):
 
     def __init__(self, config: ModelConfig, depth: int, *, content: float) -> None:
         super().__init__()
-        self.depth, self.kind, config = depth, config.kind(depth), config.at(depth)
+        self.depth, self.kind, config = depth, config.layer_type_at(depth), config.layer_config(depth)
         self.content = content
         initial, residual = initialiser(config, "encoder"), RESIDUALS.get(config.norm.placement)
         self.attn_residual = residual(config, "attention residual", "encoder")
@@ -247,11 +247,11 @@ class TwoStreamBlock(nn.Module):
         self.ffn_residual = residual(config, "ffn residual", "encoder")
         self.ffn = FFNS.get(config.ffn.name)(config, initial)
 
-    def cost(self, tokens: Tokens) -> Cost:
+    def cost(self, tokens: TokenCounts) -> Cost:
         """Return the mean cost of a use: queries of both streams, those of the content ending before the last depth."""
-        share = PREDICTED_SHARE if tokens.predicted is None else tokens.predicted
-        queries = tokens.of(tokens.n * (share + self.content))
-        return costs_of((self.attn_residual, self.ffn_residual, self.ffn), queries) + self.attn.cost(
+        share = PREDICTED_FRACTION if tokens.target_fraction is None else tokens.target_fraction
+        queries = tokens.with_count(tokens.n * (share + self.content))
+        return total_cost((self.attn_residual, self.ffn_residual, self.ffn), queries) + self.attn.cost(
             queries, tokens.n
         )
 
@@ -260,36 +260,40 @@ class TwoStreamBlock(nn.Module):
         x_BTD: Tensor,
         g_BQD: Tensor | None,
         table_RD: Tensor,
-        content: Stream | None,
-        query: Stream | None,
-    ) -> tuple[Tensor | None, Tensor | None] | Extra:
+        content: QueryStream | None,
+        query: QueryStream | None,
+    ) -> tuple[Tensor | None, Tensor | None] | BlockOutput:
         """The content and the query stream after the block, each where it goes through."""
-        extras = Extras()
-        seen = self.attn.seen(self.attn_residual.before(x_BTD), table_RD)
+        extras = AuxiliaryCollector()
+        seen = self.attn.seen(self.attn_residual.input_norm(x_BTD), table_RD)
 
-        def through(y_BQD: Tensor | None, stream: Stream | None) -> Tensor | None:
+        def run_stream(y_BQD: Tensor | None, stream: QueryStream | None) -> Tensor | None:
             if y_BQD is None or stream is None:
                 return None
-            z_BQD = self.attn(self.attn_residual.before(y_BQD), seen, stream)
-            y_BQD = self.attn_residual.after(y_BQD, z_BQD, stream.sequence)
-            z_BQD = extras.take("ffn", self.ffn(self.ffn_residual.before(y_BQD), stream.sequence))
-            return self.ffn_residual.after(y_BQD, z_BQD, stream.sequence)
+            z_BQD = self.attn(self.attn_residual.input_norm(y_BQD), seen, stream)
+            y_BQD = self.attn_residual.add(y_BQD, z_BQD, stream.sequence)
+            z_BQD = extras.unwrap("ffn", self.ffn(self.ffn_residual.input_norm(y_BQD), stream.sequence))
+            return self.ffn_residual.add(y_BQD, z_BQD, stream.sequence)
 
-        made = through(x_BTD, content), through(g_BQD, query)
-        return extras.beside(made)
+        made = run_stream(x_BTD, content), run_stream(g_BQD, query)
+        return extras.wrap(made)
 
 
-def streams_of(batch: Mapping[str, Tensor], sequence: SequenceMetadata) -> tuple[Stream, Stream | None]:
+def streams_of(
+    batch: Mapping[str, Tensor], sequence: SequenceMetadata
+) -> tuple[QueryStream, QueryStream | None]:
     """Return the content stream, in which tokens see those up to their own rank, and the query stream at tokens that
     are predicted, which sees lower ranks. Without order and targets all see all, and there are no queries."""
     targets, row_positions = batch.get("targets"), batch.get("row_positions")
     zeros = torch.zeros_like(sequence.positions)
-    zeros_of_row = zeros if row_positions is None else torch.zeros_like(row_positions)
+    full_zeros = zeros if row_positions is None else torch.zeros_like(row_positions)
 
-    def both(name: str) -> Both:
+    def both(name: str) -> LocalAndFull:
         if name not in batch:
-            return Both(zeros, zeros_of_row)
-        return Both(batch[name], batch[name] if row_positions is None else needed(batch, f"row_{name}"))
+            return LocalAndFull(zeros, full_zeros)
+        return LocalAndFull(
+            batch[name], batch[name] if row_positions is None else needed(batch, f"row_{name}")
+        )
 
     segments = both("segments")
     if "order" not in batch and targets is None:
@@ -300,37 +304,43 @@ def streams_of(batch: Mapping[str, Tensor], sequence: SequenceMetadata) -> tuple
 
 
 def two_streams(
-    sequence: SequenceMetadata, segments: Both, order: Both, numbers_BQ: Tensor, targets_BT: Tensor | None
-) -> tuple[Stream, Stream]:
+    sequence: SequenceMetadata,
+    segments: LocalAndFull,
+    order: LocalAndFull,
+    numbers_BQ: Tensor,
+    targets_BT: Tensor | None,
+) -> tuple[QueryStream, QueryStream]:
     """The content stream, of all tokens here, which sees up to their own ranks, and the query stream, of those with
     the numbers, which sees lower ones."""
-    of_queries = Both(order.here_BT.gather(1, numbers_BQ) - 1, order.row_BS)
+    of_queries = LocalAndFull(order.local.gather(1, numbers_BQ) - 1, order.full)
     # What is dropped of a query must not be what is dropped of the content at the same place.
     keys = None if sequence.rng_keys is None else ~sequence.rng_keys
-    filled_BQ = sequence.real.long().gather(1, numbers_BQ) - 1
+    filled_BQ = sequence.non_padding_mask.long().gather(1, numbers_BQ) - 1
     if targets_BT is not None:  # queries where nothing is predicted only fill the rows up
         filled_BQ = filled_BQ.masked_fill(targets_BT.gather(1, numbers_BQ) == IGNORE, -1)
     at_places = SequenceMetadata(sequence.positions.gather(1, numbers_BQ), filled_BQ, rng_keys=keys)
     places_BQ = sequence.indices[numbers_BQ]
-    at_places.once("indices", lambda: places_BQ)
+    at_places.cached("indices", lambda: places_BQ)
     documents = documents_of(sequence)
     if documents is not None:
-        documents = Both(documents.here_BT.gather(1, numbers_BQ), documents.row_BS)
-    segments_BQ = segments.here_BT.gather(1, numbers_BQ)
-    query = Stream(at_places, places_BQ, Both(segments_BQ, segments.row_BS), documents, of_queries)
+        documents = LocalAndFull(documents.local.gather(1, numbers_BQ), documents.full)
+    segments_BQ = segments.local.gather(1, numbers_BQ)
+    query = QueryStream(at_places, places_BQ, LocalAndFull(segments_BQ, segments.full), documents, of_queries)
     return everywhere(sequence, segments, order), query
 
 
-def everywhere(sequence: SequenceMetadata, segments: Both, order: Both | None = None) -> Stream:
+def everywhere(
+    sequence: SequenceMetadata, segments: LocalAndFull, order: LocalAndFull | None = None
+) -> QueryStream:
     """The content stream, of all tokens here. order: None: tokens see one another."""
-    places_BT = sequence.indices.expand_as(segments.here_BT)
-    return Stream(sequence, places_BT, segments, documents_of(sequence), order)
+    places_BT = sequence.indices.expand_as(segments.local)
+    return QueryStream(sequence, places_BT, segments, documents_of(sequence), order)
 
 
-def documents_of(sequence: SequenceMetadata) -> Both | None:
+def documents_of(sequence: SequenceMetadata) -> LocalAndFull | None:
     """The documents of tokens here and of their rows; None where all see all."""
-    numbers = sequence.document_numbers()
-    return None if numbers is None else Both(*numbers)
+    numbers = sequence.document_ids()
+    return None if numbers is None else LocalAndFull(*numbers)
 
 
 def places(targets_BT: Tensor) -> Tensor:

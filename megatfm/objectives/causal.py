@@ -7,20 +7,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatfm.config import CausalObjective, ModelConfig
-from megatfm.data import Piece
+from megatfm.data import DocumentChunk
 from megatfm.keyed import PieceKey
 from megatfm.objectives.registry import (
+    ENCODER_DECODER,
     OBJECTIVES,
-    TWO_SIDES,
     Batch,
-    Fields,
+    Example,
     Objective,
     SpecialTokens,
-    Tokens,
+    TokenArray,
 )
-from megatfm.objectives.two_sides import pair
+from megatfm.objectives.two_sides import seq2seq_example
 from megatfm.ops.cross_entropy import IGNORE
-from megatfm.ops.targets import targets_ahead
+from megatfm.ops.targets import shifted_targets
 
 
 class Causal(Objective):
@@ -30,10 +30,10 @@ class Causal(Objective):
     further on in the same document (Gloeckle et al. 2024).
     """
 
-    families = ("decoder",)
+    model_families = ("decoder",)
     predicts_tokens = True
-    likelihood = "causal"
-    crosses_documents = True
+    likelihood_term = "causal"
+    allows_cross_document_attention = True
 
     def __init__(
         self,
@@ -45,18 +45,20 @@ class Causal(Objective):
         self.special = special
         self.future = range(1, 1 + (model.future_tokens if model else 0))
         weight = config.future_weight if config else 1.0
-        self.weights: Mapping[str, float] = {"causal": 1.0} | {f"future_{n}": weight for n in self.future}
+        self.loss_weights: Mapping[str, float] = {"causal": 1.0} | {
+            f"future_{n}": weight for n in self.future
+        }
 
-    def lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
         return n_tokens + 1
 
-    def build(self, piece: Piece, key: PieceKey) -> Fields:
+    def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
         tokens = piece.tokens
         framed = np.empty(len(tokens) + 2, np.int64)
         framed[0], framed[1:-1], framed[-1] = self.special.bos, tokens, self.special.eos
         return {"tokens": framed[:-1], "targets": framed[1:]}
 
-    def join(self, documents: Sequence[Tokens]) -> Fields:
+    def build_many(self, documents: Sequence[TokenArray]) -> Example:
         """`build` of many documents, one after another, in their own type."""
         added = np.min_scalar_type(max(self.special.bos, self.special.eos))
         stored = np.result_type(*{document.dtype for document in documents}, added)
@@ -67,20 +69,20 @@ class Causal(Objective):
         targets[np.cumsum([len(document) + 1 for document in documents]) - 1] = self.special.eos
         return {"tokens": tokens, "targets": targets}
 
-    def counts(self, batch: Batch) -> dict[str, Tensor]:
+    def target_counts(self, batch: Batch) -> dict[str, Tensor]:
         targets, documents = batch["targets"], batch.get("documents")
-        ahead = {f"future_{n}": (targets_ahead(targets, documents, n) != IGNORE).sum() for n in self.future}
+        ahead = {f"future_{n}": (shifted_targets(targets, documents, n) != IGNORE).sum() for n in self.future}
         return {"causal": (targets != IGNORE).sum()} | ahead
 
 
-class LanguageModel(Objective):
+class EncoderDecoderCausal(Objective):
     """A text from its first token on by an encoder-decoder, whose encoder reads only EOS (Raffel et al. 2020, 3.2)."""
 
-    families = ("encoder_decoder",)
+    model_families = ("encoder_decoder",)
     predicts_tokens = True
-    weights: Mapping[str, float]
-    sides = TWO_SIDES
-    likelihood = "span"
+    loss_weights: Mapping[str, float]
+    field_prefixes = ENCODER_DECODER
+    likelihood_term = "span"
 
     def __init__(
         self,
@@ -89,16 +91,16 @@ class LanguageModel(Objective):
         model: ModelConfig,
         row_lengths: tuple[int, ...],
     ) -> None:
-        self.special, self.weights = special, {"span": 1.0}
+        self.special, self.loss_weights = special, {"span": 1.0}
         self.max_tokens = max(row_lengths[-1] - 1, 1)
 
-    def lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
         return np.stack([np.ones_like(n_tokens), n_tokens + 1], axis=1)
 
-    def build(self, piece: Piece, key: PieceKey) -> Fields:
-        return pair(np.zeros(0, np.int64), piece.tokens, self.special)
+    def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
+        return seq2seq_example(np.zeros(0, np.int64), piece.tokens, self.special)
 
-    def counts(self, batch: Batch) -> dict[str, Tensor]:
+    def target_counts(self, batch: Batch) -> dict[str, Tensor]:
         return {"span": (batch["targets"] != IGNORE).sum()}
 
 
@@ -107,5 +109,5 @@ def causal(
     special: SpecialTokens, config: CausalObjective, model: ModelConfig, row_lengths: tuple[int, ...]
 ) -> Objective:
     """Next-token prediction, as the model's family does it."""
-    chosen = LanguageModel if model.family == "encoder_decoder" else Causal
+    chosen = EncoderDecoderCausal if model.family == "encoder_decoder" else Causal
     return chosen(special, config, model, row_lengths)

@@ -10,21 +10,26 @@ from torch import Tensor
 
 from megatfm import keyed
 from megatfm.config import DenoisersObjective, ModelConfig
-from megatfm.data import Piece
+from megatfm.data import DocumentChunk
 from megatfm.keyed import PieceKey
-from megatfm.objectives.masking import below
+from megatfm.objectives.masking import randint_below
 from megatfm.objectives.registry import (
+    DECODER_ONLY,
+    ENCODER_DECODER,
     OBJECTIVES,
-    ONE_SIDE,
-    TWO_SIDES,
     Batch,
-    Fields,
+    Example,
     Objective,
     SpecialTokens,
-    longest,
+    max_piece_tokens,
 )
-from megatfm.objectives.span_corruption import corrupt, corrupted_lengths, need_sentinels, span_counts
-from megatfm.objectives.two_sides import pair, prefixed
+from megatfm.objectives.span_corruption import (
+    corrupt_spans,
+    corrupted_lengths,
+    count_noise_spans,
+    require_sentinels,
+)
+from megatfm.objectives.two_sides import prefix_lm_example, seq2seq_example
 from megatfm.ops.cross_entropy import IGNORE
 
 Ints = NDArray[np.int64]
@@ -60,9 +65,9 @@ class Denoisers(Objective):
     every epoch.
     """
 
-    families = ("encoder_decoder", "decoder")
+    model_families = ("encoder_decoder", "decoder")
     predicts_tokens = True
-    weights: Mapping[str, float]
+    loss_weights: Mapping[str, float]
 
     def __init__(
         self,
@@ -71,67 +76,78 @@ class Denoisers(Objective):
         model: ModelConfig,
         row_lengths: tuple[int, ...],
     ) -> None:
-        self.special, self.two = special, model.family == "encoder_decoder"
-        self.sides = TWO_SIDES if self.two else ONE_SIDE
-        self.weights = {"span" if self.two else "causal": 1.0}
-        self.first = {mode: special.modes.get(mode, None if self.two else special.bos) for mode in "RSX"}
+        self.special, self.is_encoder_decoder = special, model.family == "encoder_decoder"
+        self.field_prefixes = ENCODER_DECODER if self.is_encoder_decoder else DECODER_ONLY
+        self.loss_weights = {"span" if self.is_encoder_decoder else "causal": 1.0}
+        self.mode_token = {
+            mode: special.modes.get(mode, None if self.is_encoder_decoder else special.bos) for mode in "RSX"
+        }
         shares = {"R": config.regular / 2, "X": config.extreme / 4, "S": config.sequential}
         weights = np.array([shares[denoiser.mode] for denoiser in DENOISERS])
-        self.up_to = np.cumsum(weights / weights.sum())
+        self.cumulative_probs = np.cumsum(weights / weights.sum())
         used = [d for d in range(len(DENOISERS)) if weights[d] > 0]
-        rows = row_lengths[: len(self.sides)]
-        self.max_tokens = min(longest(partial(self._longest_of, d), rows, config.name) for d in used)
+        rows = row_lengths[: len(self.field_prefixes)]
+        self.max_tokens = min(max_piece_tokens(partial(self.max_lengths, d), rows, config.name) for d in used)
         n_tokens = np.arange(2, self.max_tokens + 1)
         spans = [
-            span_counts(n_tokens, d.rate, d.mean_span)[1].max(initial=0) for d in DENOISERS if d.mode != "S"
+            count_noise_spans(n_tokens, d.rate, d.mean_span)[1].max(initial=0)
+            for d in DENOISERS
+            if d.mode != "S"
         ]
-        need_sentinels(special, int(max(n for d, n in enumerate([*spans, 0]) if d in used)), config.name)
+        require_sentinels(special, int(max(n for d, n in enumerate([*spans, 0]) if d in used)), config.name)
 
-    def lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-        chosen, cuts = self._choices(n_tokens, keys)
-        found = np.zeros((len(n_tokens), len(self.sides)), np.int64)
+    def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+        chosen, cuts = self.choose_denoisers(n_tokens, keys)
+        found = np.zeros((len(n_tokens), len(self.field_prefixes)), np.int64)
         for number in range(len(DENOISERS)):
             mine = chosen == number
-            found[mine] = self._lengths_of(number, n_tokens[mine], cuts[mine])
+            found[mine] = self.denoiser_lengths(number, n_tokens[mine], cuts[mine])
         return found
 
-    def build(self, piece: Piece, key: PieceKey) -> Fields:
+    def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
         tokens = piece.tokens
-        (number,), (cut,) = self._choices(np.array([len(tokens)]), key.planned)
+        (number,), (cut,) = self.choose_denoisers(np.array([len(tokens)]), key.without_epoch)
         mode, mean_span, rate = DENOISERS[number]
         if mode == "S":
             given, wanted = tokens[:cut], tokens[cut:]
         else:
-            given, wanted = corrupt(tokens, rate, mean_span, self.special.sentinels, (*key, "denoisers"))
-        first = self.first[mode]
+            given, wanted = corrupt_spans(
+                tokens, rate, mean_span, self.special.sentinels, (*key, "denoisers")
+            )
+        first = self.mode_token[mode]
         if first is not None:
             given = np.append(first, given)
-        return (pair if self.two else prefixed)(given, wanted, self.special)
+        return (seq2seq_example if self.is_encoder_decoder else prefix_lm_example)(
+            given, wanted, self.special
+        )
 
-    def counts(self, batch: Batch) -> dict[str, Tensor]:
-        return {term: (batch["targets"] != IGNORE).sum() for term in self.weights}
+    def target_counts(self, batch: Batch) -> dict[str, Tensor]:
+        return {term: (batch["targets"] != IGNORE).sum() for term in self.loss_weights}
 
-    def _choices(self, n_tokens: Ints, keys: NDArray[np.uint64]) -> tuple[Ints, Ints]:
+    def choose_denoisers(self, n_tokens: Ints, keys: NDArray[np.uint64]) -> tuple[Ints, Ints]:
         """The denoiser of each piece, and where the sequential one would cut it."""
-        first, second = (keyed.fractions(keyed.hashes((name,), keys)) for name in ("denoiser", "cut"))
-        chosen = np.searchsorted(self.up_to, first, side="right").astype(np.int64)
-        wanted = 1 + below(np.maximum(n_tokens // 2, 1), second)
+        first, second = (
+            keyed.to_unit_interval(keyed.hash_rows((name,), keys)) for name in ("denoiser", "cut")
+        )
+        chosen = np.searchsorted(self.cumulative_probs, first, side="right").astype(np.int64)
+        wanted = 1 + randint_below(np.maximum(n_tokens // 2, 1), second)
         return chosen, np.maximum(n_tokens - wanted, 0)
 
-    def _lengths_of(self, number: int, n_tokens: Ints, cuts: Ints) -> Ints:
+    def denoiser_lengths(self, number: int, n_tokens: Ints, cuts: Ints) -> Ints:
+        """Return the lengths of sequences that denoiser `number` makes of texts, [texts, 1 or 2]."""
         mode, mean_span, rate = DENOISERS[number]
         if mode == "S":
-            both = [cuts + 1, n_tokens - cuts + 1] if self.two else [n_tokens]
+            both = [cuts + 1, n_tokens - cuts + 1] if self.is_encoder_decoder else [n_tokens]
             lengths = np.where(n_tokens[:, None] >= 2, np.stack(both, axis=1), 0)
         else:
-            lengths = corrupted_lengths(n_tokens, rate, mean_span, self.two)
-        if self.first[mode] is not None:
+            lengths = corrupted_lengths(n_tokens, rate, mean_span, self.is_encoder_decoder)
+        if self.mode_token[mode] is not None:
             lengths[:, 0] += lengths[:, 0] > 0
         return lengths
 
-    def _longest_of(self, number: int, n_tokens: Ints) -> Ints:
+    def max_lengths(self, number: int, n_tokens: Ints) -> Ints:
         """The most that each side may need: the sequential denoiser cuts anywhere in the second half."""
         late, middle = n_tokens - 1, n_tokens - n_tokens // 2
         return np.maximum(
-            self._lengths_of(number, n_tokens, late), self._lengths_of(number, n_tokens, middle)
+            self.denoiser_lengths(number, n_tokens, late), self.denoiser_lengths(number, n_tokens, middle)
         )

@@ -7,16 +7,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatfm.config import MaskedObjective, ModelConfig
-from megatfm.data import Piece
+from megatfm.data import DocumentChunk
 from megatfm.keyed import PieceKey
-from megatfm.objectives.masking import Masking, key_of, single
+from megatfm.objectives.masking import Masking, masking_key, single_segment_example
 from megatfm.objectives.registry import (
     OBJECTIVES,
     Batch,
-    Fields,
+    Example,
     Objective,
     SpecialTokens,
-    longest,
+    max_piece_tokens,
 )
 from megatfm.ops.cross_entropy import IGNORE
 
@@ -25,10 +25,10 @@ from megatfm.ops.cross_entropy import IGNORE
 class Masked(Objective):
     """[CLS] text [SEP]; masked tokens are predicted."""
 
-    families = ("encoder",)
+    model_families = ("encoder",)
     predicts_tokens = True
-    weights: Mapping[str, float]
-    crosses_documents = True
+    loss_weights: Mapping[str, float]
+    allows_cross_document_attention = True
 
     def __init__(
         self,
@@ -38,16 +38,19 @@ class Masked(Objective):
         row_lengths: tuple[int, ...],
     ) -> None:
         self.config, self.masking = config, Masking.of(config, special)
-        self.cls, self.sep = special.need("cls", config.name), special.need("sep", config.name)
-        self.weights = {"masked": 1.0}
-        self.max_tokens = longest(lambda n: n + 2, row_lengths[:1], config.name)
+        self.cls, self.sep = (
+            special.require_token("cls", config.name),
+            special.require_token("sep", config.name),
+        )
+        self.loss_weights = {"masked": 1.0}
+        self.max_tokens = max_piece_tokens(lambda n: n + 2, row_lengths[:1], config.name)
 
-    def lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
         return np.where(n_tokens > 0, n_tokens + 2, 0)
 
-    def build(self, piece: Piece, key: PieceKey) -> Fields:
-        shown, targets = self.masking(piece.tokens, key_of(key, "masked", self.config.static))
-        return single(shown, targets, self.cls, self.sep)
+    def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
+        shown, targets = self.masking(piece.tokens, masking_key(key, "masked", self.config.static))
+        return single_segment_example(shown, targets, self.cls, self.sep)
 
-    def counts(self, batch: Batch) -> dict[str, Tensor]:
+    def target_counts(self, batch: Batch) -> dict[str, Tensor]:
         return {"masked": (batch["targets"] != IGNORE).sum()}

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from megatfm import keyed
 from megatfm.config import MaskedObjective, ReplacedTokenObjective
 from megatfm.keyed import PieceKey
-from megatfm.objectives.registry import Fields, SpecialTokens, Tokens
+from megatfm.objectives.registry import Example, SpecialTokens, TokenArray
 from megatfm.ops.cross_entropy import IGNORE
 
 Ints = NDArray[np.int64]
@@ -16,17 +16,17 @@ Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 
 
-def key_of(key: PieceKey, name: str, static: bool = False) -> tuple[int | str, ...]:
+def masking_key(key: PieceKey, name: str, static: bool = False) -> tuple[int | str, ...]:
     """What is drawn from for a piece; `static`: the same in every epoch."""
     return (key.seed, key.sample, key.piece, name) if static else (*key, name)
 
 
-def random_round(expected: float, u: float) -> int:
+def stochastic_round(expected: float, u: float) -> int:
     """A whole number whose mean is `expected`, for uniform u in [0, 1)."""
     return int(np.floor(expected + u))
 
 
-def below(n: int | Ints, u: float | Floats) -> Ints:
+def randint_below(n: int | Ints, u: float | Floats) -> Ints:
     """Uniform whole numbers in [0, n), from uniform u in [0, 1)."""
     return np.minimum((np.asarray(u) * n).astype(np.int64), np.asarray(n) - 1)
 
@@ -45,36 +45,36 @@ class Masking:
     @classmethod
     def of(cls, config: MaskedObjective | ReplacedTokenObjective, special: SpecialTokens) -> "Masking":
         """As a config's section asks. Raises UsageError if the tokenizer lacks what it needs."""
-        mask = special.need("mask", config.name)
+        mask = special.require_token("mask", config.name)
         if isinstance(config, ReplacedTokenObjective):
             return cls(special, mask, config.rate, config.mask_share, 0.0)
         if config.whole_words:
-            special.need_words("objective.whole_words = true")
+            special.require_word_starts("objective.whole_words = true")
         return cls(special, mask, config.rate, config.mask_share, config.random_share, config.whole_words)
 
-    def __call__(self, tokens: Tokens, key: tuple[int | str, ...]) -> tuple[Ints, Ints]:
+    def __call__(self, tokens: TokenArray, key: tuple[int | str, ...]) -> tuple[Ints, Ints]:
         """What is shown of a text's tokens [n], and the targets [n]."""
         n = len(tokens)
         random = keyed.uniform(3 * n + 1, *key)
         chosen = self._chosen(tokens, random[: n + 1])
-        shown, targets = tokens.astype(np.int64), np.full(n, IGNORE, np.int64)
-        targets[chosen] = shown[chosen]
-        shown[chosen] = replaced(
-            shown[chosen], random[n + 1 : 2 * n + 1][chosen], random[2 * n + 1 :][chosen], self
+        masked_tokens, targets = tokens.astype(np.int64), np.full(n, IGNORE, np.int64)
+        targets[chosen] = masked_tokens[chosen]
+        masked_tokens[chosen] = replace_masked(
+            masked_tokens[chosen], random[n + 1 : 2 * n + 1][chosen], random[2 * n + 1 :][chosen], self
         )
-        return shown, targets
+        return masked_tokens, targets
 
-    def _chosen(self, tokens: Tokens, random: Floats) -> Ints:
+    def _chosen(self, tokens: TokenArray, random: Floats) -> Ints:
         """Numbers of the chosen tokens. Their number is rate · n, rounded up or down at random so that the mean is
         exact for texts of any length."""
-        budget = random_round(self.rate * len(tokens), float(random[-1]))
+        budget = stochastic_round(self.rate * len(tokens), float(random[-1]))
         if not self.whole_words:
             return np.argsort(random[:-1], kind="stable")[:budget]
-        starts = self.special.words(tokens)
-        return chosen_words(starts, len(tokens), budget, random[: len(starts)])
+        starts = self.special.word_boundaries(tokens)
+        return choose_words(starts, len(tokens), budget, random[: len(starts)])
 
 
-def chosen_words(starts: Ints, n: int, budget: int, random: Floats) -> Ints:
+def choose_words(starts: Ints, n: int, budget: int, random: Floats) -> Ints:
     """Numbers of the tokens of words in random order, those left out that would exceed the budget of tokens (as in
     BERT's code for whole words). starts [words]: where words begin among the n tokens."""
     lengths = np.diff(starts, append=n)
@@ -93,21 +93,24 @@ def chosen_words(starts: Ints, n: int, budget: int, random: Floats) -> Ints:
     return np.flatnonzero(np.repeat(taken, lengths))
 
 
-def replaced(original: Ints, which: Floats, draw: Floats, masking: Masking) -> Ints:
+def replace_masked(original: Ints, which: Floats, draw: Floats, masking: Masking) -> Ints:
     """What stands in place of chosen tokens: the mask token, a random one, or the token itself, decided by `which`,
     uniform in [0, 1); `draw`, as well, chooses the random ones."""
-    ordinary = masking.special.ordinary
-    shown = original.copy()
-    shown[which < masking.mask_share] = masking.mask
+    ordinary = masking.special.text_ids
+    masked_tokens = original.copy()
+    masked_tokens[which < masking.mask_share] = masking.mask
     random = (which >= masking.mask_share) & (which < masking.mask_share + masking.random_share)
     if random.any():
-        shown[random] = ordinary[below(len(ordinary), draw[random])]
-    return shown
+        masked_tokens[random] = ordinary[randint_below(len(ordinary), draw[random])]
+    return masked_tokens
 
 
-def single(shown: Ints, targets: Ints, cls: int, sep: int) -> Fields:
+def single_segment_example(masked_tokens: Ints, targets: Ints, cls: int, sep: int) -> Example:
     """[CLS] text [SEP] with the text's targets."""
-    tokens, wanted = np.empty(len(shown) + 2, np.int64), np.full(len(shown) + 2, IGNORE, np.int64)
-    tokens[0], tokens[1:-1], tokens[-1] = cls, shown, sep
-    wanted[1:-1] = targets
-    return {"tokens": tokens, "targets": wanted}
+    tokens, target_tokens = (
+        np.empty(len(masked_tokens) + 2, np.int64),
+        np.full(len(masked_tokens) + 2, IGNORE, np.int64),
+    )
+    tokens[0], tokens[1:-1], tokens[-1] = cls, masked_tokens, sep
+    target_tokens[1:-1] = targets
+    return {"tokens": tokens, "targets": target_tokens}

@@ -8,16 +8,16 @@ from torch import Tensor
 
 from megatfm import keyed
 from megatfm.config import ModelConfig, PermutationObjective
-from megatfm.data import Piece
+from megatfm.data import DocumentChunk
 from megatfm.keyed import PieceKey
-from megatfm.objectives.masking import below, key_of
+from megatfm.objectives.masking import masking_key, randint_below
 from megatfm.objectives.registry import (
     OBJECTIVES,
     Batch,
-    Fields,
+    Example,
     Objective,
     SpecialTokens,
-    longest,
+    max_piece_tokens,
 )
 from megatfm.ops.cross_entropy import IGNORE
 
@@ -38,9 +38,9 @@ class Permutation(Objective):
     place; their segments are 0 and 1, and [CLS] has its own, as in the released code.
     """
 
-    families = ("xlnet",)
+    model_families = ("xlnet",)
     predicts_tokens = True
-    weights: Mapping[str, float]
+    loss_weights: Mapping[str, float]
 
     def __init__(
         self,
@@ -50,25 +50,30 @@ class Permutation(Objective):
         row_lengths: tuple[int, ...],
     ) -> None:
         self.config = config
-        self.cls, self.sep = special.need("cls", config.name), special.need("sep", config.name)
-        self.weights = {"permutation": 1.0}
-        self.max_tokens = longest(lambda n: n + 3, row_lengths[:1], config.name)
+        self.cls, self.sep = (
+            special.require_token("cls", config.name),
+            special.require_token("sep", config.name),
+        )
+        self.loss_weights = {"permutation": 1.0}
+        self.max_tokens = max_piece_tokens(lambda n: n + 3, row_lengths[:1], config.name)
         # A context is met in the middle the more often the longer it is.
-        self.up_to = np.cumsum(np.arange(1, config.max_span + 1)) / np.arange(1, config.max_span + 1).sum()
+        self.cumulative_probs = (
+            np.cumsum(np.arange(1, config.max_span + 1)) / np.arange(1, config.max_span + 1).sum()
+        )
 
-    def lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
         return np.where(n_tokens > 1, n_tokens + 3, 0)
 
-    def build(self, piece: Piece, key: PieceKey) -> Fields:
+    def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
         tokens = piece.tokens
         n = len(tokens)
         contexts = n // self.config.every + 2
-        random = keyed.uniform(2 * contexts + 2 + n, *key_of(key, "permutation"))
-        chosen = self._chosen(n, random[2 : 2 * contexts + 2], float(random[0]))
-        cut = 1 + int(below(n - 1, float(random[1])))
+        random = keyed.uniform(2 * contexts + 2 + n, *masking_key(key, "permutation"))
+        chosen = self.choose_tokens(n, random[2 : 2 * contexts + 2], float(random[0]))
+        cut = 1 + int(randint_below(n - 1, float(random[1])))
         # Numbers in the sequence: after the first mark, one more.
         at = np.arange(n) + (np.arange(n) >= cut)
-        fields: Fields = {name: np.zeros(n + 3, np.int64) for name in ("tokens", "order", "segments")}
+        fields: Example = {name: np.zeros(n + 3, np.int64) for name in ("tokens", "order", "segments")}
         fields["targets"] = np.full(n + 3, IGNORE, np.int64)
         fields["tokens"][at] = tokens
         fields["tokens"][[cut, n + 1, n + 2]] = self.sep, self.sep, self.cls
@@ -81,20 +86,20 @@ class Permutation(Objective):
         fields["segments"][-1] = 2
         return fields
 
-    def counts(self, batch: Batch) -> dict[str, Tensor]:
+    def target_counts(self, batch: Batch) -> dict[str, Tensor]:
         return {"permutation": (batch["targets"] != IGNORE).sum()}
 
     def n_tokens(self, batch: Batch) -> Tensor:
         """Tokens of the content, and the queries of what is predicted."""
         return super().n_tokens(batch) + (batch["targets"] != IGNORE).sum()
 
-    def _chosen(self, n: int, random: Floats, u: float) -> Ints:
+    def choose_tokens(self, n: int, random: Floats, u: float) -> Ints:
         """Numbers of the tokens in spans, in a text of n. random [2 × contexts], u: uniform in [0, 1)."""
         drawn, where = np.split(random, 2)
-        spans = 1 + below(self.config.max_span, drawn)
-        spans[0] = 1 + np.searchsorted(self.up_to, drawn[0], side="right")
+        spans = 1 + randint_below(self.config.max_span, drawn)
+        spans[0] = 1 + np.searchsorted(self.cumulative_probs, drawn[0], side="right")
         contexts = self.config.every * spans
-        starts = np.cumsum(contexts) - contexts - below(int(contexts[0]), u)
-        firsts = starts + below(contexts - spans + 1, where)
+        starts = np.cumsum(contexts) - contexts - randint_below(int(contexts[0]), u)
+        firsts = starts + randint_below(contexts - spans + 1, where)
         numbers = np.repeat(firsts - np.cumsum(spans) + spans, spans) + np.arange(spans.sum())
         return numbers[(numbers >= 0) & (numbers < n)]

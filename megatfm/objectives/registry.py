@@ -12,26 +12,26 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
-from megatfm.data import Field, Piece
+from megatfm.data import DocumentChunk, Field
 from megatfm.errors import UsageError
 from megatfm.keyed import PieceKey
-from megatfm.layers.extra import Term
-from megatfm.layers.terms import block_terms
+from megatfm.layers.extra import AuxiliaryLoss
+from megatfm.layers.terms import auxiliary_losses
 from megatfm.registry import Registry
 
 Batch = Mapping[str, Tensor]
 """The tensors of a micro-batch: `positions` and `documents` [rows, length of the side], `keys` [rows], and what the
 objective makes: of text `tokens` and `targets` [rows, length]."""
 
-Fields = dict[str, NDArray[Any]]
+Example = dict[str, NDArray[Any]]
 """One sequence: arrays by name, as `Objective.fields` says."""
 
-Terms = dict[str, Tensor]
+Losses = dict[str, Tensor]
 """Name of a loss term → its sum over a micro-batch, a scalar."""
 
-Tokens = NDArray[np.integer]
+TokenArray = NDArray[np.integer]
 
-ONE_SIDE, TWO_SIDES = ("",), ("encoder_", "")
+DECODER_ONLY, ENCODER_DECODER = ("",), ("encoder_", "")
 """Prefixes of an objective's fields: of a decoder's or encoder's, and of an encoder-decoder's."""
 
 
@@ -50,12 +50,12 @@ class SpecialTokens:
     """In the order in which they are used."""
     modes: Mapping[str, int] = field(default_factory=dict)
     """UL2's mode tokens by letter: R, S, X."""
-    others: Sequence[int] = ()
+    other_reserved: Sequence[int] = ()
     """More ids that no text has."""
     word_starts: NDArray[np.bool_] | None = None
     """Which ids begin a word, [vocab_size]; None: no id tells."""
 
-    def need(self, token: str, objective: str) -> int:
+    def require_token(self, token: str, objective: str) -> int:
         """The id of a token that an objective can't do without. Raises UsageError if there is none."""
         found = getattr(self, token)
         if found is None:
@@ -66,14 +66,14 @@ class SpecialTokens:
         return int(found)
 
     @cached_property
-    def ordinary(self) -> NDArray[np.int64]:
+    def text_ids(self) -> NDArray[np.int64]:
         """The ids that text is made of: random replacements are drawn from these."""
         named = (self.bos, self.eos, self.pad, self.mask, self.cls, self.sep)
         reserved = [token for token in named if token is not None]
-        reserved += [*self.sentinels, *self.modes.values(), *self.others]
+        reserved += [*self.sentinels, *self.modes.values(), *self.other_reserved]
         return np.setdiff1d(np.arange(self.vocab_size), np.array(reserved, np.int64))
 
-    def need_words(self, key: str) -> NDArray[np.bool_]:
+    def require_word_starts(self, key: str) -> NDArray[np.bool_]:
         """`word_starts`, for a setting that needs it. Raises UsageError if no id tells where words begin."""
         if self.word_starts is None:
             raise UsageError(
@@ -82,7 +82,7 @@ class SpecialTokens:
             )
         return self.word_starts
 
-    def words(self, tokens: Tokens) -> NDArray[np.int64]:
+    def word_boundaries(self, tokens: TokenArray) -> NDArray[np.int64]:
         """Where words begin in a piece [words]; its first token always begins one."""
         assert self.word_starts is not None
         starts = self.word_starts[tokens]
@@ -93,62 +93,62 @@ class SpecialTokens:
 class Objective(Protocol):
     """Makes sequences from pieces of documents, and the terms of the loss; subclass it for the defaults.
 
-    One whose inputs are no text says so: `reads_text`, `fields`, and `needs_members` if it reads stored files.
+    One whose inputs are no text says so: `reads_text`, `fields`, and `needs_files` if it reads stored files.
 
     The loss is Σ over terms of weight · sum / count; counts are taken over the whole global batch.
     """
 
-    families: tuple[str, ...]
+    model_families: tuple[str, ...]
     """Model families that it trains."""
-    weights: Mapping[str, float]
+    loss_weights: Mapping[str, float]
     """Each term's weight."""
-    sides: tuple[str, ...] = ONE_SIDE
-    """Prefixes of the fields of each row that a sequence takes room in: ONE_SIDE or TWO_SIDES."""
+    field_prefixes: tuple[str, ...] = DECODER_ONLY
+    """Prefixes of the fields of each row that a sequence takes room in: DECODER_ONLY or ENCODER_DECODER."""
     max_tokens: int | None = None
     """Longest piece of a document whose sequence fits a row. None: documents are cut where rows end."""
-    fills: Mapping[str, int] = MappingProxyType({})
+    padding_values: Mapping[str, int] = MappingProxyType({})
     """What stands in padding, for fields where it is not 0 and which are not tokens, targets or documents."""
     fields: Mapping[str, Field] | None = None
     """All fields that `build` makes. None: integers [length of the side], whatever they are called."""
     reads_text: bool = True
     """Whether it needs a tokenizer. If not, the first argument with which it is made may be None."""
-    likelihood: str | None = None
+    likelihood_term: str | None = None
     """The term whose sum is −log p(text), each token predicted once; only then are there bits per byte."""
     predicts_tokens: bool = False
     """Whether a term is made by the head over the vocabulary: then a model without one is refused."""
-    predicted: float | None = None
+    target_fraction: float | None = None
     """Share of a row's tokens that have a target, where it is known beforehand: what a head costs that sees those alone
     follows from it. Objectives with a section of their own say it there."""
-    needs_partners: bool = False
+    needs_other_documents: bool = False
     """Whether `build` looks at other documents, `piece.partners`."""
-    needs_members: bool = False
+    needs_files: bool = False
     """Whether `build` looks at the files stored with a document, `piece.members`."""
-    crosses_documents: bool = False
+    allows_cross_document_attention: bool = False
     """Whether `data.attend_across_documents` makes sense: tokens of one document tell nothing of another's targets."""
 
-    def lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
         """Lengths [n], or [n, sides], of the sequences of pieces of `n_tokens` [n] tokens; 0: it makes none.
 
         keys [n]: `keyed.piece_keys`, for choices that decide lengths. They are the same in every epoch.
         """
 
-    def build(self, piece: Piece, key: PieceKey) -> Fields:
+    def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
         """The fields of one piece's sequence, as long as `lengths` told; a pure function."""
 
-    def example(self, random: np.random.Generator) -> Piece:
+    def random_piece(self, random: np.random.Generator) -> DocumentChunk:
         """A random piece on which layouts are compared, where that is more than random tokens."""
         raise UsageError(
             f"{type(self).__name__} reads more than tokens, but has no example(random) on which layouts could be "
             "compared: give it one"
         )
 
-    def counts(self, batch: Batch) -> dict[str, Tensor]:
+    def target_counts(self, batch: Batch) -> dict[str, Tensor]:
         """How many targets each term has in a micro-batch, from the batch alone."""
 
     def n_tokens(self, batch: Batch) -> Tensor:
         """How many tokens of a micro-batch go through the model's blocks, padding left out: those of all sides."""
-        known = [batch.get(f"{side}documents") for side in self.sides]
-        placed = [batch[f"{side}positions"] for side in self.sides]
+        known = [batch.get(f"{side}documents") for side in self.field_prefixes]
+        placed = [batch[f"{side}positions"] for side in self.field_prefixes]
         return torch.stack(
             [
                 (torch.zeros_like(positions) if documents is None else documents).ge(0).sum()
@@ -156,33 +156,36 @@ class Objective(Protocol):
             ]
         ).sum()
 
-    def __call__(self, model: nn.Module, batch: Batch) -> Terms:
+    def __call__(self, model: nn.Module, batch: Batch) -> Losses:
         """Give the model the whole batch; the sum of each term."""
         return dict(model(**batch).losses)
 
 
-class WithBlockTerms:
+class ObjectiveWithAuxiliaryLosses:
     """An objective whose loss has, beside its own terms, those that the model's blocks add."""
 
-    def __init__(self, objective: Objective, terms: Mapping[str, Term]) -> None:
+    def __init__(self, objective: Objective, terms: Mapping[str, AuxiliaryLoss]) -> None:
         self._objective, self._terms = objective, terms
-        self.weights = {**objective.weights, **{name: term.weight for name, term in terms.items()}}
+        self.loss_weights = {**objective.loss_weights, **{name: term.weight for name, term in terms.items()}}
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # while it is unpickled there is no objective yet
             raise AttributeError(name)
         return getattr(self._objective, name)
 
-    def counts(self, batch: Batch) -> dict[str, Tensor]:
+    def target_counts(self, batch: Batch) -> dict[str, Tensor]:
         """The objective's, and the tokens or rows of the micro-batch for each term of the blocks."""
-        n_tokens, n_rows = self._objective.n_tokens(batch), len(batch[f"{self._objective.sides[0]}positions"])
+        n_tokens, n_rows = (
+            self._objective.n_tokens(batch),
+            len(batch[f"{self._objective.field_prefixes[0]}positions"]),
+        )
         added = {
-            name: n_tokens if term.per == "tokens" else torch.tensor(n_rows)
+            name: n_tokens if term.normalised_by == "tokens" else torch.tensor(n_rows)
             for name, term in self._terms.items()
         }
-        return self._objective.counts(batch) | added
+        return self._objective.target_counts(batch) | added
 
-    def __call__(self, model: nn.Module, batch: Batch) -> Terms:
+    def __call__(self, model: nn.Module, batch: Batch) -> Losses:
         """The objective's and the blocks' terms."""
         return self._objective(model, batch)
 
@@ -197,14 +200,14 @@ def reads_text(name: str) -> bool:
     return bool(getattr(OBJECTIVES.get(name), "reads_text", True))
 
 
-def predicted_share(config: Any) -> float | None:
+def target_fraction(config: Any) -> float | None:
     """The share of tokens for which the objective of a config's section has targets; None: not known."""
-    said = config if hasattr(config, "predicted") else OBJECTIVES.get(config.name)
-    share: float | None = getattr(said, "predicted", None)
+    said = config if hasattr(config, "target_fraction") else OBJECTIVES.get(config.name)
+    share: float | None = getattr(said, "target_fraction", None)
     return share
 
 
-def make(
+def build_objective(
     config: Any, model: ModelConfig, special: SpecialTokens | None, row_lengths: tuple[int, ...]
 ) -> Objective:
     """The objective of a config's section, checked against the model.
@@ -217,10 +220,10 @@ def make(
             f"objective.name = {config.name!r} reads text: set data.tokenizer to the one beside the corpus"
         )
     objective = OBJECTIVES.get(config.name)(special, config, model, row_lengths)
-    if model.family not in objective.families:
+    if model.family not in objective.model_families:
         raise UsageError(
             f"objective.name = {config.name!r} does not train model.family = {model.family!r}, but "
-            f"{' and '.join(objective.families)}: change one of the two"
+            f"{' and '.join(objective.model_families)}: change one of the two"
         )
     if objective.predicts_tokens and model.head.name == "none":
         raise UsageError(
@@ -228,21 +231,21 @@ def make(
             "for them: set model.head.name=linear, or transform for a BERT's (train.init_only then says which weights "
             "come from elsewhere)"
         )
-    if len(row_lengths) < len(objective.sides):
+    if len(row_lengths) < len(objective.field_prefixes):
         raise UsageError(
             f"objective.name = {config.name!r} for an encoder-decoder fills two rows: set data.target_length, the "
             f"tokens of the decoder's, for example data.target_length={max(8, row_lengths[0] // 4)}"
         )
-    terms = block_terms(model)
-    if taken := terms.keys() & objective.weights.keys():
+    terms = auxiliary_losses(model)
+    if taken := terms.keys() & objective.loss_weights.keys():
         raise UsageError(
             f"a part of the model adds a term {min(taken)!r} to the loss, and objective.name = {config.name!r} has one "
             "of that name: give the part's another"
         )
-    return cast(Objective, WithBlockTerms(objective, terms)) if terms else objective
+    return cast(Objective, ObjectiveWithAuxiliaryLosses(objective, terms)) if terms else objective
 
 
-def longest(
+def max_piece_tokens(
     lengths: Callable[[NDArray[np.int64]], NDArray[np.int64]], row_lengths: Sequence[int], objective: str
 ) -> int:
     """The largest n such that pieces of up to n tokens make sequences [n, sides] that fit rows.
@@ -259,7 +262,7 @@ def longest(
     return most
 
 
-def need_model(model: ModelConfig, head: str, objective: str) -> None:
+def require_head(model: ModelConfig, head: str, objective: str) -> None:
     """Raise UsageError unless an encoder has a head; other families are refused with the objective."""
     if model.family == "encoder" and head not in model.heads:
         raise UsageError(

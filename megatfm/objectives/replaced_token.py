@@ -7,16 +7,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatfm.config import ModelConfig, ReplacedTokenObjective
-from megatfm.data import Piece
+from megatfm.data import DocumentChunk
 from megatfm.keyed import PieceKey
-from megatfm.objectives.masking import Masking, key_of, single
+from megatfm.objectives.masking import Masking, masking_key, single_segment_example
 from megatfm.objectives.registry import (
     OBJECTIVES,
     Batch,
-    Fields,
+    Example,
     Objective,
     SpecialTokens,
-    longest,
+    max_piece_tokens,
 )
 from megatfm.ops.cross_entropy import IGNORE
 
@@ -29,10 +29,10 @@ class ReplacedToken(Objective):
     every token but padding whether it is the original one.
     """
 
-    families = ("electra",)
-    weights: Mapping[str, float]
-    fills: Mapping[str, int]
-    crosses_documents = True
+    model_families = ("electra",)
+    loss_weights: Mapping[str, float]
+    padding_values: Mapping[str, int]
+    allows_cross_document_attention = True
 
     def __init__(
         self,
@@ -42,23 +42,26 @@ class ReplacedToken(Objective):
         row_lengths: tuple[int, ...],
     ) -> None:
         self.masking = Masking.of(config, special)
-        self.cls, self.sep = special.need("cls", config.name), special.need("sep", config.name)
-        self.weights = {"generator": 1.0, "discriminator": config.discriminator_weight}
-        self.fills = {"original": special.pad}
-        self.max_tokens = longest(lambda n: n + 2, row_lengths[:1], config.name)
+        self.cls, self.sep = (
+            special.require_token("cls", config.name),
+            special.require_token("sep", config.name),
+        )
+        self.loss_weights = {"generator": 1.0, "discriminator": config.discriminator_weight}
+        self.padding_values = {"original": special.pad}
+        self.max_tokens = max_piece_tokens(lambda n: n + 2, row_lengths[:1], config.name)
 
-    def lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
         return np.where(n_tokens > 0, n_tokens + 2, 0)
 
-    def build(self, piece: Piece, key: PieceKey) -> Fields:
+    def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
         tokens = piece.tokens
-        shown, targets = self.masking(tokens, key_of(key, "replaced_token"))
-        fields = single(shown, targets, self.cls, self.sep)
+        shown, targets = self.masking(tokens, masking_key(key, "replaced_token"))
+        fields = single_segment_example(shown, targets, self.cls, self.sep)
         original = fields["tokens"].copy()
         original[1:-1] = tokens
         return fields | {"original": original}
 
-    def counts(self, batch: Batch) -> dict[str, Tensor]:
+    def target_counts(self, batch: Batch) -> dict[str, Tensor]:
         documents = batch.get("documents")
         counted = (
             batch["original"] if documents is None else documents

@@ -8,17 +8,17 @@ from torch import Tensor
 
 from megatfm import keyed
 from megatfm.config import ModelConfig, SpanBoundaryObjective
-from megatfm.data import Piece
+from megatfm.data import DocumentChunk
 from megatfm.keyed import PieceKey
-from megatfm.objectives.masking import Masking, key_of, random_round, replaced
+from megatfm.objectives.masking import Masking, masking_key, replace_masked, stochastic_round
 from megatfm.objectives.registry import (
     OBJECTIVES,
     Batch,
-    Fields,
+    Example,
     Objective,
     SpecialTokens,
-    longest,
-    need_model,
+    max_piece_tokens,
+    require_head,
 )
 from megatfm.ops.cross_entropy import IGNORE
 
@@ -38,9 +38,9 @@ class SpanBoundary(Objective):
     `span_left` and `span_right` are the distances from a masked token to the tokens before and after its span, else 0.
     """
 
-    families = ("encoder",)
+    model_families = ("encoder",)
     predicts_tokens = True
-    weights: Mapping[str, float]
+    loss_weights: Mapping[str, float]
 
     def __init__(
         self,
@@ -49,49 +49,56 @@ class SpanBoundary(Objective):
         model: ModelConfig,
         row_lengths: tuple[int, ...],
     ) -> None:
-        need_model(model, "boundary", config.name)
-        special.need_words(f"objective.name = {config.name!r}")
+        require_head(model, "boundary", config.name)
+        special.require_word_starts(f"objective.name = {config.name!r}")
         self.special, self.config = special, config
         self.masking = Masking(
-            special, special.need("mask", config.name), config.rate, config.mask_share, config.random_share
+            special,
+            special.require_token("mask", config.name),
+            config.rate,
+            config.mask_share,
+            config.random_share,
         )
-        self.cls, self.sep = special.need("cls", config.name), special.need("sep", config.name)
-        self.weights = {"masked": 1.0, "boundary": 1.0}
-        self.max_tokens = longest(lambda n: n + 2, row_lengths[:1], config.name)
+        self.cls, self.sep = (
+            special.require_token("cls", config.name),
+            special.require_token("sep", config.name),
+        )
+        self.loss_weights = {"masked": 1.0, "boundary": 1.0}
+        self.max_tokens = max_piece_tokens(lambda n: n + 2, row_lengths[:1], config.name)
         shares = (1 - config.stop) ** np.arange(config.max_words)
-        self.up_to = np.cumsum(shares / shares.sum())
-        self.mean = float(1 + (1 - self.up_to).sum())
+        self.cumulative_probs = np.cumsum(shares / shares.sum())
+        self.mean = float(1 + (1 - self.cumulative_probs).sum())
 
-    def lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
         return np.where(n_tokens > 0, n_tokens + 2, 0)
 
-    def build(self, piece: Piece, key: PieceKey) -> Fields:
+    def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
         tokens = piece.tokens
-        n, starts = len(tokens), self.special.words(tokens)
-        random = keyed.uniform(2 * n + 2 * len(starts) + 1, *key_of(key, "span_boundary"))
+        n, starts = len(tokens), self.special.word_boundaries(tokens)
+        random = keyed.uniform(2 * n + 2 * len(starts) + 1, *masking_key(key, "span_boundary"))
         begins, ends = self._spans(np.append(starts, n), random[2 * n :])
         sizes = ends - begins
         # Numbers in the sequence, whose first token is [CLS].
         at = 1 + np.arange(sizes.sum()) + np.repeat(begins - np.cumsum(sizes) + sizes, sizes)
-        fields: Fields = {name: np.zeros(n + 2, np.int64) for name in ("tokens", "span_left", "span_right")}
+        fields: Example = {name: np.zeros(n + 2, np.int64) for name in ("tokens", "span_left", "span_right")}
         fields["tokens"][0], fields["tokens"][1:-1], fields["tokens"][-1] = self.cls, tokens, self.sep
         fields["targets"] = np.full(n + 2, IGNORE, np.int64)
         original = fields["tokens"][at]
         fields["targets"][at] = original
         which = np.repeat(random[: len(sizes)], sizes)
-        fields["tokens"][at] = replaced(original, which, random[n : n + len(at)], self.masking)
+        fields["tokens"][at] = replace_masked(original, which, random[n : n + len(at)], self.masking)
         fields["span_left"][at] = at - np.repeat(begins, sizes)
         fields["span_right"][at] = 1 + np.repeat(ends, sizes) - at
         return fields
 
-    def counts(self, batch: Batch) -> dict[str, Tensor]:
+    def target_counts(self, batch: Batch) -> dict[str, Tensor]:
         return {"masked": (batch["targets"] != IGNORE).sum(), "boundary": (batch["span_left"] > 0).sum()}
 
     def _spans(self, bounds: Ints, random: Floats) -> tuple[Ints, Ints]:
         """First tokens and ends [spans] of spans of the words that `bounds` [words + 1] cuts the tokens into."""
         n_words = len(bounds) - 1
-        n_spans = random_round(self.config.rate * n_words / self.mean, float(random[-1]))
-        words = 1 + np.searchsorted(self.up_to, random[:n_spans], side="right")
+        n_spans = stochastic_round(self.config.rate * n_words / self.mean, float(random[-1]))
+        words = 1 + np.searchsorted(self.cumulative_probs, random[:n_spans], side="right")
         # In a text of a few words, those at the end may find no room.
         words = words[np.cumsum(words + 1) <= n_words + 1].astype(np.int64)
         n_spans = len(words)

@@ -8,21 +8,21 @@ from torch import Tensor
 
 from megatfm import keyed
 from megatfm.config import ModelConfig, SpanCorruptionObjective
-from megatfm.data import Piece
+from megatfm.data import DocumentChunk
 from megatfm.errors import UsageError
 from megatfm.keyed import PieceKey
 from megatfm.objectives.registry import (
+    DECODER_ONLY,
+    ENCODER_DECODER,
     OBJECTIVES,
-    ONE_SIDE,
-    TWO_SIDES,
     Batch,
-    Fields,
+    Example,
     Objective,
     SpecialTokens,
-    Tokens,
-    longest,
+    TokenArray,
+    max_piece_tokens,
 )
-from megatfm.objectives.two_sides import pair, prefixed
+from megatfm.objectives.two_sides import prefix_lm_example, seq2seq_example
 from megatfm.ops.cross_entropy import IGNORE
 
 Ints = NDArray[np.int64]
@@ -35,9 +35,9 @@ class SpanCorruption(Objective):
     A prefix decoder reads the input without its EOS as the prefix, and goes on with the target.
     """
 
-    families = ("encoder_decoder", "decoder")
+    model_families = ("encoder_decoder", "decoder")
     predicts_tokens = True
-    weights: Mapping[str, float]
+    loss_weights: Mapping[str, float]
 
     def __init__(
         self,
@@ -47,36 +47,42 @@ class SpanCorruption(Objective):
         row_lengths: tuple[int, ...],
     ) -> None:
         self.special, self.config = special, config
-        self.two = model.family == "encoder_decoder"
-        self.sides = TWO_SIDES if self.two else ONE_SIDE
-        self.weights = {"span" if self.two else "causal": 1.0}
-        self.max_tokens = longest(self._lengths, row_lengths[: len(self.sides)], config.name)
-        most = int(
-            span_counts(np.arange(2, self.max_tokens + 1), config.rate, config.mean_span)[1].max(initial=0)
+        self.is_encoder_decoder = model.family == "encoder_decoder"
+        self.field_prefixes = ENCODER_DECODER if self.is_encoder_decoder else DECODER_ONLY
+        self.loss_weights = {"span" if self.is_encoder_decoder else "causal": 1.0}
+        self.max_tokens = max_piece_tokens(
+            self._lengths, row_lengths[: len(self.field_prefixes)], config.name
         )
-        need_sentinels(special, most, config.name)
+        most = int(
+            count_noise_spans(np.arange(2, self.max_tokens + 1), config.rate, config.mean_span)[1].max(
+                initial=0
+            )
+        )
+        require_sentinels(special, most, config.name)
 
-    def lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
         return self._lengths(n_tokens)
 
-    def build(self, piece: Piece, key: PieceKey) -> Fields:
-        given, wanted = corrupt(
+    def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
+        inputs, target_tokens = corrupt_spans(
             piece.tokens,
             self.config.rate,
             self.config.mean_span,
             self.special.sentinels,
             (*key, "span_corruption"),
         )
-        return (pair if self.two else prefixed)(given, wanted, self.special)
+        return (seq2seq_example if self.is_encoder_decoder else prefix_lm_example)(
+            inputs, target_tokens, self.special
+        )
 
-    def counts(self, batch: Batch) -> dict[str, Tensor]:
-        return {term: (batch["targets"] != IGNORE).sum() for term in self.weights}
+    def target_counts(self, batch: Batch) -> dict[str, Tensor]:
+        return {term: (batch["targets"] != IGNORE).sum() for term in self.loss_weights}
 
     def _lengths(self, n_tokens: Ints) -> Ints:
-        return corrupted_lengths(n_tokens, self.config.rate, self.config.mean_span, self.two)
+        return corrupted_lengths(n_tokens, self.config.rate, self.config.mean_span, self.is_encoder_decoder)
 
 
-def span_counts(n_tokens: Ints, rate: float, mean_span: float) -> tuple[Ints, Ints]:
+def count_noise_spans(n_tokens: Ints, rate: float, mean_span: float) -> tuple[Ints, Ints]:
     """How many tokens and spans are taken out of pieces of `n_tokens` ≥ 2, each [n].
 
     As in T5's code: both are rounded, half to even, neither is 0, and of the tokens one is left. (There, more spans
@@ -90,41 +96,41 @@ def span_counts(n_tokens: Ints, rate: float, mean_span: float) -> tuple[Ints, In
 def corrupted_lengths(n_tokens: Ints, rate: float, mean_span: float, two_sides: bool) -> Ints:
     """Lengths of the input and the target, both with EOS [n, 2], or joined for a prefix decoder [n, 1]; 0 for fewer
     than two tokens."""
-    noise, spans = span_counts(np.maximum(n_tokens, 2), rate, mean_span)
-    given, wanted = n_tokens - noise + spans, noise + spans
-    both = [given + 1, wanted + 1] if two_sides else [given + wanted]
+    noise, spans = count_noise_spans(np.maximum(n_tokens, 2), rate, mean_span)
+    inputs, target_tokens = n_tokens - noise + spans, noise + spans
+    both = [inputs + 1, target_tokens + 1] if two_sides else [inputs + target_tokens]
     return np.where(n_tokens[:, None] >= 2, np.stack(both, axis=1), 0)
 
 
-def corrupt(
-    tokens: Tokens, rate: float, mean_span: float, sentinels: Sequence[int], key: tuple[int | str, ...]
+def corrupt_spans(
+    tokens: TokenArray, rate: float, mean_span: float, sentinels: Sequence[int], key: tuple[int | str, ...]
 ) -> tuple[Ints, Ints]:
     """Input and target of a piece, without EOS.
 
     Spans of tokens that stay and that go take turns, a staying one first; the lengths of each kind are a uniform
     composition of their number (T5's `random_spans_noise_mask`).
     """
-    (noise,), (spans,) = span_counts(np.array([len(tokens)]), rate, mean_span)
+    (noise,), (spans,) = count_noise_spans(np.array([len(tokens)]), rate, mean_span)
     stays = len(tokens) - noise
-    random = keyed.raw(int(noise + stays), *key)
+    random = keyed.random_uint64(int(noise + stays), *key)
     lengths = np.empty(2 * spans, np.int64)
     lengths[0::2] = segments(int(stays), int(spans), random[: stays - 1])
     lengths[1::2] = segments(int(noise), int(spans), random[stays:])
     goes = np.repeat(np.arange(2 * spans) % 2 == 1, lengths)
     marks = np.array(sentinels[:spans], np.int64)
     ids = tokens.astype(np.int64)
-    given = np.insert(ids[~goes], np.cumsum(lengths[0::2]), marks)
-    wanted = np.insert(ids[goes], np.cumsum(lengths[1::2]) - lengths[1::2], marks)
-    return given, wanted
+    inputs = np.insert(ids[~goes], np.cumsum(lengths[0::2]), marks)
+    target_tokens = np.insert(ids[goes], np.cumsum(lengths[1::2]) - lengths[1::2], marks)
+    return inputs, target_tokens
 
 
-def segments(n_items: int, n_segments: int, random: NDArray[np.uint64]) -> Ints:
+def segments(random_segmentation: int, n_segments: int, random: NDArray[np.uint64]) -> Ints:
     """Lengths ≥ 1 [n_segments] of a uniformly drawn cut of `n_items`, from at least n_items − 1 random numbers."""
-    cuts = np.sort(np.argsort(random[: n_items - 1], kind="stable")[: n_segments - 1]) + 1
-    return np.diff(cuts, prepend=0, append=n_items)
+    cuts = np.sort(np.argsort(random[: random_segmentation - 1], kind="stable")[: n_segments - 1]) + 1
+    return np.diff(cuts, prepend=0, append=random_segmentation)
 
 
-def need_sentinels(special: SpecialTokens, n: int, objective: str) -> None:
+def require_sentinels(special: SpecialTokens, n: int, objective: str) -> None:
     """Raise UsageError unless the tokenizer has `n` sentinels."""
     if len(special.sentinels) < n:
         raise UsageError(

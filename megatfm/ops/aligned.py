@@ -26,7 +26,7 @@ def aligned(tensor: Tensor) -> Tensor:
     return tensor if is_aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def all_aligned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def align_all(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Each of them aligned. Where a part of a buffer is not, none of its parts stays there, so that it can go."""
     left = {_buffer(tensor) for tensor in tensors.values() if not is_aligned(tensor)}
     return {

@@ -18,7 +18,7 @@ IGNORE = -100
 LOGITS_BYTES = 2**30
 """On a GPU, of the logits that are held at once: a gigabyte."""
 
-PADDED = 64
+ROW_ALIGNMENT = 64
 """Rows of logits begin at multiples of so many elements."""
 
 AT_ONCE = 2**20
@@ -26,12 +26,12 @@ AT_ONCE = 2**20
 
 # M tokens of all rows, D model width, V vocabulary, W the rows of it that are held here
 
-Join = Callable[[Tensor], Tensor]
+AllGather = Callable[[Tensor], Tensor]
 """Takes a tensor [...] of one part of the vocabulary to those of all parts [P, ...]."""
 
 
 @dataclass(frozen=True)
-class LogitVariant:
+class LogitOptions:
     """softcap: logits l become c·tanh(l/c). smoothing: share of a target that is spread over the vocabulary."""
 
     softcap: float | None = None
@@ -43,7 +43,7 @@ def cross_entropy_reference(
     weight_VD: Tensor,
     targets_M: Tensor,
     bias_V: Tensor | None = None,
-    variant: LogitVariant = LogitVariant(),
+    variant: LogitOptions = LogitOptions(),
 ) -> Tensor:
     """Σ −log softmax(h Wᵀ + b)[target] over the tokens whose target counts, in nats; all logits at once."""
     logits_MV = F.linear(hidden_MD, weight_VD, bias_V).to(_precise(hidden_MD))
@@ -59,11 +59,11 @@ def cross_entropy(
     weight_WD: Tensor,
     targets_M: Tensor,
     bias_W: Tensor | None = None,
-    variant: LogitVariant = LogitVariant(),
+    variant: LogitOptions = LogitOptions(),
     *,
     chunk: int | None = None,
-    first: int = 0,
-    join: Join | None = None,
+    vocab_start: int = 0,
+    all_gather: AllGather | None = None,
 ) -> Tensor:
     """The same in chunks of tokens, so that tokens × vocabulary logits never exist at once.
 
@@ -72,28 +72,28 @@ def cross_entropy(
     holds the rows from `first` on and `join` brings the parts together: every part then gives the whole loss, and its
     own share of the gradient to `hidden`.
     """
-    chunk = chunk or chunk_of(hidden_MD, len(weight_WD))
+    chunk = chunk or default_chunk(hidden_MD, len(weight_WD))
     # A function knows of a parameter that it requires gradients, and not whether any are wanted.
     wanted = tuple(
         torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden_MD, weight_WD, bias_W)
     )
     return _ChunkedCrossEntropy.apply(
-        hidden_MD, weight_WD, bias_W, targets_M, variant, chunk, first, join, wanted
+        hidden_MD, weight_WD, bias_W, targets_M, variant, chunk, vocab_start, all_gather, wanted
     )
 
 
-def chunk_of(hidden_MD: Tensor, rows: int) -> int:
+def default_chunk(hidden_MD: Tensor, rows: int) -> int:
     """How many tokens' logits over so many rows of the vocabulary are held at once. Each chunk passes once over the
     gradient of the weights, so few large ones cost less; on a CPU 1,024 tokens are enough for that not to matter."""
     if hidden_MD.device.type == "cpu":
         return 1024
     chunk = LOGITS_BYTES // (padded(rows) * hidden_MD.element_size())
-    return max(chunk // PADDED * PADDED, PADDED)
+    return max(chunk // ROW_ALIGNMENT * ROW_ALIGNMENT, ROW_ALIGNMENT)
 
 
 def padded(rows: int) -> int:
     """Logits of a token in memory, so that each row begins where tensor cores like it."""
-    return -(-rows // PADDED) * PADDED
+    return -(-rows // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -104,10 +104,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         weight_WD: Tensor,
         bias_W: Tensor | None,
         targets_M: Tensor,
-        variant: LogitVariant,
+        variant: LogitOptions,
         chunk: int,
-        first: int,
-        join: Join | None,
+        vocab_start: int,
+        all_gather: AllGather | None,
         wanted: tuple[bool, bool, bool],
     ) -> Tensor:
         precise, vocabulary = _precise(hidden_MD), len(weight_WD)
@@ -123,7 +123,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             part = slice(start, start + chunk)
             hidden = hidden_MD[part]
             logits = _logits(hidden, weight_WD, bias_W, buffer[: len(hidden), :vocabulary])
-            total += _to_gradient(logits, targets_M[part], variant, first, join)
+            total += _to_gradient(logits, targets_M[part], variant, vocab_start, all_gather)
             gradient = logits
             if hidden_gradient is not None:
                 hidden_gradient[part] = gradient @ weight_WD
@@ -169,27 +169,27 @@ def _logits(hidden: Tensor, weight_WD: Tensor, bias_W: Tensor | None, into: Tens
 
 
 def _to_gradient(
-    logits: Tensor, targets_M: Tensor, variant: LogitVariant, first: int, join: Join | None
+    logits: Tensor, targets_M: Tensor, variant: LogitOptions, vocab_start: int, all_gather: AllGather | None
 ) -> Tensor:
     """Loss of a chunk; the logits [M, W] become its gradient. On a GPU by one kernel; on a CPU by a few rows at a time,
     so that what is made on the way stays in its cache. Parts of a vocabulary are joined once a chunk."""
-    if join is None and (in_place := _kernel(logits)):
+    if all_gather is None and (in_place := _kernel(logits)):
         return in_place(
             logits, targets_M, ignore=IGNORE, softcap=variant.softcap, smoothing=variant.smoothing
         ).sum()
-    whole = join is not None or logits.device.type != "cpu"
+    whole = all_gather is not None or logits.device.type != "cpu"
     step = len(logits) if whole else max(1, AT_ONCE // logits.shape[1])
     losses = []
     for rows, targets in zip(logits.split(step), targets_M.split(step), strict=True):
         values = rows.to(_precise(rows))
-        loss, gradient = _chunk(values, targets[:, None], variant, first, join or _alone)
+        loss, gradient = _chunk(values, targets[:, None], variant, vocab_start, all_gather or _single_shard)
         if gradient is not rows:
             rows.copy_(gradient)
         losses.append(loss)
     return torch.stack(losses).sum()
 
 
-def _alone(values: Tensor) -> Tensor:
+def _single_shard(values: Tensor) -> Tensor:
     return values[None]
 
 
@@ -209,11 +209,11 @@ def has_triton() -> bool:
 
 
 def _chunk(
-    logits: Tensor, targets_M1: Tensor, variant: LogitVariant, first: int, join: Join
+    logits: Tensor, targets_M1: Tensor, variant: LogitOptions, vocab_start: int, all_gather: AllGather
 ) -> tuple[Tensor, Tensor]:
     """Loss of a chunk and its gradient with respect to the logits [M, W], which are overwritten."""
     counted = targets_M1 != IGNORE
-    local = targets_M1 - first
+    local = targets_M1 - vocab_start
     held = (local >= 0) & (local < logits.shape[1])
     local = local.where(held, 0)
     slope = None
@@ -228,7 +228,7 @@ def _chunk(
         own += [logits.sum(1, keepdim=True), torch.full_like(largest, logits.shape[1])]
     exponentials = logits.exp_()
     # Each part has taken off its own largest logit, so all that they have to tell each other fits into one message.
-    largest_P, target_P, held_P, *rest_P, sums_P = join(
+    largest_P, target_P, held_P, *rest_P, sums_P = all_gather(
         torch.stack([*own, exponentials.sum(1, keepdim=True)])
     ).unbind(1)
     top = largest_P.amax(0)

@@ -13,19 +13,19 @@ from torch import Tensor
 
 # SplitMix64 (Steele et al. 2014): the golden-ratio increment and the multipliers of its finaliser, as signed int64.
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64
-FIRST = 0xBF58476D1CE4E5B9 - 2**64
-SECOND = 0x94D049BB133111EB - 2**64
-HALF = 2**32 - 1
-LEVELS = 2**16
+MULTIPLIER_1 = 0xBF58476D1CE4E5B9 - 2**64
+MULTIPLIER_2 = 0x94D049BB133111EB - 2**64
+LOW_32_BITS = 2**32 - 1
+RATE_STEPS = 2**16
 """A hash of 64 bits serves four channels, so a rate is a multiple of 1/65,536."""
 
 
-def mix(keys: Tensor, value: Tensor | int) -> Tensor:
+def fold_in(keys: Tensor, value: Tensor | int) -> Tensor:
     """Keys that also depend on `value`, for int64 tensors of one shape or that broadcast."""
     steps = _golden_steps(value) if isinstance(value, Tensor) else _wrapped(value * GOLDEN)
     mixed = (keys ^ steps) + GOLDEN
-    mixed = (mixed ^ _shift(mixed, 30)) * FIRST
-    mixed = (mixed ^ _shift(mixed, 27)) * SECOND
+    mixed = (mixed ^ _shift(mixed, 30)) * MULTIPLIER_1
+    mixed = (mixed ^ _shift(mixed, 27)) * MULTIPLIER_2
     return mixed ^ _shift(mixed, 31)
 
 
@@ -35,31 +35,31 @@ def dropout(x: Tensor, rate: float, keys: Tensor, first: int = 0) -> Tensor:
     x: [..., D] of any floating type; keys: int64 [...], one for each vector of x. first: the number of x's first
     channel, where x is a part of a longer vector.
     """
-    threshold = round(rate * LEVELS)
-    return (x * keep(keys, x.shape[-1], threshold, first)) * (LEVELS / (LEVELS - threshold))
+    threshold = round(rate * RATE_STEPS)
+    return (x * keep(keys, x.shape[-1], threshold, first)) * (RATE_STEPS / (RATE_STEPS - threshold))
 
 
 def keep(keys: Tensor, width: int, threshold: int, first: int = 0) -> Tensor:
     """Booleans [..., width] of the channels from `first` on, false for a share of threshold / 65,536."""
     groups = torch.arange(first // 4, -(-(first + width) // 4), device=keys.device)
-    hashes = mix(keys[..., None], groups)
-    return hashes.view(torch.int16)[..., first % 4 : first % 4 + width] >= threshold - LEVELS // 2
+    hashes = fold_in(keys[..., None], groups)
+    return hashes.view(torch.int16)[..., first % 4 : first % 4 + width] >= threshold - RATE_STEPS // 2
 
 
 def keep_at(keys: Tensor, channels: Tensor, threshold: int) -> Tensor:
     """As `keep`, of the channels with these numbers, which broadcast to the keys."""
-    hashes = mix(keys, channels // 4) >> (16 * (channels % 4))
-    return hashes.to(torch.int16) >= threshold - LEVELS // 2
+    hashes = fold_in(keys, channels // 4) >> (16 * (channels % 4))
+    return hashes.to(torch.int16) >= threshold - RATE_STEPS // 2
 
 
 def token_keys(rng_keys_B: Tensor, place: int, indices_T: Tensor) -> Tensor:
     """Keys [B, T] of the tokens at `indices` of their rows, at one place of a layer."""
-    return mix(mix(rng_keys_B, place)[:, None], indices_T)
+    return fold_in(fold_in(rng_keys_B, place)[:, None], indices_T)
 
 
 def uniform(keys: Tensor, width: int) -> Tensor:
     """Numbers [..., width] strictly between 0 and 1, in float64, from int64 keys [...]."""
-    hashes = mix(keys[..., None], torch.arange(width, device=keys.device))
+    hashes = fold_in(keys[..., None], torch.arange(width, device=keys.device))
     return (_shift(hashes, 12) * 2 + 1).double() * 2.0**-53
 
 
@@ -70,9 +70,9 @@ def _golden_steps(values: Tensor) -> Tensor:
     2.13). In C++ that overflows, which gcc 12 takes for something that never happens: loops wrote beyond their ends.
     Triton 3.9 refuses a constant of 64 bits beside an index of 32.
     """
-    lower, upper = values & HALF, (values >> 32) & HALF
-    crossed = (lower * (GOLDEN >> 32 & HALF) + upper * (GOLDEN & HALF)) & HALF
-    return lower * (GOLDEN & HALF) + (crossed << 32)
+    lower, upper = values & LOW_32_BITS, (values >> 32) & LOW_32_BITS
+    crossed = (lower * (GOLDEN >> 32 & LOW_32_BITS) + upper * (GOLDEN & LOW_32_BITS)) & LOW_32_BITS
+    return lower * (GOLDEN & LOW_32_BITS) + (crossed << 32)
 
 
 def _shift(values: Tensor, bits: int) -> Tensor:

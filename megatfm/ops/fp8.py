@@ -22,7 +22,7 @@ from torch import Tensor
 from megatfm.ops.torch_private import scaled_mm
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-MULTIPLE = 16
+ALIGNMENT = 16
 """The kernels want dims that this divides."""
 SMALLEST_SCALE = 2.0**-100
 """Instead of 0, of zeros alone."""
@@ -38,7 +38,7 @@ def multiplies_fp8(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= WITH_FP8
 
 
-def scales(x: Tensor, rowwise: bool, largest: float) -> Tensor:
+def compute_scales(x: Tensor, rowwise: bool, largest: float) -> Tensor:
     """Powers of two, float32 [M, 1] or [1, 1], that divide x [M, K] into at most `largest`."""
     most = x.abs().amax(1, keepdim=True) if rowwise else x.abs().amax().view(1, 1)
     least = most.float() / largest
@@ -47,12 +47,14 @@ def scales(x: Tensor, rowwise: bool, largest: float) -> Tensor:
     return power.clamp(min=SMALLEST_SCALE)
 
 
-def rounded(x: Tensor, scale: Tensor, kind: torch.dtype) -> Tensor:
+def quantise(x: Tensor, scale: Tensor, kind: torch.dtype) -> Tensor:
     """x divided by its scale, in 8 bits."""
     return (x * scale.reciprocal().to(x.dtype)).to(kind)
 
 
-def product(left_MK: Tensor, right_NK: Tensor, rowwise: bool, dtype: torch.dtype, *, quick: bool) -> Tensor:
+def product(
+    left_MK: Tensor, right_NK: Tensor, rowwise: bool, dtype: torch.dtype, *, use_fast_accum: bool
+) -> Tensor:
     """left · rightᵀ [M, N] in left's dtype, with left in `dtype` and right in e4m3. quick: sums are kept in fewer bits,
     where a GPU has that. Of bfloat16, float32 or float64: what float16 holds, a scale may leave it."""
     assert left_MK.dtype != torch.float16, "fp8 is of bfloat16: train.precision = 'fp8'"
@@ -60,8 +62,8 @@ def product(left_MK: Tensor, right_NK: Tensor, rowwise: bool, dtype: torch.dtype
         return left_MK.new_zeros(len(left_MK), len(right_NK))
     numbers, factors = [], []
     for x, kind in ((left_MK, dtype), (right_NK, E4M3)):
-        scale = scales(x, rowwise, torch.finfo(kind).max)
-        numbers.append(rounded(x, scale, kind).contiguous())
+        scale = compute_scales(x, rowwise, torch.finfo(kind).max)
+        numbers.append(quantise(x, scale, kind).contiguous())
         factors.append(scale)
     if left_MK.dtype == torch.float64:  # what the same numbers give without rounding their product
         left, right = (n.double() * f.double() for n, f in zip(numbers, factors, strict=True))
@@ -73,7 +75,7 @@ def product(left_MK: Tensor, right_NK: Tensor, rowwise: bool, dtype: torch.dtype
         scale_a=left_scale,
         scale_b=right_scale.t() if rowwise else right_scale,
         out_dtype=left_MK.dtype,
-        use_fast_accum=quick,
+        use_fast_accum=use_fast_accum,
     )
 
 
@@ -82,7 +84,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, rowwise: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.rowwise = rowwise
-        made = product(x.reshape(-1, x.shape[-1]), weight, rowwise, E4M3, quick=True)
+        made = product(x.reshape(-1, x.shape[-1]), weight, rowwise, E4M3, use_fast_accum=True)
         return made.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
@@ -91,11 +93,11 @@ class _Linear(torch.autograd.Function):
         x_MK, gradient_MN = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
         kind, to_x, to_weight = E4M3 if ctx.rowwise else E5M2, None, None
         if ctx.needs_input_grad[0]:
-            to_x = product(gradient_MN, weight.T, ctx.rowwise, kind, quick=False).view_as(x)
-        if ctx.needs_input_grad[1] and (ctx.rowwise or x_MK.shape[0] % MULTIPLE):
+            to_x = product(gradient_MN, weight.T, ctx.rowwise, kind, use_fast_accum=False).view_as(x)
+        if ctx.needs_input_grad[1] and (ctx.rowwise or x_MK.shape[0] % ALIGNMENT):
             to_weight = gradient_MN.T @ x_MK
         elif ctx.needs_input_grad[1]:
-            to_weight = product(gradient_MN.T, x_MK.T, False, kind, quick=False)
+            to_weight = product(gradient_MN.T, x_MK.T, False, kind, use_fast_accum=False)
         return to_x, to_weight, None
 
 

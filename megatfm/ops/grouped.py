@@ -9,7 +9,7 @@ from megatfm.ops.torch_private import is_fake
 
 # M rows, G groups, I width of the rows, O of the products
 
-Window = tuple[int, int, int, int]
+RowRange = tuple[int, int, int, int]
 """A group's first row and its end, and those of rows around it."""
 ALIGNED = 16
 """Bytes of which torch's grouped product wants all strides to be multiples."""
@@ -47,7 +47,7 @@ def torch_linear(x_MI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
     return F.grouped_mm(x_MI, weight_GOI.transpose(-1, -2), offs=ends_G)
 
 
-def windowed_linear(x_MI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
+def bucketed_linear(x_MI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
     """The same, one product after the other, each of a window of rows around its group whose length is one of a few."""
     product: Tensor = _Windowed.apply(x_MI, weight_GOI, ends_G)
     return product
@@ -65,7 +65,7 @@ class _Windowed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_MI, weight_GOI, ends_G):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(x_MI, weight_GOI)
-        ctx.windows = windows(ends_G.tolist())
+        ctx.windows = padded_ranges(ends_G.tolist())
         return _by_windows(x_MI, weight_GOI.mT, ctx.windows)
 
     @staticmethod
@@ -79,7 +79,7 @@ class _Windowed(torch.autograd.Function):
         return into_x_MI, into_weight_GOI, None
 
 
-def _into_weights(gradient_MO: Tensor, x_MI: Tensor, weight_GOI: Tensor, spans: list[Window]) -> Tensor:
+def _into_weights(gradient_MO: Tensor, x_MI: Tensor, weight_GOI: Tensor, spans: list[RowRange]) -> Tensor:
     """Gradients [G, O, I]."""
     into_weight_GOI = torch.zeros_like(weight_GOI)
     for (first, last, low, high), into_OI in zip(spans, into_weight_GOI, strict=True):
@@ -90,7 +90,7 @@ def _into_weights(gradient_MO: Tensor, x_MI: Tensor, weight_GOI: Tensor, spans: 
     return into_weight_GOI
 
 
-def _by_windows(x_MI: Tensor, weight_GIO: Tensor, spans: list[Window]) -> Tensor:
+def _by_windows(x_MI: Tensor, weight_GIO: Tensor, spans: list[RowRange]) -> Tensor:
     """x W [M, O]. What a window has beyond its group's end is overwritten by the next group."""
     y_MO = x_MI.new_empty(len(x_MI), weight_GIO.shape[2])
     for (first, last, low, high), weight_IO in zip(spans, weight_GIO, strict=True):
@@ -101,7 +101,7 @@ def _by_windows(x_MI: Tensor, weight_GIO: Tensor, spans: list[Window]) -> Tensor
     return y_MO
 
 
-def windows(ends: list[int]) -> list[Window]:
+def padded_ranges(ends: list[int]) -> list[RowRange]:
     """Of each group its first row and its end, and those of a window around it, at most an eighth longer (or 8 rows),
     within the rows of all groups."""
     found, first = [], 0
@@ -117,7 +117,7 @@ def windows(ends: list[int]) -> list[Window]:
 
 KERNELS = {
     "grouped": torch_linear,
-    "windows": windowed_linear,
+    "windows": bucketed_linear,
     "megablocks": megablocks.linear,
     "loop": looped_linear,
 }

@@ -61,17 +61,17 @@ class Constant(_Scaled):
 
 
 @dataclass(frozen=True)
-class Values(_Scaled):
+class FixedValues(_Scaled):
     """Given values, along the first dim."""
 
     values: tuple[float, ...]
 
 
-Initial = Normal | TruncatedNormal | Uniform | Constant | Values
+InitDistribution = Normal | TruncatedNormal | Uniform | Constant | FixedValues
 
 
 def draw(
-    initial: Initial,
+    initial: InitDistribution,
     seed: int,
     name: str,
     shape: Sequence[int],
@@ -84,7 +84,7 @@ def draw(
     if isinstance(initial, Constant):
         return torch.full(tuple(sizes), initial.value)
     first, last = offsets[0], offsets[0] + sizes[0]
-    if isinstance(initial, Values):
+    if isinstance(initial, FixedValues):
         return torch.tensor(initial.values[first:last]).view(-1, *[1] * (len(sizes) - 1)).expand(*sizes)
     drawn = np.empty(tuple(sizes), np.float32)
     if 0 in sizes:
@@ -96,7 +96,7 @@ def draw(
         rows = slice(max(first - start, 0), min(last - start, ROW_BLOCK))
         target = drawn[start + rows.start - first : start + rows.stop - first]
         count = min(ROW_BLOCK, shape[0] - start)
-        generator = np.random.Generator(keyed.bits(seed, "initial", name, block))
+        generator = np.random.Generator(keyed.bit_generator(seed, "initial", name, block))
         _draw_rows(initial, generator, (count, *shape[1:]), (rows, *columns), target)
 
     blocks = range(first // ROW_BLOCK, (last - 1) // ROW_BLOCK + 1)

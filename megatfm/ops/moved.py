@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatfm.ops.torch_private import weak_dictionary
 
-_KNOWN: Any = weak_dictionary()
+_HOST_COPIES: Any = weak_dictionary()
 """Of tensors on a device, while they are there: the host's own copy, and how often the tensor had been written."""
 
 
@@ -17,27 +17,27 @@ def moved(values: Tensor, device: torch.device) -> Tensor:
     if values.device.type != "cpu" or device.type == "cpu" or not values.numel():
         return values.to(device)
     pinned = values.pin_memory()
-    return remembered(pinned.to(device, non_blocking=True), pinned)
+    return remember_host_copy(pinned.to(device, non_blocking=True), pinned)
 
 
-def remembered(there: Tensor, here: Tensor) -> Tensor:
+def remember_host_copy(there: Tensor, here: Tensor) -> Tensor:
     """A tensor of which the host has a copy that nobody writes."""
     if not there.is_inference():
-        _KNOWN[there] = here, there._version
+        _HOST_COPIES[there] = here, there._version
     return there
 
 
-def at_hand(tensor: Tensor) -> bool:
+def is_on_host(tensor: Tensor) -> bool:
     """Whether the host reads a tensor in its own memory."""
     return tensor.device.type == "cpu"
 
 
-def on_host(tensor: Tensor) -> Tensor:
+def to_host(tensor: Tensor) -> Tensor:
     """The values in the host's memory: the tensor itself, or the copy from which it was moved. Of others, of those
     that were written since, and in compiled code, the host asks the device, and waits."""
-    if at_hand(tensor):
+    if is_on_host(tensor):
         return tensor
     if torch.compiler.is_compiling():
         return tensor.cpu()
-    here, version = _KNOWN.get(tensor, (None, 0))
+    here, version = _HOST_COPIES.get(tensor, (None, 0))
     return tensor.cpu() if here is None or tensor._version != version else here

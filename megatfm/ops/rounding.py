@@ -9,18 +9,18 @@ from math import prod
 import torch
 from torch import Tensor
 
-from megatfm.ops.dropout import mix
+from megatfm.ops.dropout import fold_in
 
-CHANCES = 2**16
+BF16_STEPS = 2**16
 """A float32 has so many values between two neighbours in bfloat16."""
 
 
-def round_by_chance(values: Tensor, random: Tensor) -> Tensor:
+def stochastic_round(values: Tensor, random: Tensor) -> Tensor:
     """Finite float32 → bfloat16: a value that is a share s of the way from one neighbour to the next becomes the next,
     the one further from 0, with probability s. random: int64, of which the lower 16 bits are used."""
     # The bits of a positive float count up as its value does, and the lower 16 are what bfloat16 leaves out.
-    moved = values.view(torch.int32) + (random & (CHANCES - 1)).int()
-    return (moved & -CHANCES).view(torch.float32).bfloat16()
+    moved = values.view(torch.int32) + (random & (BF16_STEPS - 1)).int()
+    return (moved & -BF16_STEPS).view(torch.float32).bfloat16()
 
 
 def element_hashes(
@@ -32,4 +32,4 @@ def element_hashes(
         stride = prod(shape[dim + 1 :])
         along = torch.arange(offset * stride, (offset + size) * stride, stride, device=device)
         index = index + along.view(-1, *[1] * (len(sizes) - dim - 1))
-    return mix(index, key)
+    return fold_in(index, key)

@@ -35,4 +35,4 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
         norms.append(torch.stack(foreach_norm(rests, 2, dtype)))
     if not norms:
         return torch.zeros((), dtype=torch.float64)
-    return torch.cat(norms).double().square().sum()
+    return (norms[0] if len(norms) == 1 else torch.cat(norms)).double().square().sum()

@@ -6,7 +6,7 @@ from torch import Tensor
 from megatfm.ops.cross_entropy import IGNORE
 
 
-def targets_ahead(targets_BT: Tensor, documents_BT: Tensor | None, n: int) -> Tensor:
+def shifted_targets(targets_BT: Tensor, documents_BT: Tensor | None, n: int) -> Tensor:
     """The targets `n` tokens further on in the same document, −100 where there is none, [B, T]."""
     ahead = torch.full_like(targets_BT, IGNORE)
     ahead[:, :-n] = targets_BT[:, n:]

@@ -16,7 +16,7 @@ from megatfm.errors import MegatfmError
 POLL_SECONDS = 0.02
 
 
-def own_part(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+def restart_store(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     """The part of the store that no other start uses. A collective of the ranks of a start.
 
     Raises MegatfmError where rank 0 doesn't come. That others don't is for whoever waits for them to say.

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.parallel.agent_store import own_part
+from megatfm.parallel.agent_store import restart_store
 from megatfm.parallel.process_environment import Launcher, ProcessEnvironment, read_process_environment
 from megatfm.parallel.sentinel import STOPPED
 from megatfm.parallel.startup_watch import StartupWatch
@@ -26,18 +26,18 @@ from megatfm.ranks import machine
 
 Device = Literal["auto", "cpu", "cuda"]
 
-MEET_SECONDS = 300.0
+RENDEZVOUS_SECONDS = 300.0
 """For ranks to meet: they may come from machines that load the same libraries at very different speeds."""
 
 TIMEOUTS = c10d.default_pg_timeout, c10d.default_pg_nccl_timeout
 """torch's own, of gloo and NCCL."""
 
-LOOK = timedelta(seconds=1)
+POLL_INTERVAL = timedelta(seconds=1)
 """Between looks whether one that is missing was stopped."""
 
 
 @dataclass(frozen=True)
-class Rank:
+class ProcessInfo:
     """This process among the others of the run."""
 
     rank: int
@@ -54,9 +54,9 @@ class Rank:
         return self.rank == 0
 
 
-def initialise(
+def init_distributed(
     timeout: float = 600.0, device: Device = "auto", collective_timeout: float | None = None
-) -> Rank:
+) -> ProcessInfo:
     """Set up the default process group and this process's device; returns who we are.
 
     `timeout` is in seconds, for meeting the others, and for every later collective if `collective_timeout` is not
@@ -68,37 +68,37 @@ def initialise(
         beside = (torch.cuda.device_count() if device != "cpu" else 0) or dist.get_world_size()
         local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank() % beside))
         _timeout_of_later_groups(later, later)
-        place = ProcessEnvironment("none", dist.get_rank(), dist.get_world_size(), local_rank)
-        return Rank(place.rank, place.world_size, local_rank, place.launcher, _device(place, device))
-    place = read_process_environment(os.environ)
-    chosen = _device(place, device)
+        env = ProcessEnvironment("none", dist.get_rank(), dist.get_world_size(), local_rank)
+        return ProcessInfo(env.rank, env.world_size, local_rank, env.launcher, _device(env, device))
+    env = read_process_environment(os.environ)
+    chosen = _device(env, device)
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     options: dict[str, Any] = {"backend": backend, "timeout": later}
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
         options["device_id"] = chosen
     begun = time.monotonic()
-    if place.address and place.launcher != "mpirun":
-        check_resolves(place.address, place.rank)
+    if env.address and env.launcher != "mpirun":
+        check_resolves(env.address, env.rank)
     try:
-        with StartupWatch(place):
-            if place.launcher == "mpirun" and place.world_size > 1:
-                place, store = _meet_over_mpi(place, timedelta(seconds=timeout))
+        with StartupWatch(env):
+            if env.launcher == "mpirun" and env.world_size > 1:
+                env, store = _rendezvous_over_mpi(env, timedelta(seconds=timeout))
             else:
-                store = _store(place, timedelta(seconds=timeout))
-            if place.world_size > 1:
+                store = _store(env, timedelta(seconds=timeout))
+            if env.world_size > 1:
                 # What rank 0 has waited for the others in torchrun's store is a part of the time that they have.
-                since = begun if place.rank == 0 else time.monotonic()
-                _arrive(store, place, timedelta(seconds=timeout), since)
-            dist.init_process_group(store=store, rank=place.rank, world_size=place.world_size, **options)
+                since = begun if env.rank == 0 else time.monotonic()
+                _wait_for_all_ranks(store, env, timedelta(seconds=timeout), since)
+            dist.init_process_group(store=store, rank=env.rank, world_size=env.world_size, **options)
             _timeout_of_later_groups(later, later)
     except (dist.DistError, RuntimeError) as error:
-        where = f" at {place.address}:{place.port}" if place.address else ""
+        where = f" at {env.address}:{env.port}" if env.address else ""
         raise MegatfmError(
-            f"rank {place.rank} of {place.world_size} could not meet the others{where} within {timeout:g} s: check "
+            f"rank {env.rank} of {env.world_size} could not meet the others{where} within {timeout:g} s: check "
             f"that all ranks run, that the host is reachable and the port free ({_first_line(error)})"
         ) from error
-    return Rank(place.rank, place.world_size, place.local_rank, place.launcher, chosen, place.address)
+    return ProcessInfo(env.rank, env.world_size, env.local_rank, env.launcher, chosen, env.address)
 
 
 def check_resolves(address: str, rank: int) -> None:
@@ -126,9 +126,9 @@ def shutdown() -> None:
 
 
 @contextmanager
-def joined(
+def distributed_session(
     timeout: float = 600.0, device: Device = "auto", collective_timeout: float | None = None
-) -> Iterator[Rank]:
+) -> Iterator[ProcessInfo]:
     """`initialise`, and at the end `shutdown`; a group that was there before stays.
 
     After an error on GPUs the group is left to the end of the process: to dismantle NCCL, the others must answer.
@@ -137,7 +137,7 @@ def joined(
     before = c10d.default_pg_timeout, c10d.default_pg_nccl_timeout
     rank = None
     try:
-        rank = initialise(timeout, device, collective_timeout)
+        rank = init_distributed(timeout, device, collective_timeout)
         yield rank
     except BaseException:
         was_there = was_there or (rank is not None and rank.device.type == "cuda" and rank.world_size > 1)
@@ -155,71 +155,73 @@ def _timeout_of_later_groups(gloo: timedelta, nccl: timedelta | None) -> None:
     c10d.default_pg_timeout, c10d.default_pg_nccl_timeout = gloo, nccl
 
 
-def _device(place: ProcessEnvironment, wanted: Device) -> torch.device:
+def _device(env: ProcessEnvironment, wanted: Device) -> torch.device:
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if count == 0:
         raise UsageError("train.device = 'cuda': torch sees no GPU here; use train.device=cpu")
-    if place.local_rank < count:
-        return torch.device("cuda", place.local_rank)
-    if place.launcher == "srun" and count == 1:  # --gpus-per-task: each task sees its own GPU as number 0
+    if env.local_rank < count:
+        return torch.device("cuda", env.local_rank)
+    if env.launcher == "srun" and count == 1:  # --gpus-per-task: each task sees its own GPU as number 0
         return torch.device("cuda", 0)
     raise UsageError(
-        f"local rank {place.local_rank} has no GPU: torch sees {count}; start at most {count} processes a node, "
+        f"local rank {env.local_rank} has no GPU: torch sees {count}; start at most {count} processes a node, "
         "or use train.device=cpu"
     )
 
 
-def _store(place: ProcessEnvironment, timeout: timedelta) -> dist.Store:
+def _store(env: ProcessEnvironment, timeout: timedelta) -> dist.Store:
     """Where the ranks meet. A single process needs no port."""
-    if place.world_size == 1:
+    if env.world_size == 1:
         return dist.HashStore()
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's agent has opened it already
-        store, _, _ = next(iter(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout)))
-        return own_part(store, place.rank, place.world_size, timeout)
-    assert place.address is not None
+        store, _, _ = next(iter(dist.rendezvous("env://", env.rank, env.world_size, timeout=timeout)))
+        return restart_store(store, env.rank, env.world_size, timeout)
+    assert env.address is not None
     return dist.TCPStore(
-        place.address, place.port, place.world_size, place.rank == 0, timeout, wait_for_workers=False
+        env.address, env.port, env.world_size, env.rank == 0, timeout, wait_for_workers=False
     )
 
 
-def _arrive(store: dist.Store, place: ProcessEnvironment, timeout: timedelta, since: float) -> None:
+def _wait_for_all_ranks(store: dist.Store, env: ProcessEnvironment, timeout: timedelta, since: float) -> None:
     """Wait until all ranks are there. Raises MegatfmError that names those that never came within `timeout` of
     `since`, a time of time.monotonic()."""
-    store.set(f"megatfm/here/{place.rank}", socket.gethostname())
-    if store.add("megatfm/arrived", 1) == place.world_size:
+    store.set(f"megatfm/here/{env.rank}", socket.gethostname())
+    if store.add("megatfm/arrived", 1) == env.world_size:
         store.set("megatfm/all", "1")
     deadline = since + timeout.total_seconds()
-    while (error := _not_all(store)) is not None:
+    while (error := _poll_store(store)) is not None:
         if store.check([STOPPED]):
-            if place.rank == 0:
+            if env.rank == 0:
                 time.sleep(
-                    2 * LOOK.total_seconds()
+                    2 * POLL_INTERVAL.total_seconds()
                 )  # the store goes with it, and the others want to read it, too
             raise MegatfmError(store.get(STOPPED).decode())
         if time.monotonic() < deadline:
             continue
-        missing = [n for n in range(place.world_size) if not store.check([f"megatfm/here/{n}"])]
+        missing = [n for n in range(env.world_size) if not store.check([f"megatfm/here/{n}"])]
         if not missing:  # the last came, and has not said so yet
             raise error
         names = ", ".join(map(str, missing[:16])) + (" …" if len(missing) > 16 else "")
         raise MegatfmError(
-            f"rank {names} of {place.world_size} never came, within {timeout.total_seconds():g} s: see its log, or the "
+            f"rank {names} of {env.world_size} never came, within {timeout.total_seconds():g} s: see its log, or the "
             "machine that it should run on"
         ) from error
 
 
-def _not_all(store: dist.Store) -> dist.DistError | None:
+def _poll_store(store: dist.Store) -> dist.DistError | None:
     """Why not all have arrived, after a look of some time."""
     try:
-        store.wait(["megatfm/all"], LOOK)
+        store.wait(["megatfm/all"], POLL_INTERVAL)
     except dist.DistError as error:
         return error
     return None
 
 
-def _meet_over_mpi(place: ProcessEnvironment, timeout: timedelta) -> tuple[ProcessEnvironment, dist.Store]:
+def _rendezvous_over_mpi(
+    env: ProcessEnvironment, timeout: timedelta
+) -> tuple[ProcessEnvironment, dist.Store]:
     """Agree over MPI on a port that rank 0 has just opened, then leave MPI: torch talks for itself from here on."""
     try:
         import mpi4py
@@ -239,9 +241,9 @@ def _meet_over_mpi(place: ProcessEnvironment, timeout: timedelta) -> tuple[Proce
             )  # of another MPI's launcher: said better just below
             MPI.Init()
     world = MPI.COMM_WORLD
-    if world.size != place.world_size:
+    if world.size != env.world_size:
         raise UsageError(
-            f"mpirun started {place.world_size} processes, but mpi4py sees {world.size}: it loads another MPI library "
+            f"mpirun started {env.world_size} processes, but mpi4py sees {world.size}: it loads another MPI library "
             f"({MPI.Get_library_version().split(',')[0].strip()}); point MPI4PY_LIBMPI at the one of this mpirun"
         )
     places = world.allgather((machine(), socket.gethostname()))
@@ -260,8 +262,8 @@ def _meet_over_mpi(place: ProcessEnvironment, timeout: timedelta) -> tuple[Proce
     if problem is not None:
         raise MegatfmError(f"rank 0 on {places[0][1]} can't wait for the others: {problem}")
     if store is None:
-        store = dist.TCPStore(address, port, place.world_size, False, timeout)
-    return replace(place, address=address, port=port), store
+        store = dist.TCPStore(address, port, env.world_size, False, timeout)
+    return replace(env, address=address, port=port), store
 
 
 def _own_address(places: Sequence[tuple[str, str]]) -> str:
@@ -271,15 +273,15 @@ def _own_address(places: Sequence[tuple[str, str]]) -> str:
     MegatfmError where it can't be found and MASTER_ADDR isn't set.
     """
     (here, name), *_ = places
-    others = {host for place, host in places if place != here}
+    others = {host for env, host in places if env != here}
     if not others:
         return "127.0.0.1"
     reason = ""
     for other in sorted(others - {name}):
         try:
-            for family, kind, _, _, place in socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM):
+            for family, kind, _, _, env in socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM):
                 with socket.socket(family, kind) as probe:
-                    probe.connect(place)  # UDP: picks the route, sends nothing
+                    probe.connect(env)  # UDP: picks the route, sends nothing
                     found = str(probe.getsockname()[0])
                 if not found.startswith("fe80:"):  # which is of one cable, and needs an interface with it
                     return found

@@ -23,31 +23,31 @@ _ops = torch.ops._c10d_functional
 
 _SCATTERED_SUM = dist.ReduceScatterOptions()
 _SUM = dist.AllreduceOptions()  # the sum is what torch takes if nothing is said
-_kept: ContextVar[bool] = ContextVar("kept", default=False)
+_use_functional: ContextVar[bool] = ContextVar("kept", default=False)
 
 
 @contextmanager
-def functional() -> Iterator[None]:
+def use_functional_collectives() -> Iterator[None]:
     """Within, collectives are operators that return what they made, so that their results can be kept."""
-    token = _kept.set(True)
+    token = _use_functional.set(True)
     try:
         yield
     finally:
-        _kept.reset(token)
+        _use_functional.reset(token)
 
 
 def _functional() -> bool:
-    return torch.compiler.is_compiling() or _kept.get()
+    return torch.compiler.is_compiling() or _use_functional.get()
 
 
-def _first(x: Tensor, dim: int) -> Tensor:
+def _dim_to_front(x: Tensor, dim: int) -> Tensor:
     """With `dim` before the others. A move that moves nothing would stand in a compiled graph all the same."""
     return (x.movedim(dim, 0) if dim else x).contiguous()
 
 
 def _gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """All-gather along `dim`."""
-    first = _first(x, dim)  # no copy for a single row
+    first = _dim_to_front(x, dim)  # no copy for a single row
     if _functional():
         whole = _ops.wait_tensor(_ops.all_gather_into_tensor(first, group.size(), group.group_name))
     else:
@@ -58,7 +58,7 @@ def _gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
 def _reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Sum over the ranks, each keeping its shard along `dim`."""
-    first = _first(x, dim)
+    first = _dim_to_front(x, dim)
     if _functional():
         shard = _ops.wait_tensor(_ops.reduce_scatter_tensor(first, "sum", group.size(), group.group_name))
     else:
@@ -67,7 +67,7 @@ def _reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     return shard.movedim(0, dim) if dim else shard
 
 
-def all_sum(x: Tensor, group: ProcessGroup) -> Tensor:
+def all_reduce_no_grad(x: Tensor, group: ProcessGroup) -> Tensor:
     """Sum over the ranks, outside autograd."""
     if _functional():
         reduced: Tensor = _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", group.group_name))
@@ -77,7 +77,7 @@ def all_sum(x: Tensor, group: ProcessGroup) -> Tensor:
     return total
 
 
-def all_parts(x: Tensor, group: ProcessGroup) -> Tensor:
+def all_gather_no_grad(x: Tensor, group: ProcessGroup) -> Tensor:
     """What every rank has, stacked [ranks, ...], outside autograd."""
     return _gather(x[None], 0, group)
 
@@ -93,7 +93,7 @@ class _GatherShards(torch.autograd.Function):
         return _reduce_scatter(gradient, ctx.dim, ctx.group), None, None
 
 
-def gather_shards(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+def all_gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Sharded along `dim` → replicated, with a partial gradient. Adjoint: reduce-scatter."""
     return _GatherShards.apply(x, dim, group)
 
@@ -109,7 +109,7 @@ class _ScatterSum(torch.autograd.Function):
         return _gather(gradient, ctx.dim, ctx.group), None, None
 
 
-def scatter_sum(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Partial → sharded along `dim`. Adjoint: all-gather."""
     return _ScatterSum.apply(x, dim, group)
 
@@ -117,14 +117,14 @@ def scatter_sum(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):  # type: ignore[no-untyped-def]
-        return all_sum(x, group)
+        return all_reduce_no_grad(x, group)
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
         return gradient, None
 
 
-def sum_partial(x: Tensor, group: ProcessGroup) -> Tensor:
+def reduce_from_group(x: Tensor, group: ProcessGroup) -> Tensor:
     """Partial → replicated, with a replicated gradient. Adjoint: the identity."""
     return _Sum.apply(x, group)
 
@@ -137,10 +137,10 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        return all_sum(gradient, ctx.group), None
+        return all_reduce_no_grad(gradient, ctx.group), None
 
 
-def copy_to_shards(x: Tensor, group: ProcessGroup) -> Tensor:
+def copy_to_group(x: Tensor, group: ProcessGroup) -> Tensor:
     """Replicated → the same, with a partial gradient. Adjoint: all-reduce."""
     return _Copy.apply(x, group)
 
@@ -167,13 +167,13 @@ class _ExchangeRows(torch.autograd.Function):
         return _exchange(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
 
 
-def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+def all_to_all(x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
     """Rows sorted by the rank that they go to → rows sorted by the rank that they come from; how many go to and come
     from each. Adjoint: the same the other way round."""
     return _ExchangeRows.apply(x, sent, received, group)
 
 
-class _Journey:
+class _AsyncAllToAll:
     """Rows on their way to other ranks, or their gradients on the way back."""
 
     def __init__(self, sent: list[int], received: list[int], group: ProcessGroup) -> None:
@@ -183,7 +183,7 @@ class _Journey:
         ] = ()  # those that leave, which must stay as they are, and those that come
         self._work: dist.Work | None = None
 
-    def leave(self, x: Tensor, *, back: bool = False) -> Tensor:
+    def start(self, x: Tensor, *, back: bool = False) -> Tensor:
         """What will have arrived once `arrive` has waited for it."""
         sent, received = (self._received, self._sent) if back else (self._sent, self._received)
         first = x.contiguous()
@@ -195,7 +195,7 @@ class _Journey:
         self._rows = first, coming
         return coming
 
-    def arrive(self) -> Tensor:
+    def wait(self) -> Tensor:
         """What has come, to be read."""
         _, coming = self._rows
         if self._work is None:
@@ -206,40 +206,44 @@ class _Journey:
         return coming
 
 
-class _Leave(torch.autograd.Function):
-    """Gives the rows themselves, as their gradient is what `_Arrive` gives on the way back."""
+class _Start(torch.autograd.Function):
+    """Gives the rows themselves, as their gradient is what `_Wait` gives on the way back."""
 
     @staticmethod
     def forward(ctx, x, journey):  # type: ignore[no-untyped-def]
         ctx.journey = journey
-        journey.leave(x)
+        journey.start(x)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, _):  # type: ignore[no-untyped-def]
-        return ctx.journey.arrive(), None
+        return ctx.journey.wait(), None
 
 
-class _Arrive(torch.autograd.Function):
+class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx, _, journey):  # type: ignore[no-untyped-def]
         ctx.journey = journey
-        return journey.arrive()
+        return journey.wait()
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        return ctx.journey.leave(gradient, back=True), None
+        return ctx.journey.start(gradient, back=True), None
 
 
-def exchange_rows_while(
-    meanwhile: Callable[[], None], x: Tensor, sent: list[int], received: list[int], group: ProcessGroup
+def all_to_all_overlapped(
+    meanwhile: Callable[[], None],
+    x: Tensor,
+    sent: list[int],
+    received: list[int],
+    group: ProcessGroup,
 ) -> Tensor:
-    """The same as `exchange_rows`, with something else computed while rows are on their way. Autograd goes through what
+    """The same as `all_to_all`, with something else computed while rows are on their way. Autograd goes through what
     was computed in between while their gradients are."""
-    journey = _Journey(sent, received, group)
-    left = _Leave.apply(x, journey)
+    journey = _AsyncAllToAll(sent, received, group)
+    left = _Start.apply(x, journey)
     meanwhile()
-    return _Arrive.apply(left, journey)
+    return _Wait.apply(left, journey)
 
 
 class _GatherReplicated(torch.autograd.Function):
@@ -254,6 +258,6 @@ class _GatherReplicated(torch.autograd.Function):
         return shards[dist.get_rank(ctx.group)], None, None
 
 
-def gather_replicated(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+def all_gather_replicated(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Sharded along `dim` → replicated, with a replicated gradient. Adjoint: taking the own shard."""
     return _GatherReplicated.apply(x, dim, group)

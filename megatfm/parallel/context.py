@@ -19,13 +19,17 @@ from torch.distributed import ProcessGroup
 from megatfm.errors import UsageError
 from megatfm.ops.moved import moved
 from megatfm.parallel import context_slots
-from megatfm.parallel.blocks import blocks
-from megatfm.parallel.collectives import copy_to_shards, sum_partial
-from megatfm.parallel.context_attention import across, across_keys, across_latents
-from megatfm.parallel.context_exchange import LENGTHS, Contexts
+from megatfm.parallel.blocks import transformer_blocks
+from megatfm.parallel.collectives import copy_to_group, reduce_from_group
+from megatfm.parallel.context_attention import (
+    make_attention_forward,
+    make_gather_kv_forward,
+    make_latent_forward,
+)
+from megatfm.parallel.context_exchange import LENGTHS, ContextParallel
 from megatfm.parallel.context_experts import of_whole_rows
-from megatfm.parallel.context_tokens import across_around
-from megatfm.parallel.context_wide import across_wide
+from megatfm.parallel.context_tokens import make_span_boundary_forward
+from megatfm.parallel.context_wide import make_global_forward
 from megatfm.parallel.forward import replace_forward
 from megatfm.parallel.mesh import CONTEXT, TENSOR, Mesh
 
@@ -35,20 +39,26 @@ SIDES = ("", "encoder_")
 OF_ROWS = ("positions", "documents", "prefix", "targets", "order", "segments", "span_left", "span_right")
 """Fields that are known of whole rows: what tokens here look at, and what others look at here, follows from them."""
 
-ACROSS: dict[str, Callable[[nn.Module, Contexts], Callable[..., Any]]] = {
-    "core": across, "latents": across_latents, "wide": across_wide, "keys": across_keys, "around": across_around,
-}  # fmt: skip
+FORWARDS: dict[str, Callable[[nn.Module, ContextParallel], Callable[..., Any]]] = {
+    "core": make_attention_forward,
+    "latents": make_latent_forward,
+    "wide": make_global_forward,
+    "keys": make_gather_kv_forward,
+    "around": make_span_boundary_forward,
+}
 """What runs instead of a module's `forward`, by what it says in `context`."""
 
 Batch = dict[str, Tensor]
 
 
-def contexts_of(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool, way: str) -> Contexts | None:
+def build_context_parallel(
+    model: nn.Module, mesh: Mesh, *, sequence_parallel: bool, way: str
+) -> ContextParallel | None:
     """How the rows of a model are cut; None where each rank has them whole."""
     if mesh.size(CONTEXT) == 1:
         return None
     unit = mesh.size(TENSOR) if sequence_parallel else 1
-    return Contexts(mesh.group(CONTEXT), folding(model), unit, way)
+    return ContextParallel(mesh.group(CONTEXT), folding(model), unit, way)
 
 
 def folding(model: nn.Module) -> Callable[[int], bool]:
@@ -67,17 +77,19 @@ def is_folded(model: nn.Module, length: int) -> bool:
 
 def _grow(patterns: Sequence[Any], length: int) -> bool:
     """Patterns of plugins may say nothing of that."""
-    within = (getattr(pattern, "within", lambda _, pattern=pattern: pattern)(length) for pattern in patterns)
-    return any(getattr(pattern, "grows", False) for pattern in within)
+    within = (
+        getattr(pattern, "simplify", lambda _, pattern=pattern: pattern)(length) for pattern in patterns
+    )
+    return any(getattr(pattern, "has_uneven_work", False) for pattern in within)
 
 
-def install(model: nn.Module, contexts: Contexts) -> None:
+def install(model: nn.Module, contexts: ContextParallel) -> None:
     """Have keys and values travel wherever tokens look at one another. Raises UsageError where nobody knows how."""
     refuse(model)
     for module in model.modules():
-        context = getattr(module, "context", None)
-        if context in ACROSS:
-            replace_forward(module, ACROSS[context](module, contexts))
+        context = getattr(module, "cp_plan", None)
+        if context in FORWARDS:
+            replace_forward(module, FORWARDS[context](module, contexts))
         elif context == "sums":
             replace_forward(module.get_submodule("summed"), partial(_summed, group=contexts.group))
         elif context == "experts":
@@ -86,23 +98,23 @@ def install(model: nn.Module, contexts: Contexts) -> None:
             context_slots.of_whole_rows(module, contexts)
 
 
-def leave_uncompiled(block: nn.Module) -> None:
+def disable_compile_of_attention(block: nn.Module) -> None:
     """Have what lets keys travel run as it is in a block that is compiled: what a rank sends, and which blocks of keys
     are visited, depends on the batch; and what says `eager_when_long`, since it looks at long rows in pieces."""
     for module in block.modules():
-        if getattr(module, "context", None) in ACROSS or getattr(module, "eager_when_long", False):
+        if getattr(module, "cp_plan", None) in FORWARDS or getattr(module, "eager_when_long", False):
             replace_forward(module, torch.compiler.disable(module.forward))
 
 
 def _summed(x: Tensor, group: ProcessGroup) -> Tensor:
     """Sums over the tokens here → over all, of which each rank makes something else. Adjoint: the same."""
-    return copy_to_shards(sum_partial(x, group), group)
+    return copy_to_group(reduce_from_group(x, group), group)
 
 
 def refuse(model: nn.Module) -> None:
     """Raises UsageError that names the first part which does not say how it computes on some tokens of rows."""
     for path, module in _seams(model):
-        if getattr(module, "context", None) is None:
+        if getattr(module, "cp_plan", None) is None:
             said = f"{type(module).__name__}{f' ({path})' if path else ''}"
             raise UsageError(
                 f"parallel.cp > 1: {said} needs whole rows, or does not say how it computes on parts of them "
@@ -113,7 +125,7 @@ def refuse(model: nn.Module) -> None:
 def _seams(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The model, what lies beside its stacks, and of each block attention, its core, and the feed-forward network."""
     yield "", model
-    inside = {block: [*block.modules()] for block in blocks(model)}
+    inside = {block: [*block.modules()] for block in transformer_blocks(model)}
     within = {module for modules in inside.values() for module in modules}
     for path, module in model.named_modules():
         name = path.rpartition(".")[2]
@@ -126,7 +138,7 @@ def _seams(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
-def cut(batch: Mapping[str, Tensor], contexts: Contexts) -> Batch:
+def split_batch(batch: Mapping[str, Tensor], contexts: ContextParallel) -> Batch:
     """The fields of a micro-batch at the tokens that are here, and of the whole rows what attention needs of them.
 
     Raises UsageError for a field that is neither one number a row nor one a token.
@@ -137,7 +149,7 @@ def cut(batch: Mapping[str, Tensor], contexts: Contexts) -> Batch:
         if positions is None:
             continue
         length = positions.shape[1]
-        here = moved(contexts.places(length)[contexts.rank], positions.device)
+        here = moved(contexts.token_indices(length)[contexts.rank], positions.device)
         for name, field in batch.items():
             if field.dim() < 2 or name.startswith("encoder_") != bool(side):
                 continue

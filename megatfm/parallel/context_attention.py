@@ -17,109 +17,123 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.ops.attention import blocks
-from megatfm.ops.attention.banded import merged
-from megatfm.ops.attention.distances import by_distance
-from megatfm.ops.attention.tiles import How
+from megatfm.ops.attention.banded import merge_partial
+from megatfm.ops.attention.distances import is_relative
+from megatfm.ops.attention.tiles import BlockAttentionPlan
 from megatfm.ops.compiled import constant_when_compiled
 from megatfm.parallel.backward_parts import current_part
-from megatfm.parallel.context_exchange import LENGTHS, Contexts, Flight, Wanted, fetch, is_little
-from megatfm.parallel.context_heads import by_heads, goes_by_heads
-from megatfm.parallel.context_parts import how_of, part_backward, part_of, zeros_for
-from megatfm.parallel.context_wide import Wide, with_wide
+from megatfm.parallel.context_exchange import (
+    LENGTHS,
+    ContextParallel,
+    FetchPlan,
+    P2PExchange,
+    fetch,
+    is_little,
+)
+from megatfm.parallel.context_heads import ulysses_attention, uses_ulysses
+from megatfm.parallel.context_parts import (
+    bias_gradient_buffer,
+    block_attention_plan,
+    partial_attention,
+    partial_attention_backward,
+)
+from megatfm.parallel.context_wide import GlobalQueries, add_global_attention
 
 # B batch, N query heads, K key-value heads, T tokens of a rank, S keys, H head width, V value width
 
 log = logging.getLogger(__name__)
 
-BY_HEADS = "each rank takes some heads of all tokens"
-BY_RING = "what keys are made of goes round a ring"
-BY_NEED = "the keys that are looked at are fetched"
+ULYSSES = "each rank takes some heads of all tokens"
+RING = "what keys are made of goes round a ring"
+FETCH = "the keys that are looked at are fetched"
 
 
-def across(core: nn.Module, contexts: Contexts) -> Callable[..., Tensor]:
+def make_attention_forward(core: nn.Module, contexts: ContextParallel) -> Callable[..., Tensor]:
     """What is run instead of a core's `forward`, by which it is computed once all keys are there."""
     alone: Callable[..., Tensor] = core.forward
     shown = repr(core.pattern)
 
     def forward(q: Tensor, k: Tensor, v: Tensor, sequence: Any, bias: Tensor | None = None) -> Tensor:
         core_: Any = core
-        looked_at = sequence.memory if core_.pattern.of_memory else sequence
-        as_they_are = Heads(k.shape[-1], v.shape[-1])
+        looked_at = sequence.memory if core_.pattern.is_cross_attention else sequence
+        as_they_are = KeyValues(k.shape[-1], v.shape[-1])
         is_own = not hasattr(core, "seen")
-        if looked_at is not sequence or is_own or (bias is not None and not by_distance(bias)):
-            wanted = looked_at.once("everything", lambda: everything(contexts, looked_at.length))
-            _tell(shown, "all keys are fetched", contexts.size)
+        if looked_at is not sequence or is_own or (bias is not None and not is_relative(bias)):
+            wanted = looked_at.cached("everything", lambda: fetch_all_plan(contexts, looked_at.length))
+            _log_once(shown, "all keys are fetched", contexts.size)
             return alone(q, *as_they_are.heads(fetch(torch.cat([k, v], -1), wanted)), sequence, bias)
-        needs = needs_of(core_, contexts, sequence)
-        if not core_.is_local(sequence.length) and goes_by_heads(
-            contexts, q, k.shape[1], v.shape[3], k.shape[1] * (k.shape[3] + v.shape[3]), needs
+        fetch_plan = plan_fetch(core_, contexts, sequence)
+        if not core_.is_local(sequence.length) and uses_ulysses(
+            contexts, q, k.shape[1], v.shape[3], k.shape[1] * (k.shape[3] + v.shape[3]), fetch_plan
         ):
-            _tell(shown, BY_HEADS, contexts.size)
-            return by_heads(core_, q, k, v, bias, sequence, contexts)
-        _tell(shown, BY_RING if needs is None else BY_NEED, contexts.size)
-        return travelling(core_, q, torch.cat([k, v], -1), as_they_are, bias, sequence, contexts, needs)
+            _log_once(shown, ULYSSES, contexts.size)
+            return ulysses_attention(core_, q, k, v, bias, sequence, contexts)
+        _log_once(shown, RING if fetch_plan is None else FETCH, contexts.size)
+        return travelling(core_, q, torch.cat([k, v], -1), as_they_are, bias, sequence, contexts, fetch_plan)
 
     return forward
 
 
-def across_latents(core: nn.Module, contexts: Contexts) -> Callable[..., Tensor]:
+def make_latent_forward(core: nn.Module, contexts: ContextParallel) -> Callable[..., Tensor]:
     """The same where keys and values are made of what is narrower than they are: that travels."""
     shown = repr(core.pattern)
 
     def forward(q: Tensor, latent: Tensor, of_keys: Tensor, of_values: Tensor, sequence: Any) -> Tensor:
         core_: Any = core
-        needs, n = needs_of(core_, contexts, sequence), q.shape[1]
-        if not core_.is_local(sequence.length) and goes_by_heads(
-            contexts, q, n, len(of_values) // n, latent.shape[-1], needs
+        fetch_plan, n = plan_fetch(core_, contexts, sequence), q.shape[1]
+        if not core_.is_local(sequence.length) and uses_ulysses(
+            contexts, q, n, len(of_values) // n, latent.shape[-1], fetch_plan
         ):
             k, v = core_.heads(latent, of_keys, of_values)
-            _tell(shown, BY_HEADS, contexts.size)
-            return by_heads(core_, q, k, v, None, sequence, contexts)
-        made = Made(core_.heads, (of_keys, of_values))
-        _tell(shown, BY_RING if needs is None else BY_NEED, contexts.size)
-        return travelling(core_, q, latent, made, None, sequence, contexts, needs)
+            _log_once(shown, ULYSSES, contexts.size)
+            return ulysses_attention(core_, q, k, v, None, sequence, contexts)
+        made = LatentKeyValues(core_.heads, (of_keys, of_values))
+        _log_once(shown, RING if fetch_plan is None else FETCH, contexts.size)
+        return travelling(core_, q, latent, made, None, sequence, contexts, fetch_plan)
 
     return forward
 
 
-def across_keys(whole: nn.Module, contexts: Contexts) -> Callable[..., tuple[Tensor, Tensor]]:
+def make_gather_kv_forward(
+    whole: nn.Module, contexts: ContextParallel
+) -> Callable[..., tuple[Tensor, Tensor]]:
     """What is run instead of a module's `forward` that is given keys and values, for attention of its own."""
-    found = lru_cache(LENGTHS)(partial(everything, contexts))
+    found = lru_cache(LENGTHS)(partial(fetch_all_plan, contexts))
 
     def forward(k: Tensor, v: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        return Heads(k.shape[-1], v.shape[-1]).heads(fetch(torch.cat([k, v], -1), found(length)))
+        return KeyValues(k.shape[-1], v.shape[-1]).heads(fetch(torch.cat([k, v], -1), found(length)))
 
     return forward
 
 
-def everything(contexts: Contexts, length: int) -> Wanted:
+def fetch_all_plan(contexts: ContextParallel, length: int) -> FetchPlan:
     """All ranks look at all keys."""
-    return Wanted.of(contexts, contexts.places(length), [torch.arange(length)] * contexts.size)
+    return FetchPlan.of(contexts, contexts.token_indices(length), [torch.arange(length)] * contexts.size)
 
 
 @constant_when_compiled
-def _tell(pattern: str, way: str, ranks: int) -> None:
+def _log_once(pattern: str, way: str, ranks: int) -> None:
     """Log once how attention of this pattern gets at what other ranks have."""
-    if (pattern, way, ranks) not in _TOLD:
-        _TOLD.add((pattern, way, ranks))
+    if (pattern, way, ranks) not in _logged:
+        _logged.add((pattern, way, ranks))
         log.info("attention %s, cp %d: %s", pattern, ranks, way)
 
 
-_TOLD: set[tuple[str, str, int]] = set()
+_logged: set[tuple[str, str, int]] = set()
 
 
-def needs_of(core: Any, contexts: Contexts, sequence: Any) -> Wanted | None:
+def plan_fetch(core: Any, contexts: ContextParallel, sequence: Any) -> FetchPlan | None:
     """What queries may look at, where that is fetched: always where the pattern bounds it, and where documents do if no
     rank fetches half of what others have. All ranks know whole rows, and so decide alike."""
 
-    def found() -> Wanted | None:
-        dealt = contexts.places(sequence.length)
-        row = sequence.row.on_host()
-        needs = [core.reached(row, each) for each in dealt]
-        is_fetched = core.is_local(sequence.length) or is_little(dealt, needs)
-        return Wanted.of(contexts, dealt, needs) if is_fetched else None
+    def found() -> FetchPlan | None:
+        indices_by_rank = contexts.token_indices(sequence.length)
+        row = sequence.full_sequence.on_host()
+        fetch_plan = [core.reached(row, each) for each in indices_by_rank]
+        is_fetched = core.is_local(sequence.length) or is_little(indices_by_rank, fetch_plan)
+        return FetchPlan.of(contexts, indices_by_rank, fetch_plan) if is_fetched else None
 
-    made: Wanted | None = sequence.once(("needs", core.pattern), found)
+    made: FetchPlan | None = sequence.cached(("needs", core.pattern), found)
     return made
 
 
@@ -132,92 +146,114 @@ class _Step:
 
 
 def travelling(
-    core: Any, q: Tensor, sent: Tensor, made: "Heads | Made", bias: Tensor | None, sequence: Any, contexts: Contexts,
-    needs: Wanted | None,
-) -> Tensor:  # fmt: skip
+    core: Any,
+    q: Tensor,
+    kv: Tensor,
+    made: "KeyValues | LatentKeyValues",
+    bias: Tensor | None,
+    sequence: Any,
+    contexts: ContextParallel,
+    fetch_plan: FetchPlan | None,
+) -> Tensor:
     """Attention to keys and values that are made of what is sent [B, ·, T, ·]: fetched, or all round a ring.
 
     bias: by distance in the row [N, 2L − 1], of which no rank sends anything."""
-    if needs is None:
+    if fetch_plan is None:
         steps = [
-            _Step(("rank", rank), contexts.places(sequence.length)[rank])
+            _Step(("rank", rank), contexts.token_indices(sequence.length)[rank])
             for rank in ((contexts.rank - step) % contexts.size for step in range(contexts.size))
         ]
-        return attend(core, q, sent, made, bias, sequence, steps, contexts)
-    steps = [_Step(("fetched", core.pattern), needs.looked_at)]
-    out = attend(core, q, fetch(sent, needs), made, bias, sequence, steps, contexts)
-    wide = sequence.once(("wide", type(core), core.pattern), lambda: Wide.of(core, contexts, sequence))
-    return out if wide is None else with_wide(core, out, q, *made.heads(sent), bias, sequence, wide, contexts)
+        return ring_attention(core, q, kv, made, bias, sequence, steps, contexts)
+    steps = [_Step(("fetched", core.pattern), fetch_plan.indices)]
+    out = ring_attention(core, q, fetch(kv, fetch_plan), made, bias, sequence, steps, contexts)
+    wide = sequence.cached(
+        ("wide", type(core), core.pattern), lambda: GlobalQueries.of(core, contexts, sequence)
+    )
+    return (
+        out
+        if wide is None
+        else add_global_attention(core, out, q, *made.heads(kv), bias, sequence, wide, contexts)
+    )
 
 
-def attend(
-    core: Any, q: Tensor, sent: Tensor, made: "Heads | Made", bias: Tensor | None, sequence: Any,
-    steps: Sequence[_Step], contexts: Contexts,
+def ring_attention(
+    core: Any, q: Tensor, kv: Tensor, kv_format: "KeyValues | LatentKeyValues", bias: Tensor | None, sequence: Any,
+    steps: Sequence[_Step], contexts: ContextParallel,
 ) -> Tensor:  # fmt: skip
     """By blocks: what the keys of the first step are made of is here, that of each further one comes from the rank
     before."""
     drawn = core.dropout.head_rng_keys(sequence, q.shape[1])
-    hows = [how_of(core, sequence, step.key, step.places, q) for step in steps]
+    hows = [block_attention_plan(core, sequence, step.key, step.places, q) for step in steps]
     sinks = None if core.sinks is None else core.sinks.weight
-    out: Tensor = _Ring.apply(q, sent, bias, drawn, sinks, hows, contexts, made, *made.weights)
+    out: Tensor = _RingAttention.apply(
+        q, kv, bias, drawn, sinks, hows, contexts, kv_format, *kv_format.weights
+    )
     return out
 
 
 @dataclass(frozen=True)
-class Heads:
+class KeyValues:
     """Keys and values travel as they are, side by side. k, v: their widths."""
 
     k: int
     v: int
     weights: tuple[Tensor, ...] = ()
 
-    def heads(self, sent: Tensor) -> tuple[Tensor, Tensor]:
+    def heads(self, kv: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values."""
-        k, v = sent.split([self.k, self.v], -1)
+        k, v = kv.split([self.k, self.v], -1)
         return k, v
 
-    def back(self, sent: Tensor, weights: Sequence[Tensor], dk: Tensor, dv: Tensor) -> Sequence[Tensor]:
+    def backward(self, kv: Tensor, weights: Sequence[Tensor], dk: Tensor, dv: Tensor) -> Sequence[Tensor]:
         """Gradient of what is sent, and of the weights."""
         return (torch.cat([dk, dv], -1),)
 
 
 @dataclass(frozen=True)
-class Made:
+class LatentKeyValues:
     """Keys and values are made, by every rank that needs them, of what travels. make: of it and the weights."""
 
     make: Callable[..., tuple[Tensor, Tensor]]
     weights: tuple[Tensor, ...]
 
-    def heads(self, sent: Tensor) -> tuple[Tensor, Tensor]:
+    def heads(self, kv: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values."""
-        return self.make(sent, *self.weights)
+        return self.make(kv, *self.weights)
 
-    def back(self, sent: Tensor, weights: Sequence[Tensor], dk: Tensor, dv: Tensor) -> Sequence[Tensor]:
+    def backward(self, kv: Tensor, weights: Sequence[Tensor], dk: Tensor, dv: Tensor) -> Sequence[Tensor]:
         """Gradient of what is sent in the type of `dk`, and of the weights."""
         with torch.enable_grad():
-            given = [x.detach().requires_grad_() for x in (sent, *weights)]
+            given = [x.detach().requires_grad_() for x in (kv, *weights)]
             k, v = self.make(*given)
-        of_sent, *of_weights = torch.autograd.grad((k, v), given, (dk.to(k.dtype), dv.to(v.dtype)))
-        return of_sent.to(dk.dtype), *of_weights
+        kv_grad, *weight_grads = torch.autograd.grad((k, v), given, (dk.to(k.dtype), dv.to(v.dtype)))
+        return kv_grad.to(dk.dtype), *weight_grads
 
 
-class _Ring(torch.autograd.Function):
+class _RingAttention(torch.autograd.Function):
     """What keys and values are made of goes round; in the backward pass its gradients follow one step behind, and end
     at home. What the next step needs is under way while a part is computed."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, sent: Tensor, bias: Tensor | None, drawn: Tensor | None, sinks: Tensor | None,
-        hows: Sequence[How], contexts: Contexts, made: Heads | Made, *weights: Tensor,
-    ) -> Tensor:  # fmt: skip
-        here, flight = sent, _shift(sent, contexts, hows[1:2])
-        out, lse = part_of(q, *made.heads(sent), bias, drawn, hows[0])
+        ctx: Any,
+        q: Tensor,
+        kv: Tensor,
+        bias: Tensor | None,
+        drawn: Tensor | None,
+        sinks: Tensor | None,
+        hows: Sequence[BlockAttentionPlan],
+        contexts: ContextParallel,
+        made: KeyValues | LatentKeyValues,
+        *weights: Tensor,
+    ) -> Tensor:
+        here, flight = kv, _shift(kv, contexts, hows[1:2])
+        out, lse = partial_attention(q, *made.heads(kv), bias, drawn, hows[0])
         for step, how in enumerate(hows[1:], 1):
             (here,) = flight.wait()
             flight = _shift(here, contexts, hows[step + 1 : step + 2])
-            out, lse = merged(out, lse, *part_of(q, *made.heads(here), bias, drawn, how))
+            out, lse = merge_partial(out, lse, *partial_attention(q, *made.heads(here), bias, drawn, how))
         out, lse = blocks.with_sinks(out.to(q.dtype), lse, sinks)
-        ctx.save_for_backward(q, sent, bias, drawn, sinks, out, lse, *weights)
+        ctx.save_for_backward(q, kv, bias, drawn, sinks, out, lse, *weights)
         ctx.rest = hows, contexts, made
         return out
 
@@ -225,46 +261,46 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         kept = vars(ctx).pop("of_weights", None) if current_part() == "weights" else None
         if kept is not None:  # computed with the gradients of inputs: nothing travels again
-            of_bias, of_sinks, of_weights = kept
-            return None, None, of_bias, None, of_sinks, None, None, None, *of_weights
-        q, sent, bias, drawn, sinks, out, lse, *weights = ctx.saved_tensors
+            bias_grad, sinks_grad, weight_grads = kept
+            return None, None, bias_grad, None, sinks_grad, None, None, None, *weight_grads
+        q, kv, bias, drawn, sinks, out, lse, *weights = ctx.saved_tensors
         hows, contexts, made = ctx.rest
-        of_bias = zeros_for(bias, lse) if ctx.needs_input_grad[2] else None
+        bias_grad = bias_gradient_buffer(bias, lse) if ctx.needs_input_grad[2] else None
 
-        def of(here: Tensor, how: How) -> tuple[Tensor, ...]:
+        def of(here: Tensor, how: BlockAttentionPlan) -> tuple[Tensor, ...]:
             k, v = made.heads(here)
-            dq, dk, dv = part_backward(g, q, k, v, out, lse, bias, drawn, how, of_bias)
-            return dq, *made.back(here, weights, dk, dv)
+            dq, dk, dv = partial_attention_backward(g, q, k, v, out, lse, bias, drawn, how, bias_grad)
+            return dq, *made.backward(here, weights, dk, dv)
 
-        here, keys, behind = sent, _shift(sent, contexts, hows[1:2]), None
-        dq, own, *of_weights = of(sent, hows[0])
-        dq, *of_weights = (x.to(lse.dtype) for x in (dq, *of_weights))  # rounded once, not once a part
+        here, keys, behind = kv, _shift(kv, contexts, hows[1:2]), None
+        dq, own, *weight_grads = of(kv, hows[0])
+        dq, *weight_grads = (x.to(lse.dtype) for x in (dq, *weight_grads))  # rounded once, not once a part
         for step, how in enumerate(hows[1:], 1):
             (here,) = keys.wait()
             keys = _shift(here, contexts, hows[step + 1 : step + 2])
             more, part, *more_of_weights = of(here, how)
             dq = dq + more
-            of_weights = [total + x for total, x in zip(of_weights, more_of_weights, strict=True)]
+            weight_grads = [total + x for total, x in zip(weight_grads, more_of_weights, strict=True)]
             if behind is not None:
                 part = behind.wait()[0] + part
             behind = _shift(part, contexts, [hows[(step + 1) % len(hows)]])
         if behind is not None:
             own = own + behind.wait()[0]
-        of_weights = [x.to(weight.dtype) for x, weight in zip(of_weights, weights, strict=True)]
-        of_bias = None if of_bias is None else of_bias.to(bias.dtype)
-        of_sinks = blocks.gradient_of_sinks(g, out, lse, sinks)
+        weight_grads = [x.to(weight.dtype) for x, weight in zip(weight_grads, weights, strict=True)]
+        bias_grad = None if bias_grad is None else bias_grad.to(bias.dtype)
+        sinks_grad = blocks.gradient_of_sinks(g, out, lse, sinks)
         if current_part() == "inputs":
-            ctx.of_weights = of_bias, of_sinks, of_weights
-        return dq.to(q.dtype), own.to(sent.dtype), of_bias, None, of_sinks, None, None, None, *of_weights
+            ctx.of_weights = bias_grad, sinks_grad, weight_grads
+        return dq.to(q.dtype), own.to(kv.dtype), bias_grad, None, sinks_grad, None, None, None, *weight_grads
 
 
-def _shift(x: Tensor, contexts: Contexts, hows: Sequence[How]) -> Flight:
+def _shift(x: Tensor, contexts: ContextParallel, hows: Sequence[BlockAttentionPlan]) -> P2PExchange:
     """Begins to send x to the next rank, and to get what the one before has: as many tokens as are looked at then.
     Nothing travels where no step is to come."""
     if not hows:
-        return Flight(contexts.group, [], [])
+        return P2PExchange(contexts.group, [], [])
     (how,) = hows
     assert how.places is not None
     after, before = (contexts.rank + 1) % contexts.size, (contexts.rank - 1) % contexts.size
     came = x.new_empty(*x.shape[:2], len(how.places), x.shape[3])
-    return Flight(contexts.group, [(after, x)], [(before, came)])
+    return P2PExchange(contexts.group, [(after, x)], [(before, came)])

@@ -18,7 +18,7 @@ LENGTHS = 64
 
 
 @dataclass(frozen=True)
-class Contexts:
+class ContextParallel:
     """The ranks that share rows, and how these are cut.
 
     folded: of rows of a length, whether a rank has a run from the front and its mirror image from the back, so that
@@ -28,9 +28,9 @@ class Contexts:
     """
 
     group: ProcessGroup
-    folded: Callable[[int], bool] = lambda length: False
-    unit: int = 1
-    way: str = "auto"
+    is_zigzag: Callable[[int], bool] = lambda length: False
+    multiple_of: int = 1
+    method: str = "auto"
 
     @property
     def size(self) -> int:
@@ -42,16 +42,16 @@ class Contexts:
         """This process's number among them."""
         return dist.get_rank(self.group)
 
-    def places(self, length: int) -> list[Tensor]:
+    def token_indices(self, length: int) -> list[Tensor]:
         """By rank, where its tokens stand in a row of so many, ascending; some have one unit more than others.
 
         Raises UsageError if there are not enough for all.
         """
-        return [*places(length, self.size, self.folded(length), self.unit)]
+        return [*token_indices(length, self.size, self.is_zigzag(length), self.multiple_of)]
 
 
 @lru_cache(LENGTHS)
-def places(length: int, ranks: int, folded: bool, unit: int = 1) -> tuple[Tensor, ...]:
+def token_indices(length: int, ranks: int, folded: bool, unit: int = 1) -> tuple[Tensor, ...]:
     """See `Contexts.places`."""
     runs, units = ranks * (1 + folded), length // unit
     if units < runs:
@@ -64,7 +64,7 @@ def places(length: int, ranks: int, folded: bool, unit: int = 1) -> tuple[Tensor
     return tuple(torch.cat([each[r], each[-1 - r]]) for r in range(ranks)) if folded else tuple(each)
 
 
-class Flight:
+class P2PExchange:
     """Tensors on their way to and from other ranks; `wait` gives what came."""
 
     def __init__(
@@ -88,7 +88,7 @@ class Flight:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class FetchPlan:
     """Which tokens of a row each rank needs keys and values of besides its own: what travels, both ways.
 
     gives[r]: numbers, among this rank's tokens, of those that rank r needs. gets[r]: places of tokens of rank r that
@@ -96,24 +96,26 @@ class Wanted:
     what came from rank 0, 1, …]. most: tokens that a rank gets, of all ranks; length: tokens of the row.
     """
 
-    contexts: Contexts
-    gives: list[Tensor]
-    gets: list[Tensor]
-    looked_at: Tensor
-    order: Tensor
+    contexts: ContextParallel
+    send_indices: list[Tensor]
+    recv_indices: list[Tensor]
+    indices: Tensor
+    permutation: Tensor
     most: int
     length: int
 
     @classmethod
-    def of(cls, contexts: Contexts, dealt: Sequence[Tensor], needs: Sequence[Tensor]) -> "Wanted":
+    def of(
+        cls, contexts: ContextParallel, dealt: Sequence[Tensor], needed_indices: Sequence[Tensor]
+    ) -> "FetchPlan":
         """dealt: places by rank; needs[r]: sorted places whose keys rank r looks at."""
         me, nobody = contexts.rank, torch.empty(0, dtype=torch.int64)
         here, ranks = dealt[me], range(contexts.size)
         length = sum(map(len, dealt))
         is_needed = torch.zeros(len(dealt), length, dtype=torch.bool)
         for r in ranks:
-            is_needed[r, needs[r]] = True
-        most = max(len(needs[r]) - int(is_needed[r, dealt[r]].sum()) for r in ranks)
+            is_needed[r, needed_indices[r]] = True
+        most = max(len(needed_indices[r]) - int(is_needed[r, dealt[r]].sum()) for r in ranks)
         gives = [is_needed[r, here].nonzero()[:, 0] if r != me else nobody for r in ranks]
         gets = [dealt[r][is_needed[me, dealt[r]]] if r != me else nobody for r in ranks]
         looked_at, order = torch.cat([here, *gets]).sort()
@@ -132,24 +134,24 @@ class _Fetch(torch.autograd.Function):
     """[B, K, T, ·] → [B, K, tokens looked at, ·]; adjoint: gradients go back, and are added up at home."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, wanted: Wanted) -> Tensor:
+    def forward(ctx: Any, x: Tensor, wanted: FetchPlan) -> Tensor:
         ctx.wanted = wanted
         group = wanted.contexts.group
-        sent = [(r, x[:, :, moved(at, x.device)]) for r, at in enumerate(wanted.gives) if len(at)]
-        came = [(r, _empty(x, len(at))) for r, at in enumerate(wanted.gets) if len(at)]
-        parts = Flight(group, sent, came).wait()
-        return torch.cat([x, *parts], 2)[:, :, moved(wanted.order, x.device)]
+        sent = [(r, x[:, :, moved(at, x.device)]) for r, at in enumerate(wanted.send_indices) if len(at)]
+        came = [(r, _empty(x, len(at))) for r, at in enumerate(wanted.recv_indices) if len(at)]
+        parts = P2PExchange(group, sent, came).wait()
+        return torch.cat([x, *parts], 2)[:, :, moved(wanted.permutation, x.device)]
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         wanted = ctx.wanted
-        sizes = [len(at) for at in wanted.gets]
+        sizes = [len(at) for at in wanted.recv_indices]
         laid = torch.empty_like(g)
-        laid[:, :, moved(wanted.order, g.device)] = g
+        laid[:, :, moved(wanted.permutation, g.device)] = g
         own, *parts = laid.split([g.shape[2] - sum(sizes), *sizes], 2)
         sent = [(r, part) for r, part in enumerate(parts) if sizes[r]]
-        givers = [(r, at) for r, at in enumerate(wanted.gives) if len(at)]
-        came = Flight(wanted.contexts.group, sent, [(r, _empty(g, len(at))) for r, at in givers]).wait()
+        givers = [(r, at) for r, at in enumerate(wanted.send_indices) if len(at)]
+        came = P2PExchange(wanted.contexts.group, sent, [(r, _empty(g, len(at))) for r, at in givers]).wait()
         own = own.clone()
         for (_, at), part in zip(givers, came, strict=True):
             own.index_add_(2, moved(at, g.device), part)
@@ -160,7 +162,7 @@ def _empty(like: Tensor, tokens: int) -> Tensor:
     return like.new_empty(*like.shape[:2], tokens, *like.shape[3:])
 
 
-def fetch(x_BKTH: Tensor, wanted: Wanted) -> Tensor:
+def fetch(x_BKTH: Tensor, wanted: FetchPlan) -> Tensor:
     """Keys or values of the tokens here → those of all that are looked at, in the order of their places."""
     made: Tensor = _Fetch.apply(x_BKTH, wanted)
     return made

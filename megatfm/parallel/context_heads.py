@@ -11,22 +11,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatfm.ops.moved import moved
-from megatfm.parallel.context_exchange import Contexts, Wanted
+from megatfm.parallel.context_exchange import ContextParallel, FetchPlan
 
 # B batch, N query heads, K key-value heads, T tokens of a rank, S tokens of the row, H head width, V value width
 
-Way = Callable[[Tensor, Contexts, int], Tensor]
+Exchange = Callable[[Tensor, ContextParallel, int], Tensor]
 
 
-def goes_by_heads(
-    contexts: Contexts, q_BNTH: Tensor, kv_heads: int, v_width: int, sent: int, needs: Wanted | None
+def uses_ulysses(
+    contexts: ContextParallel, q_BNTH: Tensor, kv_heads: int, v_width: int, sent: int, needs: FetchPlan | None
 ) -> bool:
     """Whether it is asked for, or heads can be dealt and that sends less in both passes than what is done instead: a
     ring, or a fetch of what is needed. sent: numbers of a token that go round, or are fetched."""
     c, n, h = contexts.size, q_BNTH.shape[1], q_BNTH.shape[3]
-    if contexts.way == "heads":
+    if contexts.method == "heads":
         return True
-    if contexts.way != "auto" or n % c or (kv_heads % c and c % kv_heads):
+    if contexts.method != "auto" or n % c or (kv_heads % c and c % kv_heads):
         return False
     by_heads = 2 * (n + max(kv_heads, c)) * (h + v_width)  # in units of (c − 1) / c² of a row
     if needs is None:
@@ -34,30 +34,32 @@ def goes_by_heads(
     return by_heads * (c - 1) * needs.length < 2 * sent * needs.most * c**2
 
 
-def by_heads(
+def ulysses_attention(
     core: Any, q_BNTH: Tensor, k_BKTH: Tensor, v_BKTV: Tensor, bias_NL: Tensor | None, sequence: Any,
-    contexts: Contexts,
+    contexts: ContextParallel,
 ) -> Tensor:  # fmt: skip
     """[B, N, T, V]. bias: by distance in the row."""
     if k_BKTH.shape[1] < contexts.size:
         times = contexts.size // k_BKTH.shape[1]
         k_BKTH, v_BKTV = (x.repeat_interleave(times, 1) for x in (k_BKTH, v_BKTV))
     rest = contexts, sequence.length
-    q: Tensor = _Moved.apply(q_BNTH, _to_heads, _to_tokens, *rest)
-    kv: Tensor = _Moved.apply(torch.cat([k_BKTH, v_BKTV], -1), _to_heads, _to_tokens, *rest)
+    q: Tensor = _TokensHeadsExchange.apply(q_BNTH, _cp_to_hp, _hp_to_cp, *rest)
+    kv: Tensor = _TokensHeadsExchange.apply(torch.cat([k_BKTH, v_BKTV], -1), _cp_to_hp, _hp_to_cp, *rest)
     k, v = kv.split([k_BKTH.shape[-1], v_BKTV.shape[-1]], -1)
     part = core.dropout.part * contexts.size + contexts.rank
     bias = None if bias_NL is None else bias_NL.chunk(contexts.size)[contexts.rank]
-    made = core.of_heads(part, q, k, v, sequence.of_row(), bias)
-    back: Tensor = _Moved.apply(made, _to_tokens, _to_heads, *rest)
+    made = core.of_heads(part, q, k, v, sequence.full_row(), bias)
+    back: Tensor = _TokensHeadsExchange.apply(made, _hp_to_cp, _cp_to_hp, *rest)
     return back
 
 
-class _Moved(torch.autograd.Function):
+class _TokensHeadsExchange(torch.autograd.Function):
     """Tokens for heads, or heads for tokens, whichever way; adjoint: the way back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, way: Way, back: Way, contexts: Contexts, length: int) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, way: Exchange, back: Exchange, contexts: ContextParallel, length: int
+    ) -> Tensor:
         ctx.rest = back, contexts, length
         return way(x, contexts, length)
 
@@ -67,23 +69,25 @@ class _Moved(torch.autograd.Function):
         return back(g, contexts, length), None, None, None, None
 
 
-def _to_heads(x: Tensor, contexts: Contexts, length: int) -> Tensor:
+def _cp_to_hp(x: Tensor, contexts: ContextParallel, length: int) -> Tensor:
     """[B, n, T, ·] → [B, n / c, S, ·], tokens in the order of the row."""
-    dealt, heads = contexts.places(length), x.shape[1] // contexts.size
-    shapes = [(x.shape[0], heads, len(at), x.shape[3]) for at in dealt]
+    indices_by_rank, heads = contexts.token_indices(length), x.shape[1] // contexts.size
+    shapes = [(x.shape[0], heads, len(at), x.shape[3]) for at in indices_by_rank]
     came = _exchange(x.chunk(contexts.size, 1), shapes, contexts)
-    return torch.cat(came, 2)[:, :, moved(torch.cat(dealt).argsort(), x.device)]
+    return torch.cat(came, 2)[:, :, moved(torch.cat(indices_by_rank).argsort(), x.device)]
 
 
-def _to_tokens(x: Tensor, contexts: Contexts, length: int) -> Tensor:
+def _hp_to_cp(x: Tensor, contexts: ContextParallel, length: int) -> Tensor:
     """[B, n / c, S, ·] → [B, n, T, ·]."""
-    dealt = contexts.places(length)
-    shape = *x.shape[:2], len(dealt[contexts.rank]), x.shape[3]
-    parts = [x[:, :, moved(at, x.device)] for at in dealt]
+    indices_by_rank = contexts.token_indices(length)
+    shape = *x.shape[:2], len(indices_by_rank[contexts.rank]), x.shape[3]
+    parts = [x[:, :, moved(at, x.device)] for at in indices_by_rank]
     return torch.cat(_exchange(parts, [shape] * contexts.size, contexts), 1)
 
 
-def _exchange(parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], contexts: Contexts) -> list[Tensor]:
+def _exchange(
+    parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], contexts: ContextParallel
+) -> list[Tensor]:
     """Part r goes to rank r; of what comes from each, the shapes."""
     sent = torch.cat([part.reshape(-1) for part in parts])
     sizes = [torch.Size(shape).numel() for shape in shapes]

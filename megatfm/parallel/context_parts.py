@@ -8,28 +8,32 @@ from torch import Tensor
 
 from megatfm.ops.attention import blocks
 from megatfm.ops.attention.blocks import padded
-from megatfm.ops.attention.pieces import Grid, pieces
-from megatfm.ops.attention.tiles import How
+from megatfm.ops.attention.pieces import BlockGrid, plan_blocks
+from megatfm.ops.attention.tiles import BlockAttentionPlan
 from megatfm.ops.moved import moved
 
 
-def how_of(core: Any, sequence: Any, key: Hashable, places: Tensor, q_BNTH: Tensor) -> How:
+def block_attention_plan(
+    core: Any, sequence: Any, key: Hashable, places: Tensor, q_BNTH: Tensor
+) -> BlockAttentionPlan:
     """Which blocks of keys at some places are visited. key: what all layers know these keys by."""
     places = moved(places, q_BNTH.device)
     batch, n_heads, queries, width = q_BNTH.shape
-    part = sequence.looking_at(key, places)
+    part = sequence.with_keys_at(key, places)
     seen = core.seen(part, n_heads)
     size = min(blocks.block_size(seen), -(-max(queries, len(places)) // 4) * 4)
-    grid = Grid(batch, queries, len(places), size)
-    visits = seen.once(
-        ("pieces", size), lambda: pieces(seen, grid, core.seen(part.on_host(), n_heads), q_BNTH.device)
+    grid = BlockGrid(batch, queries, len(places), size)
+    visits = seen.cached(
+        ("pieces", size), lambda: plan_blocks(seen, grid, core.seen(part.on_host(), n_heads), q_BNTH.device)
     )
     of_row, q_places = sequence.length - 1, sequence.indices
-    return How.of(visits, size, width, core.variant, zero=of_row, places=places, q_places=q_places)
+    return BlockAttentionPlan.build(
+        visits, size, width, core.variant, zero=of_row, places=places, q_places=q_places
+    )
 
 
-def part_of(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, drawn: Tensor | None, how: How
+def partial_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, drawn: Tensor | None, how: BlockAttentionPlan
 ) -> tuple[Tensor, Tensor]:
     """Output and logarithm of the sums over some keys. bias: by distance in the row."""
     queries = q.shape[2]
@@ -39,14 +43,14 @@ def part_of(
     return out[:, :, :queries], lse[:, :, :queries]
 
 
-def zeros_for(bias: Tensor, lse: Tensor) -> Tensor:
+def bias_gradient_buffer(bias: Tensor, lse: Tensor) -> Tensor:
     """What gradients of a bias are added up in."""
     return bias.new_zeros(bias.shape, dtype=lse.dtype)
 
 
-def part_backward(
+def partial_attention_backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None, drawn: Tensor | None,
-    how: How, of_bias: Tensor | None = None,
+    how: BlockAttentionPlan, of_bias: Tensor | None = None,
 ) -> Sequence[Tensor]:  # fmt: skip
     """Gradients of q and, in the type of `lse`, of these k and v; `out` and `lse` are over all keys. That of a bias
     that learns is added to `of_bias`."""

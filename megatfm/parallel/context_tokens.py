@@ -5,23 +5,25 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from megatfm.ops.moved import moved, on_host
-from megatfm.parallel.context_exchange import Contexts, Wanted, fetch
+from megatfm.ops.moved import moved, to_host
+from megatfm.parallel.context_exchange import ContextParallel, FetchPlan, fetch
 
 # B batch, T tokens of a rank, S tokens of the row, M masked tokens, D model width
 
 
-def across_around(around: nn.Module, contexts: Contexts) -> Callable[..., tuple[Tensor, Tensor]]:
+def make_span_boundary_forward(
+    around: nn.Module, contexts: ContextParallel
+) -> Callable[..., tuple[Tensor, Tensor]]:
     """What is run instead of a module's `forward` that looks up the tokens around spans, by their distances."""
 
     def forward(
         hidden_BTD: Tensor, left_BT: Tensor, right_BT: Tensor, row_left_BS: Tensor, row_right_BS: Tensor
     ) -> tuple[Tensor, Tensor]:
-        dealt = contexts.places(row_left_BS.shape[1])
-        row = on_host(row_left_BS), on_host(row_right_BS)
-        wanted = Wanted.of(contexts, dealt, [around_spans(*row, here) for here in dealt])
+        dealt = contexts.token_indices(row_left_BS.shape[1])
+        row = to_host(row_left_BS), to_host(row_right_BS)
+        wanted = FetchPlan.of(contexts, dealt, [span_boundary_indices(*row, here) for here in dealt])
         x_BLD = fetch(hidden_BTD[:, None], wanted)[:, 0]
-        places, looked_at = (moved(x, left_BT.device) for x in (dealt[contexts.rank], wanted.looked_at))
+        places, looked_at = (moved(x, left_BT.device) for x in (dealt[contexts.rank], wanted.indices))
         rows, columns = (left_BT > 0).nonzero(as_tuple=True)
         left_M, right_M = places[columns] - left_BT[rows, columns], places[columns] + right_BT[rows, columns]
         at_left, at_right = (torch.searchsorted(looked_at, at) for at in (left_M, right_M))
@@ -30,7 +32,7 @@ def across_around(around: nn.Module, contexts: Contexts) -> Callable[..., tuple[
     return forward
 
 
-def around_spans(left_BS: Tensor, right_BS: Tensor, here: Tensor) -> Tensor:
+def span_boundary_indices(left_BS: Tensor, right_BS: Tensor, here: Tensor) -> Tensor:
     """The places of the tokens around spans, in any of the rows, that masked tokens at some places look up; sorted."""
     rows, columns = (left_BS[:, here] > 0).nonzero(as_tuple=True)
     at = here[columns]

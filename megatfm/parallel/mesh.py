@@ -23,11 +23,11 @@ AXES = (PIPELINE, REPLICATE, SHARD, CONTEXT, TENSOR)
 them parts of rows; pipeline ranks, which talk least, are farthest apart."""
 EXPERT_SHARD, EXPERT = "edp", "ep"
 EXPERT_AXES = (EXPERT_SHARD, EXPERT)
-FOLDED = (SHARD, CONTEXT)
+EXPERT_FOLD_AXES = (SHARD, CONTEXT)
 """The axes that experts see otherwise: as EXPERT_SHARD × EXPERT. Ranks along EXPERT hold different experts and send
 each other their tokens; ranks along EXPERT_SHARD hold the same ones, and ZeRO cuts these over them. TENSOR may be one
 of them as well (`parallel.expert_tp`)."""
-ORDER = (PIPELINE, REPLICATE, SHARD, *EXPERT_AXES, CONTEXT, TENSOR)
+ALL_AXES = (PIPELINE, REPLICATE, SHARD, *EXPERT_AXES, CONTEXT, TENSOR)
 """All axes, from the slowest to the fastest."""
 
 
@@ -44,32 +44,33 @@ class DataAxes:
     context: str | None = None
 
     @property
-    def copies(self) -> tuple[str, ...]:
+    def replicate_axes(self) -> tuple[str, ...]:
         """The axes that ZeRO leaves whole."""
         return tuple(axis for axis in (self.replicate, self.context) if axis is not None)
 
     @property
     def all(self) -> tuple[str, ...]:
         """All axes over which gradients are summed, the one that ZeRO cuts over in front."""
-        return (self.shard, *self.copies)
+        return (self.shard, *self.replicate_axes)
 
 
 @dataclass(frozen=True)
-class ContextReaders:
-    """The ranks that rows are cut over: each reads some of the rows, and tells the others (`megatfm.data.Readers`)."""
+class RowReaders:
+    """The ranks that rows are cut over: each reads some of the rows, and tells the others
+    (`megatfm.data.ReaderGroup`)."""
 
     rank: int
     count: int
     group: ProcessGroup
 
-    def tell(self, mine: T, holders: int) -> list[T]:
+    def broadcast(self, local_rows: T, n_readers: int) -> list[T]:
         """What the first so many ranks have, on all of them."""
-        return ranks.tell(mine, holders, self.group)
+        return ranks.broadcast_each(local_rows, n_readers, self.group)
 
 
-DENSE = DataAxes(SHARD, REPLICATE, CONTEXT)
+DENSE_DATA_AXES = DataAxes(SHARD, REPLICATE, CONTEXT)
 """Of whatever every data rank computes with."""
-EXPERTS = DataAxes(EXPERT_SHARD, REPLICATE)
+EXPERT_DATA_AXES = DataAxes(EXPERT_SHARD, REPLICATE)
 """Of experts that lie on different ranks."""
 
 
@@ -82,27 +83,27 @@ class Mesh:
     """
 
     device_mesh: DeviceMesh
-    experts: DeviceMesh | None = None
+    expert_mesh: DeviceMesh | None = None
     expert_tp: str = "whole"
 
     def size(self, axis: str) -> int:
         """Ranks along an axis; 1 for one that divides nothing."""
-        if axis == EXPERT and self.experts is None:
+        if axis == EXPERT and self.expert_mesh is None:
             return 1
-        mesh = self._having(axis)
+        mesh = self._mesh_with(axis)
         return mesh.size((mesh.mesh_dim_names or ()).index(axis))
 
     def rank(self, axis: str) -> int:
         """This process's coordinate along an axis, from 0."""
-        return self._having(axis).get_local_rank(axis)
+        return self._mesh_with(axis).get_local_rank(axis)
 
     def group(self, axis: str) -> ProcessGroup:
         """The ranks that differ from this one along that axis alone, itself included."""
         if axis == EXPERT and self.size(EXPERT_SHARD) == 1:
-            long = [each for each in folded(self.expert_tp) if self.size(each) > 1]
-            if len(long) == 1:  # the same ranks, so the same group
-                return self.group(long[0])
-        return self._having(axis).get_group(axis)
+            nontrivial = [each for each in axes_folded_into_ep(self.expert_tp) if self.size(each) > 1]
+            if len(nontrivial) == 1:  # the same ranks, so the same group
+                return self.group(nontrivial[0])
+        return self._mesh_with(axis).get_group(axis)
 
     @property
     def data_ranks(self) -> int:
@@ -115,9 +116,9 @@ class Mesh:
         return self.rank(REPLICATE) * self.size(SHARD) + self.rank(SHARD)
 
     @property
-    def readers(self) -> ContextReaders:
+    def row_readers(self) -> RowReaders:
         """The ranks that get the same rows, and read them together."""
-        return ContextReaders(self.rank(CONTEXT), self.size(CONTEXT), self.group(CONTEXT))
+        return RowReaders(self.rank(CONTEXT), self.size(CONTEXT), self.group(CONTEXT))
 
     @property
     def gradient_ranks(self) -> int:
@@ -132,22 +133,22 @@ class Mesh:
     @property
     def loss_axes(self) -> tuple[str, ...]:
         """The axes over which the sums of a loss's terms are still to be added up."""
-        return (*DENSE.all, PIPELINE)
+        return (*DENSE_DATA_AXES.all, PIPELINE)
 
     @property
-    def owners(self) -> tuple[str, ...]:
+    def shard_axes(self) -> tuple[str, ...]:
         """Axes over which the blocks of a tensor may lie: those who share out tensors that an optimizer needs whole."""
-        return (SHARD, TENSOR) if self.experts is None else (SHARD, CONTEXT, TENSOR)
+        return (SHARD, TENSOR) if self.expert_mesh is None else (SHARD, CONTEXT, TENSOR)
 
     @property
-    def in_summing_order(self) -> tuple[str, ...]:
+    def reduction_order(self) -> tuple[str, ...]:
         """All axes, as what is summed over several goes through them one by one."""
         return (*self.loss_axes, *(axis for axis in self._axes if axis not in self.loss_axes))
 
-    def sharding(self, data: DataAxes) -> DeviceMesh:
+    def fsdp_mesh(self, data: DataAxes) -> DeviceMesh:
         """The axes that FSDP2 may see: copies × shard, or shard alone."""
-        mesh = self._having(data.shard)
-        copies = tuple(axis for axis in in_order(data.copies) if self.size(axis) > 1)
+        mesh = self._mesh_with(data.shard)
+        copies = tuple(axis for axis in sort_axes(data.replicate_axes) if self.size(axis) > 1)
         if not copies:
             return mesh[data.shard]
         if copies == (data.replicate,):
@@ -155,7 +156,7 @@ class Mesh:
         whole = mesh[copies]._flatten("_".join(copies)) if len(copies) > 1 else mesh[copies[0]]
         return DeviceMesh._concatenate([whole, mesh[data.shard]])
 
-    def sum(self, tensor: Tensor, axes: Sequence[str]) -> None:
+    def all_reduce_(self, tensor: Tensor, axes: Sequence[str]) -> None:
         """Sum a tensor in place over the ranks of some axes."""
         for axis in axes:
             if self.size(axis) > 1:
@@ -165,20 +166,20 @@ class Mesh:
         """The ranks of several axes as one group, made once; the axis's own where only one has several. Axes of experts
         beside those that these fold are all of those."""
         outer, of_experts = set(axes).difference(EXPERT_AXES), set(axes).intersection(EXPERT_AXES)
-        if of_experts and not outer.isdisjoint(folded(self.expert_tp)):
-            outer |= set(folded(self.expert_tp))
+        if of_experts and not outer.isdisjoint(axes_folded_into_ep(self.expert_tp)):
+            outer |= set(axes_folded_into_ep(self.expert_tp))
         else:
             outer |= of_experts
-        long = [axis for axis in in_order(outer) if self.size(axis) > 1]
-        if len(long) <= 1:
-            return self.group(long[0] if long else in_order(outer)[0])
-        ordered = in_order(long)
-        return self._having(*ordered)[ordered]._flatten("_".join(ordered)).get_group()
+        nontrivial = [axis for axis in sort_axes(outer) if self.size(axis) > 1]
+        if len(nontrivial) <= 1:
+            return self.group(nontrivial[0] if nontrivial else sort_axes(outer)[0])
+        ordered = sort_axes(nontrivial)
+        return self._mesh_with(*ordered)[ordered]._flatten("_".join(ordered)).get_group()
 
-    def another_group(self, axis: str) -> ProcessGroup:
+    def new_group_along(self, axis: str) -> ProcessGroup:
         """The ranks of `group(axis)` once more, with a communicator of their own: what is sent over it doesn't queue
         behind what is sent over the other. Made anew at each call, by all ranks together."""
-        mesh = self._having(axis)
+        mesh = self._mesh_with(axis)
         dim = (mesh.mesh_dim_names or ()).index(axis)
         lines = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim)).tolist()
         group, _ = dist.new_subgroups_by_enumeration(lines)
@@ -188,41 +189,41 @@ class Mesh:
         """Name of each axis's process group → the axis, and of the flat groups of several axes. A collective."""
         names = {
             str(self.flat_group(axes).group_name): " × ".join(
-                axis for axis in in_order(axes) if self.size(axis) > 1
+                axis for axis in sort_axes(axes) if self.size(axis) > 1
             )
             for axes in several
         }
         # One of several axes may be the same group as the axis alone: then the axis names it.
-        if self.experts is not None:
-            axes = self.experts.mesh_dim_names or ()
-            names |= {str(self.experts.get_group(axis).group_name): axis for axis in axes}
+        if self.expert_mesh is not None:
+            axes = self.expert_mesh.mesh_dim_names or ()
+            names |= {str(self.expert_mesh.get_group(axis).group_name): axis for axis in axes}
         return names | {str(self.group(axis).group_name): axis for axis in AXES}
 
     def gather_objects(self, item: Any, axes: Sequence[str]) -> list[Any]:
         """The items of all ranks of `flat_group(axes)`, in its order."""
-        return ranks.gather(item, self.flat_group(axes))
+        return ranks.all_gather(item, self.flat_group(axes))
 
     def describe(self) -> str:
         """The sizes of the axes in words, a pipeline's, contexts' and experts' only where they divide anything."""
         sizes = describe_sizes({axis: self.size(axis) for axis in AXES})
-        return sizes if self.experts is None else f"{sizes}, experts over {self.size(EXPERT)} of them"
+        return sizes if self.expert_mesh is None else f"{sizes}, experts over {self.size(EXPERT)} of them"
 
     @property
     def _axes(self) -> tuple[str, ...]:
         """All axes that there are, the slowest first."""
-        return AXES if self.experts is None else (*AXES, *EXPERT_AXES)
+        return AXES if self.expert_mesh is None else (*AXES, *EXPERT_AXES)
 
-    def _having(self, *axes: str) -> DeviceMesh:
+    def _mesh_with(self, *axes: str) -> DeviceMesh:
         """The mesh that has these axes."""
-        if self.experts is not None and not set(axes).isdisjoint(EXPERT_AXES):
-            return self.experts
+        if self.expert_mesh is not None and not set(axes).isdisjoint(EXPERT_AXES):
+            return self.expert_mesh
         return self.device_mesh
 
 
-def in_order(axes: Iterable[str]) -> tuple[str, ...]:
+def sort_axes(axes: Iterable[str]) -> tuple[str, ...]:
     """Axes in the mesh's own order, the slowest first."""
     wanted = set(axes)
-    return tuple(axis for axis in ORDER if axis in wanted)
+    return tuple(axis for axis in ALL_AXES if axis in wanted)
 
 
 def describe_sizes(sizes: Mapping[str, int]) -> str:
@@ -231,9 +232,9 @@ def describe_sizes(sizes: Mapping[str, int]) -> str:
     return " × ".join(f"{axis} {size}" for axis, size in sizes.items() if axis not in rare or size > 1)
 
 
-def folded(expert_tp: str) -> tuple[str, ...]:
+def axes_folded_into_ep(expert_tp: str) -> tuple[str, ...]:
     """The axes among whose ranks `ep` divides experts."""
-    return (*FOLDED, TENSOR) if expert_tp == "folded" else FOLDED
+    return (*EXPERT_FOLD_AXES, TENSOR) if expert_tp == "folded" else EXPERT_FOLD_AXES
 
 
 def axis_sizes(config: ParallelConfig, world_size: int) -> dict[str, int]:
@@ -250,13 +251,13 @@ def axis_sizes(config: ParallelConfig, world_size: int) -> dict[str, int]:
             f"the layout {wanted} does not fit {world_size} process{'es' * (world_size > 1)}: start {nearest}, "
             "or change parallel.tp, parallel.cp, parallel.pp, parallel.dp_replicate or parallel.dp_shard"
         )
-    ranks = math.prod(sizes[axis] for axis in folded(config.expert_tp))
-    if ranks % config.ep:
-        axes = [axis for axis in folded(config.expert_tp) if axis == SHARD or sizes[axis] > 1]
+    n_ranks = math.prod(sizes[axis] for axis in axes_folded_into_ep(config.expert_tp))
+    if n_ranks % config.ep:
+        axes = [axis for axis in axes_folded_into_ep(config.expert_tp) if axis == SHARD or sizes[axis] > 1]
         raise UsageError(
-            f"parallel.ep = {config.ep} does not divide the {ranks} ranks of "
+            f"parallel.ep = {config.ep} does not divide the {n_ranks} ranks of "
             f"{' × '.join(f'parallel.{axis}' for axis in axes)}, over which experts lie: the nearest that does is "
-            f"{nearest_divisor(ranks, config.ep)}"
+            f"{nearest_divisor(n_ranks, config.ep)}"
         )
     return sizes
 
@@ -267,8 +268,8 @@ def build_mesh(config: ParallelConfig, world_size: int, device_type: str) -> Mes
     mesh = init_device_mesh(device_type, tuple(sizes[axis] for axis in AXES), mesh_dim_names=AXES)
     if config.ep == 1:
         return Mesh(mesh, expert_tp=config.expert_tp)
-    without = folded(config.expert_tp)
+    without = axes_folded_into_ep(config.expert_tp)
     sizes |= {EXPERT_SHARD: math.prod(sizes[axis] for axis in without) // config.ep, EXPERT: config.ep}
-    axes = tuple(axis for axis in ORDER if axis not in without)
+    axes = tuple(axis for axis in ALL_AXES if axis not in without)
     experts = init_device_mesh(device_type, tuple(sizes[axis] for axis in axes), mesh_dim_names=axes)
     return Mesh(mesh, experts, config.expert_tp)

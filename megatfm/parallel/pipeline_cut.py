@@ -11,9 +11,9 @@ from typing import cast
 import torch
 from torch import nn
 
-from megatfm.cost import MEMORY, Tokens, costs_of
+from megatfm.cost import ENCODER_TOKENS, TokenCounts, total_cost
 from megatfm.errors import UsageError
-from megatfm.parallel.pipeline_schedule import stage_ranks
+from megatfm.parallel.pipeline_schedule import stage_to_rank
 from megatfm.split_points import CarrySpec, SplitPoint, Splittable, live_fields
 
 
@@ -24,13 +24,13 @@ class Stage:
     index: int
     rank: int
     split_points: Sequence[SplitPoint]
-    takes: Mapping[str, CarrySpec]
-    gives: Mapping[str, CarrySpec]
-    makes: frozenset[str]
+    inputs: Mapping[str, CarrySpec]
+    outputs: Mapping[str, CarrySpec]
+    produced: frozenset[str]
     """What its split points write, of the carry; what else it gives only passes through."""
-    returns: frozenset[str]
+    inputs_with_grad: frozenset[str]
     """What of `takes` depends on weights that are trained, so that its gradient goes back."""
-    expects: frozenset[str]
+    outputs_with_grad: frozenset[str]
     """Likewise of `gives`."""
     cost: float
     """In parameters by which a token is multiplied."""
@@ -49,22 +49,22 @@ class Pipeline:
 
     schedule: str
     ranks: int
-    virtual: int
+    stages_per_rank: int
     stages: Sequence[Stage]
-    holders: Mapping[str, tuple[int, ...]]
-    sequence_parts: int = 1
+    parameter_ranks: Mapping[str, tuple[int, ...]]
+    sequence_shards: int = 1
     """Ranks that share a sequence between blocks."""
-    module_holders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    module_ranks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """On which pipeline ranks each module with buffers is."""
     frozen: frozenset[str] = frozenset()
     """Parameters that are not trained."""
 
     @property
-    def rank_of(self) -> list[int]:
+    def stage_to_rank(self) -> list[int]:
         """Pipeline rank of each stage; one rank holds several in an interleaved schedule."""
         return [stage.rank for stage in self.stages]
 
-    def mine(self, rank: int) -> list[Stage]:
+    def stages_of(self, rank: int) -> list[Stage]:
         """The stages that a pipeline rank holds, in the order in which a micro-batch meets them."""
         return [stage for stage in self.stages if stage.rank == rank]
 
@@ -76,15 +76,15 @@ class Pipeline:
         for stage in self.stages:
             first, last = stage.split_points[0].name, stage.split_points[-1].name
             line = f"{stage.index:<7}{stage.rank:<6}{stage.cost / total:<13.1%}{first:<34}{last:<34}"
-            lines.append((line + ", ".join(stage.gives)).rstrip())
-        shared = {name: ranks for name, ranks in self.holders.items() if len(ranks) > 1}
+            lines.append((line + ", ".join(stage.outputs)).rstrip())
+        shared = {name: ranks for name, ranks in self.parameter_ranks.items() if len(ranks) > 1}
         if shared:
             lines += ["", "held by several ranks, which sum its gradients:"]
             lines += [f"{name:<60}{', '.join(map(str, ranks))}" for name, ranks in shared.items()]
         return "\n".join(lines) + "\n"
 
 
-def cut(
+def split_into_stages(
     model: nn.Module,
     schedule: str,
     ranks: int,
@@ -108,7 +108,7 @@ def cut(
             "parallel.dp_shard"
         )
     points = cast(Splittable, model).split_points
-    rank_of = stage_ranks(schedule, ranks, virtual)
+    rank_of = stage_to_rank(schedule, ranks, virtual)
     costs = [cost(model, point, lengths, predicted) for point in points]
     starts = [0, *(i for i, point in enumerate(points) if i and _may_begin(point, costs[i]))]
     if not at and len(starts) < len(rank_of):
@@ -150,9 +150,9 @@ def cost(
     model: nn.Module, point: SplitPoint, lengths: Mapping[str, int], predicted: float | None = None
 ) -> float:
     """Of a split point, for all tokens of a row: products with matrices, and those of attention."""
-    tokens = Tokens(lengths.get(point.token_field, 1), lengths.get(MEMORY, 0), predicted)
-    found = costs_of((model.get_submodule(path) for path in point.modules), tokens)
-    return found.products + found.attention
+    tokens = TokenCounts(lengths.get(point.token_field, 1), lengths.get(ENCODER_TOKENS, 0), predicted)
+    found = total_cost((model.get_submodule(path) for path in point.modules), tokens)
+    return found.matmul_macs + found.attention_macs
 
 
 def _trained(model: nn.Module, points: Sequence[SplitPoint]) -> list[frozenset[str]]:
@@ -249,7 +249,7 @@ def _used(model: nn.Module, stages: Sequence[Stage]) -> set[nn.Parameter]:
     return {parameter for path in paths for parameter in model.get_submodule(path).parameters()}
 
 
-def keep(model: nn.Module, stages: Sequence[Stage]) -> None:
+def prune_to_stages(model: nn.Module, stages: Sequence[Stage]) -> None:
     """Take out of a model all modules that these stages don't use.
 
     A module that owns a parameter which a kept one shares stays too, for the parameter's name.

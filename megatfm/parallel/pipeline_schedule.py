@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from megatfm.parallel.torch_stage import StageStandIn, planned_order
+from megatfm.parallel.torch_stage import FakeStage, torch_pipeline_order
 
 Kind = Literal["F", "B", "I", "W", "send F", "recv F", "send B", "recv B"]
 """Forward; backward, whole (B) or in two parts: of the input (I) and later of the weights (W); transfers."""
@@ -36,18 +36,18 @@ class Action(NamedTuple):
     microbatch: int
 
 
-Orders = list[list[Action]]
+Schedule = list[list[Action]]
 """By rank."""
 
 
-def stage_ranks(schedule: str, ranks: int, virtual: int) -> list[int]:
+def stage_to_rank(schedule: str, ranks: int, virtual: int) -> list[int]:
     """The rank of each stage: in a loop, or in a V, down the ranks and up again."""
     if schedule in V_SHAPED:
         return [*range(ranks), *reversed(range(ranks))]
     return [stage % ranks for stage in range(ranks * virtual)]
 
 
-def orders(schedule: str, ranks: int, virtual: int, microbatches: int) -> Orders:
+def build_schedule(schedule: str, ranks: int, virtual: int, microbatches: int) -> Schedule:
     """The order of forward and backward passes on each rank."""
     if schedule == "gpipe":
         both: tuple[Kind, Kind] = ("F", "B")
@@ -67,7 +67,7 @@ def _one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> list[
     return order
 
 
-def _torch_orders(schedule: str, ranks: int, virtual: int, microbatches: int) -> Orders:
+def _torch_orders(schedule: str, ranks: int, virtual: int, microbatches: int) -> Schedule:
     from torch.distributed.pipelining import schedules
 
     made, at_least = {
@@ -80,12 +80,12 @@ def _torch_orders(schedule: str, ranks: int, virtual: int, microbatches: int) ->
     if fitting % max(1, fitting // ranks):
         fitting = -(-fitting // ranks) * ranks
     stages = [
-        StageStandIn(stage_index=stage, num_stages=ranks * virtual, group_size=ranks)
-        for stage, rank in enumerate(stage_ranks(schedule, ranks, virtual))
+        FakeStage(stage_index=stage, num_stages=ranks * virtual, group_size=ranks)
+        for stage, rank in enumerate(stage_to_rank(schedule, ranks, virtual))
         if rank == 0
     ]
-    planned = planned_order(made, stages, fitting)
-    found: Orders = []
+    planned = torch_pipeline_order(made, stages, fitting)
+    found: Schedule = []
     for rank in range(ranks):
         steps = [part for step in planned[rank] if step is not None for part in (step.sub_actions or (step,))]
         found.append(
@@ -98,14 +98,14 @@ def _torch_orders(schedule: str, ranks: int, virtual: int, microbatches: int) ->
     return found
 
 
-def with_transfers(order_of: Orders, rank_of: Sequence[int]) -> Orders:
+def add_send_recv(actions_by_rank: Schedule, rank_of: Sequence[int]) -> Schedule:
     """The same with sends and receives: each receive stands where its sender sends if all ranks go step by step, so
     that two ranks meet the transfers between them in the same order, which NCCL needs.
 
     Raises ValueError for orders in which a pass waits for ever.
     """
-    left, done = [deque(order) for order in order_of], set[tuple[int, str, int]]()
-    planned: Orders = [[] for _ in order_of]
+    left, done = [deque(order) for order in actions_by_rank], set[tuple[int, str, int]]()
+    planned: Schedule = [[] for _ in actions_by_rank]
     while any(left):
         moved = False
         for rank, queue in enumerate(left):
@@ -152,7 +152,7 @@ class Busy:
     seconds: float
 
 
-def simulate(order_of: Orders, rank_of: Sequence[int], seconds: Mapping[str, float]) -> list[Busy]:
+def simulate(order_of: Schedule, rank_of: Sequence[int], seconds: Mapping[str, float]) -> list[Busy]:
     """Each rank's time where transfers take none. seconds: of a pass of each kind, {"F": …, "B": …, "I": …, "W": …}."""
     free, starts = [0.0] * len(order_of), [float("inf")] * len(order_of)
     ends: dict[tuple[int, str, int], float] = {}

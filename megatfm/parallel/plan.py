@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.errors import UsageError
-from megatfm.parallel.context import contexts_of, install
-from megatfm.parallel.layout import Cut, ParameterLayout, Placement
+from megatfm.parallel.context import build_context_parallel, install
+from megatfm.parallel.layout import ModelLayout, Shard, TensorLayout
 from megatfm.parallel.mesh import TENSOR, Mesh
-from megatfm.parallel.style import Ranks, Style
+from megatfm.parallel.style import ParallelStyle, TensorParallelGroup
 from megatfm.parallel.styles import STYLES
 
-NO_ROW = Style("no row")
+UNPLANNED = ParallelStyle("no row")
 """Of a module that nobody speaks of, where nothing is cut."""
-GENERAL = (
+GENERIC_PACKAGES = (
     "torch.",
     "megatfm.layers.linear",
     "megatfm.layers.table",
@@ -32,23 +32,25 @@ GENERAL = (
 """Packages whose modules are used in many roles: how they are cut is said by what is around them."""
 
 
-def lay(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool, context: str = "auto") -> ParameterLayout:
+def parallelize(
+    model: nn.Module, mesh: Mesh, *, sequence_parallel: bool, context: str = "auto"
+) -> ModelLayout:
     """Cut the model's parameters (still on the meta device) and install what travels. Returns the layout table.
 
     Raises UsageError when a module has two styles, when one has none and there are several tensor-parallel ranks, or
     when these do not divide a dim.
     """
     parts = mesh.size(TENSOR)
-    ranks = Ranks(mesh.group(TENSOR), sequence_parallel) if parts > 1 else None
-    said = _said(model)
-    styles = _match(model, said, complete=parts > 1)
-    local: dict[Tensor, tuple[Placement, Tensor]] = {}
-    buffers: dict[str, Placement] = {}
+    ranks = TensorParallelGroup(mesh.group(TENSOR), sequence_parallel) if parts > 1 else None
+    rows_by_module = _rows_by_module(model)
+    styles = _match(model, rows_by_module, complete=parts > 1)
+    local: dict[Tensor, tuple[TensorLayout, Tensor]] = {}
+    buffers: dict[str, TensorLayout] = {}
     state: list[str] = []
     for path, planned in styles.items():
         module = model.get_submodule(path)
-        style = styles[path] = planned.fitted(module, parts, mesh.expert_tp)
-        own: dict[str, Placement] = {}
+        style = styles[path] = planned.resolve(module, parts, mesh.expert_tp)
+        own: dict[str, TensorLayout] = {}
         for key, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             own[key] = placement = _place(f"{path}.{key}".lstrip("."), tensor, style, mesh, sequence_parallel)
             shard = torch.empty(placement.region[1], dtype=tensor.dtype, device=tensor.device)
@@ -60,36 +62,38 @@ def lay(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool, context: str =
                 continue
             if tensor not in local:
                 local[tensor] = placement, nn.Parameter(shard, requires_grad=tensor.requires_grad)
-            elif not local[tensor][0].is_cut_like(placement):
+            elif not local[tensor][0].has_same_shards(placement):
                 raise UsageError(
                     f"{placement.name} is tied to {local[tensor][0].name}, but their plan rows cut different dims: "
                     "give both the same cut, or untie them"
                 )
             setattr(module, key, local[tensor][1])
-        style.beside(module, mesh, own)
+        style.apply_expert_parallel(module, mesh, own)
         if ranks:
-            style.install(module, ranks, own)
-    contexts = contexts_of(model, mesh, sequence_parallel=sequence_parallel, way=context)
+            style.apply(module, ranks, own)
+    contexts = build_context_parallel(model, mesh, sequence_parallel=sequence_parallel, way=context)
     if contexts:
         install(model, contexts)
     placements = {placement.name: placement for placement, _ in local.values()}
-    return ParameterLayout(
-        placements, _table(model, said, styles, placements, mesh), buffers, state, contexts
+    return ModelLayout(
+        placements, _table(model, rows_by_module, styles, placements, mesh), buffers, state, contexts
     )
 
 
-def _place(name: str, tensor: Tensor, style: Style, mesh: Mesh, sequence_parallel: bool) -> Placement:
+def _place(
+    name: str, tensor: Tensor, style: ParallelStyle, mesh: Mesh, sequence_parallel: bool
+) -> TensorLayout:
     """A tensor with fewer dims than the style cuts, e.g. the bias of a row-cut matrix, stays whole.
 
     Raises UsageError where its gradient would then be each rank's own share and the style takes it for complete.
     """
     shape, parts = tuple(tensor.shape), mesh.size(TENSOR)
     if parts == 1:
-        return style.place(Placement(name, shape), mesh)
+        return style.shard_experts(TensorLayout(name, shape), mesh)
     dim = style.cut_dim(name.rpartition(".")[2], len(shape))
     if dim is not None:
-        cut = Cut(TENSOR, dim, mesh.rank(TENSOR), parts, style.uneven)
-        return style.place(Placement(name, shape, (cut,)), mesh)
+        cut = Shard(TENSOR, dim, mesh.rank(TENSOR), parts, style.allows_uneven)
+        return style.shard_experts(TensorLayout(name, shape, (cut,)), mesh)
     if style.cut_dim(name.rpartition(".")[2], MOST_DIMS) is not None and style.gradient == "whole":
         raise UsageError(
             f"{name} has {len(shape)} dims, too few for the plan's style {style.name!r} to cut over parallel.tp = "
@@ -97,7 +101,7 @@ def _place(name: str, tensor: Tensor, style: Style, mesh: Mesh, sequence_paralle
             "'shared by heads', which adds these shares up"
         )
     partial = style.gradient == "partial" or (style.gradient == "sequence" and sequence_parallel)
-    return style.place(Placement(name, shape, sum_over=(TENSOR,) if partial else ()), mesh)
+    return style.shard_experts(TensorLayout(name, shape, partial_axes=(TENSOR,) if partial else ()), mesh)
 
 
 MOST_DIMS = 8
@@ -108,32 +112,34 @@ MOST_DIMS = 8
 class _Row:
     """A row of a plan where it was found. place: of the module that brought it; its numbers are *."""
 
-    place: str
-    brought_by: str
+    owner_path: str
+    owner_class: str
     pattern: str
     style: str
 
     def __str__(self) -> str:
-        return f"{self.style!r} of {self.brought_by}"
+        return f"{self.style!r} of {self.owner_class}"
 
     @property
     def modules(self) -> str:
-        return ".".join(filter(None, (self.place, self.pattern)))
+        return ".".join(filter(None, (self.owner_path, self.pattern)))
 
 
-def match(model: nn.Module, *, complete: bool = True) -> dict[str, Style]:
+def match(model: nn.Module, *, complete: bool = True) -> dict[str, ParallelStyle]:
     """Module name → style, in the order of the model's modules, from the rows that their classes bring.
 
     Raises UsageError for a style that there is not, for two styles of one module and, where `complete`, for a module
     that owns parameters or buffers and has none.
     """
-    return _match(model, _said(model), complete)
+    return _match(model, _rows_by_module(model), complete)
 
 
-def _match(model: nn.Module, said: Mapping[nn.Module, list[_Row]], complete: bool) -> dict[str, Style]:
-    styles: dict[str, Style] = {}
+def _match(
+    model: nn.Module, rows_by_module: Mapping[nn.Module, list[_Row]], complete: bool
+) -> dict[str, ParallelStyle]:
+    styles: dict[str, ParallelStyle] = {}
     for path, module in model.named_modules():
-        rows = said.get(module, [])
+        rows = rows_by_module.get(module, [])
         for row in rows[1:]:
             if row.style != rows[0].style:
                 raise UsageError(
@@ -144,26 +150,26 @@ def _match(model: nn.Module, said: Mapping[nn.Module, list[_Row]], complete: boo
         elif owned := [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             if complete:
                 raise UsageError(_missing(model, path, owned[0][0]))
-            styles[path] = NO_ROW
+            styles[path] = UNPLANNED
     return styles
 
 
-def _said(model: nn.Module) -> dict[nn.Module, list[_Row]]:
+def _rows_by_module(model: nn.Module) -> dict[nn.Module, list[_Row]]:
     """What the plans of a model's modules say of each of them."""
-    said: dict[nn.Module, list[_Row]] = {}
+    rows_by_module: dict[nn.Module, list[_Row]] = {}
     for path, owner in model.named_modules():
-        for pattern, style in getattr(type(owner), "plan", ()):
+        for pattern, style in getattr(type(owner), "tp_plan", ()):
             row = _Row(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path), type(owner).__name__, pattern, style)
             for inner, module in owner.named_modules():
                 if bool(inner) == bool(pattern) and fnmatchcase(inner, pattern):
-                    said.setdefault(module, []).append(row)
-    return said
+                    rows_by_module.setdefault(module, []).append(row)
+    return rows_by_module
 
 
 def _missing(model: nn.Module, path: str, key: str) -> str:
     """How to give a module a style: a row in its class, or in that of the first around it that is not a mere layer."""
     owner, inner = path, ""
-    while owner and type(model.get_submodule(owner)).__module__.startswith(GENERAL):
+    while owner and type(model.get_submodule(owner)).__module__.startswith(GENERIC_PACKAGES):
         owner, _, last = owner.rpartition(".")
         inner = f"{last}.{inner}" if inner else last
     name = type(model.get_submodule(owner)).__name__
@@ -175,14 +181,14 @@ def _missing(model: nn.Module, path: str, key: str) -> str:
 
 def _table(
     model: nn.Module,
-    said: Mapping[nn.Module, list[_Row]],
-    styles: dict[str, Style],
-    placements: dict[str, Placement],
+    rows_by_module: Mapping[nn.Module, list[_Row]],
+    styles: dict[str, ParallelStyle],
+    placements: dict[str, TensorLayout],
     mesh: Mesh,
 ) -> str:
-    rows: dict[tuple[str, Style], list[str]] = {}
+    rows: dict[tuple[str, ParallelStyle], list[str]] = {}
     for path, style in styles.items():
-        brought = said.get(model.get_submodule(path))
+        brought = rows_by_module.get(model.get_submodule(path))
         rows.setdefault((brought[0].modules if brought else path, style), []).append(path)
     width = 2 + max(len(shown) for shown, _ in rows)
     lines = [
@@ -192,12 +198,12 @@ def _table(
     ]
     for (shown, style), paths in rows.items():
         own = [p for p in placements.values() if p.name.rpartition(".")[0] in paths]
-        if not (own or style.shown):
+        if not (own or style.is_listed):
             continue
         shapes = dict.fromkeys(
-            f"{list(p.shape)} → {list(p.region[1])}" if p.cuts else str(list(p.shape)) for p in own
+            f"{list(p.shape)} → {list(p.region[1])}" if p.shards else str(list(p.shape)) for p in own
         )
-        partial = ", ".join(dict.fromkeys(axis for p in own for axis in p.sum_over))
+        partial = ", ".join(dict.fromkeys(axis for p in own for axis in p.partial_axes))
         held = f"{f'{len(own)} × ' if own else ''}{', '.join(shapes):<36}"
         lines.append(f"{shown:<{width}}{style.name:<24}{held}{partial}".rstrip())
     return "\n".join(lines) + "\n"

@@ -19,7 +19,7 @@ from megatfm.errors import MegatfmError
 from megatfm.parallel.process_environment import ProcessEnvironment, read_process_environment
 
 LOOK_SECONDS = 0.2
-STOPPED_LOOKS = 125
+STOPPED_POLLS = 125
 """Looks in a row that find the rank stopped: five seconds more than ranks beside it wait, who can say it themselves."""
 SERVE_SECONDS = 20.0
 """For rank 0, at whose address the others try to meet: they try again every few seconds."""
@@ -67,33 +67,33 @@ def is_stopped(process: int) -> bool:
         return False
 
 
-def _watch(rank: int, line: int, place: ProcessEnvironment) -> None:
+def _watch(rank: int, line: int, env: ProcessEnvironment) -> None:
     """Until the rank closes its end of the line, which its death does as well."""
     looks = 0
-    while looks <= STOPPED_LOOKS:
-        if place.world_size == 1 or select.select([line], [], [], LOOK_SECONDS)[0]:
+    while looks <= STOPPED_POLLS:
+        if env.world_size == 1 or select.select([line], [], [], LOOK_SECONDS)[0]:
             return
         looks = looks + 1 if is_stopped(rank) else 0
     text = (
-        f"rank {place.rank} of {place.world_size} on {socket.gethostname()} is stopped (SIGSTOP), and was not "
+        f"rank {env.rank} of {env.world_size} on {socket.gethostname()} is stopped (SIGSTOP), and was not "
         "continued while the others waited to meet it"
     )
     os.write(2, f"error: {text}\n".encode())
-    _tell(place, text)
+    _tell(env, text)
     if is_stopped(rank):
         os.kill(rank, signal.SIGKILL)
 
 
-def _tell(place: ProcessEnvironment, text: str) -> None:
+def _tell(env: ProcessEnvironment, text: str) -> None:
     """Leave it in the store. mpirun and torchrun's agents, who have other ways to meet, see that the rank ends."""
-    if place.address is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if env.address is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return
     import torch.distributed as dist
 
     with contextlib.suppress(dist.DistError, RuntimeError):
         store = dist.TCPStore(
-            place.address, place.port, None, place.rank == 0, timedelta(seconds=10), wait_for_workers=False
+            env.address, env.port, None, env.rank == 0, timedelta(seconds=10), wait_for_workers=False
         )
         store.set(STOPPED, text)
-        if place.rank == 0:
+        if env.rank == 0:
             time.sleep(SERVE_SECONDS)

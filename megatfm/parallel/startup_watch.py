@@ -14,14 +14,14 @@ from typing import Self
 
 import psutil
 
-from megatfm.errors import FAILED, REQUEUE, MegatfmError
+from megatfm.errors import EXIT_FAILED, EXIT_REQUEUE, MegatfmError
 from megatfm.parallel import sentinel
 from megatfm.parallel.process_environment import ProcessEnvironment, read_process_environment
 
 LOOK_SECONDS = 0.2
-STOPPED_LOOKS = 100
+STOPPED_POLLS = 100
 """Looks in a row that find a rank stopped until it counts as lost: twenty seconds in which this process ran itself."""
-ASKED_LOOKS = 50
+SIGNALLED_POLLS = 50
 """The same for a signal that asks this rank to stop, while the others are still missing: they may be just behind."""
 ASKS_TO_STOP = {signal.SIGUSR1, signal.SIGTERM}
 
@@ -29,8 +29,8 @@ ASKS_TO_STOP = {signal.SIGUSR1, signal.SIGTERM}
 class StartupWatch:
     """While entered, ends this process when a rank beside it stays stopped, or when it is asked to stop for long."""
 
-    def __init__(self, place: ProcessEnvironment) -> None:
-        self._place = place
+    def __init__(self, env: ProcessEnvironment) -> None:
+        self._place = env
         self._over = threading.Event()
         self._ending = threading.Lock()  # they have met, or it ends this process: not both
         self._thread = threading.Thread(target=self._watch, name="megatfm-startup-watch", daemon=True)
@@ -51,15 +51,17 @@ class StartupWatch:
         stopped, asked = Counter[int](), 0
         while not self._over.wait(LOOK_SECONDS):
             stopped = Counter({rank: stopped[rank] + 1 for rank in stopped_here(self._place)})
-            if gone := [rank for rank, looks in stopped.items() if looks > STOPPED_LOOKS]:
+            if gone := [rank for rank, looks in stopped.items() if looks > STOPPED_POLLS]:
                 self._end(
-                    FAILED,
+                    EXIT_FAILED,
                     f"error: rank {gone[0]} of {self._place.world_size} on {socket.gethostname()} is stopped "
                     "(SIGSTOP), and was not continued while the others waited to meet it",
                 )
             asked += bool(signal.sigpending() & ASKS_TO_STOP)
-            if asked > ASKED_LOOKS:
-                self._end(REQUEUE, "stopped by a signal before all ranks had come: there is nothing to save")
+            if asked > SIGNALLED_POLLS:
+                self._end(
+                    EXIT_REQUEUE, "stopped by a signal before all ranks had come: there is nothing to save"
+                )
 
     def _end(self, code: int, text: str) -> None:
         with self._ending:
@@ -68,7 +70,7 @@ class StartupWatch:
                 os._exit(code)
 
 
-def stopped_here(place: ProcessEnvironment) -> list[int]:
+def stopped_here(env: ProcessEnvironment) -> list[int]:
     """Ranks of the same run that were started by the process that started this one, and are stopped by a signal."""
     found = []
     with contextlib.suppress(psutil.Error):
@@ -76,6 +78,6 @@ def stopped_here(place: ProcessEnvironment) -> list[int]:
             with contextlib.suppress(psutil.Error, MegatfmError):
                 if process.status() == psutil.STATUS_STOPPED:
                     other = read_process_environment(process.environ())
-                    if (other.launcher, other.world_size) == (place.launcher, place.world_size):
+                    if (other.launcher, other.world_size) == (env.launcher, env.world_size):
                         found.append(other.rank)
     return found

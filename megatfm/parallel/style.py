@@ -19,21 +19,21 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatfm.parallel.collectives import (
-    copy_to_shards,
-    gather_replicated,
-    gather_shards,
-    scatter_sum,
-    sum_partial,
+    all_gather,
+    all_gather_replicated,
+    copy_to_group,
+    reduce_from_group,
+    reduce_scatter,
 )
-from megatfm.parallel.layout import Placement
+from megatfm.parallel.layout import TensorLayout
 from megatfm.parallel.mesh import Mesh
 
-Own = Mapping[str, Placement]
+layouts = Mapping[str, TensorLayout]
 """The placements of a module's own tensors, by their names in it."""
 
 
 @dataclass(frozen=True)
-class Ranks:
+class TensorParallelGroup:
     """The tensor-parallel group that styles work in."""
 
     group: ProcessGroup
@@ -44,25 +44,25 @@ class Ranks:
         """This process's number within the group, not in the world."""
         return dist.get_rank(self.group)
 
-    def enter(self, x: Tensor) -> Tensor:
+    def gather_input(self, x: Tensor) -> Tensor:
         """Residual stream → replicated input of cut weights."""
         if self.sequence_parallel:
-            return _in_rows(gather_shards(x.flatten(0, 1), 0, self.group), x)
-        return copy_to_shards(x, self.group)
+            return _in_rows(all_gather(x.flatten(0, 1), 0, self.group), x)
+        return copy_to_group(x, self.group)
 
-    def leave(self, x: Tensor) -> Tensor:
+    def reduce_output(self, x: Tensor) -> Tensor:
         """Partial output of cut weights → residual stream."""
         if self.sequence_parallel:
-            return _in_rows(scatter_sum(x.flatten(0, 1), 0, self.group), x)
-        return sum_partial(x, self.group)
+            return _in_rows(reduce_scatter(x.flatten(0, 1), 0, self.group), x)
+        return reduce_from_group(x, self.group)
 
-    def whole(self, x: Tensor) -> Tensor:
+    def gather_replicated(self, x: Tensor) -> Tensor:
         """Residual stream → replicated, for what every rank computes alike."""
         if self.sequence_parallel:
-            return _in_rows(gather_replicated(x.flatten(0, 1), 0, self.group), x)
+            return _in_rows(all_gather_replicated(x.flatten(0, 1), 0, self.group), x)
         return x
 
-    def own(self, x: Tensor) -> Tensor:
+    def split_tokens(self, x: Tensor) -> Tensor:
         """Replicated → residual stream; every rank keeps its part of the tokens."""
         if self.sequence_parallel:
             return _in_rows(x.flatten(0, 1).chunk(self.group.size())[self.rank], x)
@@ -86,24 +86,24 @@ def _in_rows(x: Tensor, like: Tensor) -> Tensor:
     return x.unflatten(0, (len(like), -1))
 
 
-Install = Callable[[nn.Module, Ranks, Own], None]
-PlacementRule = Callable[[Placement, Mesh], Placement]
-InstallBeside = Callable[[nn.Module, Mesh, Own], None]
+Install = Callable[[nn.Module, TensorParallelGroup, layouts], None]
+PlacementRule = Callable[[TensorLayout, Mesh], TensorLayout]
+InstallBeside = Callable[[nn.Module, Mesh, layouts], None]
 
 
-def _nothing(module: nn.Module, ranks: Ranks, own: Own) -> None:
+def _nothing(module: nn.Module, ranks: TensorParallelGroup, own: layouts) -> None:
     """Nothing travels."""
 
 
-def _as_it_is(placement: Placement, mesh: Mesh) -> Placement:
+def _as_it_is(placement: TensorLayout, mesh: Mesh) -> TensorLayout:
     return placement
 
 
-def _nothing_beside(module: nn.Module, mesh: Mesh, own: Own) -> None:
+def _nothing_beside(module: nn.Module, mesh: Mesh, own: layouts) -> None:
     """Nothing travels."""
 
 
-Sends = Literal[
+Communication = Literal[
     "input gathered",  # residual stream to replicated input of cut weights
     "output gathered",
     "output summed",  # partial output of cut weights to residual stream
@@ -117,44 +117,45 @@ Sends = Literal[
 
 
 @dataclass(frozen=True)
-class Style:
+class ParallelStyle:
     """dim: the dim of the module's own tensors that is cut; None: they are whole on every rank.
 
     gradient: of whole tensors. "whole": every rank computes all of it; "sequence": from its part of the residual
     stream, so a partial one with sequence parallelism; "partial": always its own share, e.g. that of its heads.
-    uneven: the last part may be smaller. install: adds what travels; called only where there is more than one rank.
-    place: what axes beside tensor parallelism do to a tensor (experts, cut over theirs), given what that has done.
-    beside: adds what travels over these axes, before `install` does; called whatever their sizes are.
-    shown: in the table also where it has no tensors. instead: the style for a module that this one does not fit.
-    sends: in words of `Sends`, so that `megatfm verify` can say how much it should be; None: it can't.
+    allows_uneven: the last part may be smaller. apply: adds what travels; called only where there is more than one
+    rank. shard_experts: what axes beside tensor parallelism do to a tensor (experts, cut over theirs), given what that
+    has done. apply_expert_parallel: adds what travels over these axes, before `apply` does; called whatever their sizes
+    are. is_listed: in the table also where it has no tensors. fallback: the style for a module that this one does not
+    fit. communication: in words of `Communication`, so that `megatfm verify` can say how much it should be; None: it
+    can't.
     dims: the dim by a tensor's name, where it isn't the same for all; tensors without one are whole.
-    by_expert_tp: other styles in its place under some values of `parallel.expert_tp`.
+    expert_tp_overrides: other styles in its place under some values of `parallel.expert_tp`.
     """
 
     name: str
     dim: int | None = None
     gradient: Literal["whole", "sequence", "partial"] = "whole"
-    uneven: bool = False
-    install: Install = _nothing
-    place: PlacementRule = _as_it_is
-    beside: InstallBeside = _nothing_beside
-    shown: bool = False
-    instead: "Style | None" = None
-    sends: tuple[Sends, ...] | None = None
+    allows_uneven: bool = False
+    apply: Install = _nothing
+    shard_experts: PlacementRule = _as_it_is
+    apply_expert_parallel: InstallBeside = _nothing_beside
+    is_listed: bool = False
+    fallback: "ParallelStyle | None" = None
+    communication: tuple[Communication, ...] | None = None
     dims: Mapping[str, int] | None = field(default=None, hash=False)
-    by_expert_tp: "Mapping[str, Style] | None" = field(default=None, hash=False)
+    expert_tp_overrides: "Mapping[str, ParallelStyle] | None" = field(default=None, hash=False)
 
     def cut_dim(self, key: str, dims: int) -> int | None:
         """Of a tensor with so many dims; None where it is whole."""
         dim = self.dim if self.dims is None else self.dims.get(key)
         return None if dim is None or not -dims <= dim < dims else dim % dims
 
-    def fitted(self, module: nn.Module, parts: int, expert_tp: str = "whole") -> "Style":
+    def resolve(self, module: nn.Module, parts: int, expert_tp: str = "whole") -> "ParallelStyle":
         """This style, or another: where the module's heads are fewer than the parts and divide them, or where experts
         are taken otherwise."""
-        if self.by_expert_tp and parts > 1 and expert_tp in self.by_expert_tp:
-            return self.by_expert_tp[expert_tp]
+        if self.expert_tp_overrides and parts > 1 and expert_tp in self.expert_tp_overrides:
+            return self.expert_tp_overrides[expert_tp]
         heads = getattr(module, "heads", None)
-        if self.instead and heads and heads % parts and parts % heads == 0:
-            return self.instead
+        if self.fallback and heads and heads % parts and parts % heads == 0:
+            return self.fallback
         return self

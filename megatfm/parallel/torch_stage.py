@@ -11,7 +11,7 @@ from torch import nn
 
 
 @dataclass
-class StageStandIn:
+class FakeStage:
     """What torch asks of a stage that is not run; its schedules write on it where the others are."""
 
     submod: nn.Module = field(default_factory=nn.Identity)
@@ -21,7 +21,7 @@ class StageStandIn:
     group_rank: int = 0
 
 
-def planned_order(schedule: Any, stages: list[StageStandIn], microbatches: int) -> Any:
+def torch_pipeline_order(schedule: Any, stages: list[FakeStage], microbatches: int) -> Any:
     """Rank → its actions, by one of torch's schedules for several stages on a rank (stages: those of rank 0)."""
     return schedule(stages, microbatches).pipeline_order
 
@@ -30,4 +30,4 @@ def reduce_gradients(module: nn.Module) -> None:
     """Have FSDP2 reduce the gradients of a module's last backward passes, without scaling them. A collective."""
     from torch.distributed.pipelining import PipelineStage
 
-    PipelineStage.perform_reduce_grad(StageStandIn(module), 1)  # type: ignore[arg-type]
+    PipelineStage.perform_reduce_grad(FakeStage(module), 1)  # type: ignore[arg-type]

@@ -4,27 +4,27 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatfm.ops.cross_entropy import LogitVariant, cross_entropy
-from megatfm.parallel.collectives import all_parts
+from megatfm.ops.cross_entropy import LogitOptions, cross_entropy
+from megatfm.parallel.collectives import all_gather_no_grad
 
 # M tokens, D model width, W rows of the vocabulary that are held here
 
 
-def embed_shard(tokens: Tensor, weight_WD: Tensor, first: int) -> Tensor:
+def vocab_parallel_embedding(tokens: Tensor, weight_WD: Tensor, vocab_start: int) -> Tensor:
     """Rows of the tokens held here, from `first` on, and zeros for the others: a partial [..., D]."""
-    local = tokens - first
+    local = tokens - vocab_start
     held = (local >= 0) & (local < weight_WD.shape[0])
     rows = F.embedding(local.where(held, 0), weight_WD)
     return rows * held[..., None].to(rows.dtype)
 
 
-def cross_entropy_shard(
+def vocab_parallel_cross_entropy(
     hidden_MD: Tensor,
     weight_WD: Tensor,
     targets_M: Tensor,
     bias_W: Tensor | None,
-    variant: LogitVariant,
-    first: int,
+    variant: LogitOptions,
+    vocab_start: int,
     group: ProcessGroup,
     chunk: int = 1024,
 ) -> Tensor:
@@ -36,6 +36,6 @@ def cross_entropy_shard(
         bias_W,
         variant,
         chunk=chunk,
-        first=first,
-        join=lambda values: all_parts(values, group),
+        vocab_start=vocab_start,
+        all_gather=lambda values: all_gather_no_grad(values, group),
     )

@@ -116,7 +116,7 @@ def chart(
     lines = [line for line in lines if line.curve.finite]
     if not lines:
         return None
-    label = label or number
+    label = label or format_number
     values = [value for line in lines for value in line.curve.finite] + [level.value for level in levels]
     log = not from_zero and min(values) > 0 and max(values) / min(values) > 50
     scale = math.log10 if log else float
@@ -136,7 +136,7 @@ def chart(
         title=title,
         unit=unit,
         paths=[_draw(line, place) for line in lines],
-        x_ticks=[Tick(place(step, values[0])[0] * 100 / BOX, number(step)) for step in steps],
+        x_ticks=[Tick(place(step, values[0])[0] * 100 / BOX, format_number(step)) for step in steps],
         y_ticks=[Tick(height(value), label(value)) for value in ticks],
         levels=_labelled([Level(level.name, level.value, height(level.value)) for level in levels]),
         summary="; ".join(_words(line, label) for line in lines if line.kind != "thin"),
@@ -158,7 +158,10 @@ def _labelled(levels: Sequence[Level]) -> list[Level]:
         else:
             groups.append([level])
     return [
-        replace(level, label="" if place else " · ".join(f"{one.name} {number(one.value)}" for one in group))
+        replace(
+            level,
+            label="" if place else " · ".join(f"{one.name} {format_number(one.value)}" for one in group),
+        )
         for group in groups
         for place, level in enumerate(group)
     ]
@@ -198,7 +201,7 @@ def thin_out(curve: Curve, limit: int = MAX_POINTS) -> Curve:
     return Curve([curve.steps[i] for i in chosen], [curve.values[i] for i in chosen])
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """A number as people write it: 0.003, 1.25, 12,500, 3.2 M."""
     if not math.isfinite(value):
         return str(value)

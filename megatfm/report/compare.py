@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from megatfm.atomic import write_whole
+from megatfm.atomic import atomic_write
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.report.chart import Chart, Line, chart, number, smooth
+from megatfm.report.chart import Chart, Line, chart, format_number, smooth
 from megatfm.report.run import Curve, Run
 from megatfm.report.settings import leaves, text
-from megatfm.report.template import duration, page
+from megatfm.report.template import format_duration, page
 
-OF_NO_INTEREST = ("name", "run_dir", "log.", "resume.", "checkpoint.")
+IGNORED_SETTINGS = ("name", "run_dir", "log.", "resume.", "checkpoint.")
 """Settings that say where a run writes, and not what it computes."""
-ABSENT = "–"
+MISSING = "–"
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,15 @@ class Comparison:
         if len(folders) < 2:
             raise UsageError("give two runs or more, for example runs/a runs/b")
         runs = [Run(Path(folder)) for folder in folders]
-        return cls(runs, names_of([run.folder for run in runs]))
+        return cls(runs, unique_names([run.folder for run in runs]))
 
     def differences(self) -> list[tuple[str, list[str]]]:
         """Settings that are not the same in all runs, with each run's."""
         settings = [dict(leaves(run.config)) for run in self.runs]
-        keys = dict.fromkeys(key for each in settings for key in each if not key.startswith(OF_NO_INTEREST))
+        keys = dict.fromkeys(key for each in settings for key in each if not key.startswith(IGNORED_SETTINGS))
         rows = [(key, [[each[key]] if key in each else [] for each in settings]) for key in keys]
         return [
-            (key, [text(cell[0]) if cell else ABSENT for cell in cells])
+            (key, [text(cell[0]) if cell else MISSING for cell in cells])
             for key, cells in rows
             if any(cell != cells[0] for cell in cells)
         ]
@@ -66,18 +66,18 @@ class Comparison:
         last = losses[-max(1, len(losses) // 50) :]
         cells = [
             f"{run.last_step:,}",
-            number(max(run.curve("tokens").finite, default=0)),
-            f"{statistics.fmean(last):.4f}" if last else ABSENT,
+            format_number(max(run.curve("tokens").finite, default=0)),
+            f"{statistics.fmean(last):.4f}" if last else MISSING,
         ]
         for name in sets:
             for key in ("loss", "bits_per_byte"):
                 values = run.curve("evaluation", name, key).finite
-                cells.append(f"{values[-1]:.4f}" if values else ABSENT)
-        cells.append(number(statistics.median(speeds)) if speeds else ABSENT)
+                cells.append(f"{values[-1]:.4f}" if values else MISSING)
+        cells.append(format_number(statistics.median(speeds)) if speeds else MISSING)
         used = run.curve("mfu").finite
-        cells.append(f"{100 * statistics.median(used):.3g} %" if used else ABSENT)
-        cells.append(duration(sum(seconds)) if seconds else ABSENT)
-        return [*cells, str(run.environment.get("commit", ABSENT))[:12]]
+        cells.append(f"{100 * statistics.median(used):.3g} %" if used else MISSING)
+        cells.append(format_duration(sum(seconds)) if seconds else MISSING)
+        return [*cells, str(run.environment.get("commit", MISSING))[:12]]
 
     def charts(self) -> list[Chart]:
         """Each kind of curve with a line for every run."""
@@ -110,7 +110,7 @@ class Comparison:
         return chart(title, unit, lines, from_zero=from_zero)
 
 
-def names_of(folders: Sequence[Path]) -> list[str]:
+def unique_names(folders: Sequence[Path]) -> list[str]:
     """The shortest ends of the paths that tell them apart."""
     whole = [folder.absolute().parts for folder in folders]
     for length in count(1):
@@ -137,7 +137,7 @@ def write_comparison(comparison: Comparison, path: str | Path) -> Path:
         ],
     )
     try:
-        write_whole(path, content)
+        atomic_write(path, content)
     except OSError as error:
         raise MegatfmError(f"can't write {path}: {error.strerror}; choose another with --out") from error
     return path

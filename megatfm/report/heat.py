@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from megatfm.report.chart import Tick, number, round_ticks
-from megatfm.report.layers import DRAWN, in_order, short, spread
+from megatfm.report.chart import Tick, format_number, round_ticks
+from megatfm.report.layers import MAX_LAYERS, evenly_spaced, natural_key, short_name
 from megatfm.report.run import Curve, Run
 
 COLUMNS = 160
 """Stretches of steps, at most."""
-COLOURS = (
+COLOUR_STOPS = (
     (-2.0, (18, 45, 112)),
     (-1.0, (92, 141, 227)),
     (0.0, (228, 230, 233)),
@@ -44,10 +44,10 @@ class HeatMap:
     """What it shows, in words."""
 
 
-def load_maps(run: Run) -> list[HeatMap]:
+def expert_load_maps(run: Run) -> list[HeatMap]:
     """One for each layer with experts, or for some of many, evenly spread (see `log.norms_every`)."""
     layers = {path[1] for path in run.curves if path[0] == "norms" and len(path) == 4 and path[2] == "load"}
-    drawn = spread(sorted(layers, key=in_order), DRAWN)
+    drawn = evenly_spaced(sorted(layers, key=natural_key), MAX_LAYERS)
     some = f" · {len(drawn)} of {len(layers)} layers" if len(drawn) < len(layers) else ""
     return [_map(run, layer, some) for layer in drawn]
 
@@ -70,10 +70,10 @@ def _map(run: Run, layer: str, some: str) -> HeatMap:
         step for step in round_ticks(first, max(last, first + 1), 6) if step == int(step) and step <= last
     ]
     return HeatMap(
-        title=f"Load of experts, {short(layer)}",
+        title=f"Load of experts, {short_name(layer)}",
         unit=f"choices, as a multiple of the mean{some}",
         picture=png([[colour(value) for value in row] for row in rows]),
-        x_ticks=[Tick(100 * (across(step) + 0.5) / columns, number(step)) for step in steps],
+        x_ticks=[Tick(100 * (across(step) + 0.5) / columns, format_number(step)) for step in steps],
         y_ticks=[Tick(100 * (place + 0.5) / height, str(place)) for place in named],
         summary=_words(curves),
     )
@@ -91,7 +91,7 @@ def _means(curve: Curve, columns: int, places: Sequence[int]) -> list[float]:
 
 def _words(curves: Sequence[Curve]) -> str:
     def said(which: str, value: float, expert: int, step: int) -> str:
-        return f"{which}: expert {expert} with {number(value)} at step {step:,}"
+        return f"{which}: expert {expert} with {format_number(value)} at step {step:,}"
 
     every = [
         (value, expert, step)
@@ -108,8 +108,10 @@ def colour(load: float) -> tuple[int, int, int, int]:
     """Of a load: blue where it is below the mean, grey at it, orange above; transparent where it is not known."""
     if not math.isfinite(load):
         return 0, 0, 0, 0
-    power = min(max(math.log2(load), COLOURS[0][0]), COLOURS[-1][0]) if load > 0 else COLOURS[0][0]
-    for (low, dark), (high, light) in pairwise(COLOURS):
+    power = (
+        min(max(math.log2(load), COLOUR_STOPS[0][0]), COLOUR_STOPS[-1][0]) if load > 0 else COLOUR_STOPS[0][0]
+    )
+    for (low, dark), (high, light) in pairwise(COLOUR_STOPS):
         if power <= high:
             share = (power - low) / (high - low)
             red, green, blue = (round(a + share * (b - a)) for a, b in zip(dark, light, strict=True))

@@ -9,23 +9,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatfm.atomic import write_whole
+from megatfm.atomic import atomic_write
 from megatfm.errors import MegatfmError
-from megatfm.report.chart import Chart, Level, Line, Mark, chart, number, smooth
-from megatfm.report.heat import load_maps
+from megatfm.report.chart import Chart, Level, Line, Mark, chart, format_number, smooth
+from megatfm.report.heat import expert_load_maps
 from megatfm.report.layers import layer_charts
 from megatfm.report.run import Curve, Run
-from megatfm.report.settings import changed, flat, sections
-from megatfm.report.template import duration, page, size
+from megatfm.report.settings import flatten, non_default_settings, sections
+from megatfm.report.template import format_bytes, format_duration, page
 
 SAMPLES, MARKS = 24, 200
 """The last so many are shown."""
-MARKED = ("stopped", "resumed", "skipped", "rolled back", "spike", "failed")
+EVENT_KINDS = ("stopped", "resumed", "skipped", "rolled back", "spike", "failed")
 GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Fact:
+class Headline:
     """One headline number."""
 
     label: str
@@ -41,7 +41,7 @@ def write_report(folder: str | Path) -> Path:
     run = Run(Path(folder))
     path = run.folder / "report.html"
     try:
-        write_whole(path, render(run))
+        atomic_write(path, render(run))
     except OSError as error:
         raise MegatfmError(f"can't write {path}: {error.strerror}; free space or mend its rights") from error
     return path
@@ -49,7 +49,7 @@ def write_report(folder: str | Path) -> Path:
 
 def render(run: Run) -> str:
     """The page of a run as text."""
-    differing = changed(run.config)
+    differing = non_default_settings(run.config)
     return page(
         "report.html",
         [run],
@@ -58,8 +58,8 @@ def render(run: Run) -> str:
         status=status(run),
         headline=headline(run),
         charts=charts(run),
-        maps=load_maps(run),
-        samples=by_prompt(run.samples[-SAMPLES:]),
+        maps=expert_load_maps(run),
+        samples=group_by_prompt(run.samples[-SAMPLES:]),
         corpora=run.corpora(),
         preps=[
             (name, prep_steps(prep), [*prep.get("notes", []), *prep.get("skipped_files", [])])
@@ -68,14 +68,14 @@ def render(run: Run) -> str:
         plan=run.plan,
         differing=None if differing is None else sections(differing),
         config=sections(run.config),
-        environment=list(flat(run.environment)),
+        environment=list(flatten(run.environment)),
         events=run.events,
         resume=resume_command(run),
         notes=run.notes,
     )
 
 
-def by_prompt(samples: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Mapping[str, Any]]]]:
+def group_by_prompt(samples: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Mapping[str, Any]]]]:
     """Samples under their prompts, each prompt's in the order of the steps, so that one reads how it went."""
     prompts: dict[str, list[Mapping[str, Any]]] = {}
     for sample in samples:
@@ -135,7 +135,7 @@ def status(run: Run) -> str:
     return f"step {run.last_step:,} of {due:,}"
 
 
-def headline(run: Run) -> list[Fact]:
+def headline(run: Run) -> list[Headline]:
     """The numbers that a reader looks for first; those that the run has."""
     facts = []
     for name in run.evaluated:
@@ -144,14 +144,14 @@ def headline(run: Run) -> list[Fact]:
         if bits:
             best = min(baselines(run, name), key=lambda level: level.value, default=None)
             note = f"{best.name}: {best.value:.2f}" if best else "held-out text"
-            facts.append(Fact(f"Bits per byte{which}", f"{bits[-1]:.3f}", note))
+            facts.append(Headline(f"Bits per byte{which}", f"{bits[-1]:.3f}", note))
         if loss:
-            facts.append(Fact(f"Held-out loss{which}", f"{loss[-1]:.3f}", "nats per token"))
+            facts.append(Headline(f"Held-out loss{which}", f"{loss[-1]:.3f}", "nats per token"))
     losses = run.curve("loss").finite
     if losses:
         last = losses[-max(1, len(losses) // 50) :]
         facts.append(
-            Fact(
+            Headline(
                 "Training loss",
                 f"{statistics.fmean(last):.3f}",
                 f"mean of the last {len(last)}" if len(last) > 1 else "last step",
@@ -159,20 +159,20 @@ def headline(run: Run) -> list[Fact]:
         )
     tokens = run.curve("tokens").finite
     if tokens:
-        facts.append(Fact("Tokens seen", number(tokens[-1]), f"{run.last_step:,} steps"))
+        facts.append(Headline("Tokens seen", format_number(tokens[-1]), f"{run.last_step:,} steps"))
     speed = run.curve("tokens_per_second").finite
     if speed:
-        facts.append(Fact("Speed", number(statistics.median(speed)), "tokens per second"))
+        facts.append(Headline("Speed", format_number(statistics.median(speed)), "tokens per second"))
     used, causal = (run.curve(key).finite for key in ("mfu", "mfu_causal"))
     if used and causal:
         note = f"{100 * statistics.median(causal):.3g} % by visible pairs"
-        facts.append(Fact("MFU", f"{100 * statistics.median(used):.3g} %", note))
+        facts.append(Headline("MFU", f"{100 * statistics.median(used):.3g} %", note))
     seconds = run.curve("step_seconds").finite
     if seconds:
-        facts.append(Fact("Training time", duration(sum(seconds)), "in steps"))
+        facts.append(Headline("Training time", format_duration(sum(seconds)), "in steps"))
     memory = run.curve("memory_bytes").finite
     if memory:
-        facts.append(Fact("Memory", size(max(memory)), "highest"))
+        facts.append(Headline("Memory", format_bytes(max(memory)), "highest"))
     return facts
 
 
@@ -210,13 +210,13 @@ def charts(run: Run) -> list[Chart]:
             "Utilization (MFU)",
             f"% of {run.environment.get('peak', 'what the devices could do')}",
             [
-                Line("with all of attention", smooth(scaled(run.curve("mfu"), 100)), kind="smooth"),
-                Line("without its masked half", smooth(scaled(run.curve("mfu_causal"), 100)), 2, "smooth"),
+                Line("with all of attention", smooth(scale(run.curve("mfu"), 100)), kind="smooth"),
+                Line("without its masked half", smooth(scale(run.curve("mfu_causal"), 100)), 2, "smooth"),
             ],
             from_zero=True,
         ),
-        chart("Waiting for data", "% of the step", smoothed("wait", waiting(run)), from_zero=True),
-        chart("Memory", "GiB", [Line("memory", scaled(run.curve("memory_bytes"), 1 / GIB))], from_zero=True),
+        chart("Waiting for data", "% of the step", smoothed("wait", data_wait_share(run)), from_zero=True),
+        chart("Memory", "GiB", [Line("memory", scale(run.curve("memory_bytes"), 1 / GIB))], from_zero=True),
         mixture_chart(run),
         *layer_charts(run),
     )
@@ -229,7 +229,7 @@ def marks(run: Run, x_range: tuple[float, float]) -> list[Mark]:
     found: dict[tuple[str, int], Mark] = {}
     for event in run.events:
         step, kind = event.get("step"), event.get("event")
-        if isinstance(step, int) and kind in MARKED and first <= step <= last:
+        if isinstance(step, int) and kind in EVENT_KINDS and first <= step <= last:
             at = 1000 * (step - first) / (last - first)
             found[str(kind), step] = Mark(at, step, str(kind), str(event.get("detail", "")))
     return list(found.values())[-MARKS:]
@@ -255,7 +255,7 @@ def mixture_chart(run: Run) -> Chart | None:
     return chart("Mixture", "% of the rows", lines, from_zero=True)
 
 
-def waiting(run: Run) -> Curve:
+def data_wait_share(run: Run) -> Curve:
     """Data wait as a part of the step, in percent."""
     wait, whole = run.curve("data_wait_seconds"), run.curve("step_seconds")
     seconds = dict(zip(whole.steps, whole.values, strict=True))
@@ -265,7 +265,7 @@ def waiting(run: Run) -> Curve:
     return Curve([step for step, _ in parts], [part for _, part in parts])
 
 
-def scaled(curve: Curve, factor: float) -> Curve:
+def scale(curve: Curve, factor: float) -> Curve:
     """The curve in another unit: `factor` is how many of that make one of its own."""
     return Curve(curve.steps, [value * factor for value in curve.values])
 
@@ -275,10 +275,12 @@ def prep_steps(prep: Mapping[str, Any]) -> list[tuple[str, str, str, str, str]]:
     return [
         (
             step["step"],
-            number(step["documents_out"]),
-            size(step["bytes_out"]),
-            number(step["changed"]),
-            "; ".join(f"{number(drop['documents'])} {reason}" for reason, drop in step["dropped"].items()),
+            format_number(step["documents_out"]),
+            format_bytes(step["bytes_out"]),
+            format_number(step["changed"]),
+            "; ".join(
+                f"{format_number(drop['documents'])} {reason}" for reason, drop in step["dropped"].items()
+            ),
         )
         for step in prep.get("steps", [])
     ]

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatfm.config.key_migrations import migrate
 from megatfm.data.manifest import MANIFEST, Manifest
-from megatfm.data.store import Cache, RemoteStore, open_store
+from megatfm.data.store import CachedRemoteStorage, ShardCacheConfig, open_storage
 from megatfm.errors import MegatfmError, UsageError
 
 
@@ -91,8 +91,8 @@ class Run:
         """What `megatfm prep` noted beside each training corpus, where it is still there."""
         noted: dict[str, dict[str, Any]] = {}
         for name, place in self._trained_on():
-            store = open_store(place, Cache())
-            if isinstance(store, RemoteStore):
+            store = open_storage(place, ShardCacheConfig())
+            if isinstance(store, CachedRemoteStorage):
                 table = _remote_table(replace(store, url=store.url.rpartition("/")[0]), "prep.json")
             else:
                 table = self._table(Path(place).parent / "prep.json")
@@ -187,7 +187,7 @@ def _numbers(
             yield (*prefix, key), float(value)
 
 
-def _remote_table(store: RemoteStore, name: str) -> dict[str, Any]:
+def _remote_table(store: CachedRemoteStorage, name: str) -> dict[str, Any]:
     """A JSON object behind a URL; empty where there is none."""
     try:
         table = _json(store.manifest(name).decode(errors="replace"))
@@ -198,8 +198,8 @@ def _remote_table(store: RemoteStore, name: str) -> dict[str, Any]:
 
 def _corpus(name: str, folder: str) -> Corpus:
     try:
-        store = open_store(folder, Cache())
-        if isinstance(store, RemoteStore):
+        store = open_storage(folder, ShardCacheConfig())
+        if isinstance(store, CachedRemoteStorage):
             manifest = Manifest.parse(store.manifest(MANIFEST), f"{store.url}/{MANIFEST}")
         else:
             manifest = Manifest.load(store.folder)

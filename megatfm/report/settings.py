@@ -15,10 +15,10 @@ def sections(config: Mapping[str, Any]) -> Settings:
     """The config as titled lists of keys and values; keys outside a section come first."""
     alone = {key: value for key, value in config.items() if not isinstance(value, Mapping)}
     tables = {key: value for key, value in config.items() if isinstance(value, Mapping) and value}
-    return [("run", list(flat(alone))), *((key, list(flat(table))) for key, table in tables.items())]
+    return [("run", list(flatten(alone))), *((key, list(flatten(table))) for key, table in tables.items())]
 
 
-def changed(config: Mapping[str, Any]) -> dict[str, Any] | None:
+def non_default_settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """What of a resolved config differs from the defaults; None where this version can't read it.
 
     A section that differs keeps its `name`, without which its keys say little.
@@ -28,19 +28,19 @@ def changed(config: Mapping[str, Any]) -> dict[str, Any] | None:
     except ValidationError:
         return None
     kept = read.model_dump(mode="json", exclude_defaults=True)
-    _put_names_back(kept, read.model_dump(mode="json"))
+    _restore_names(kept, read.model_dump(mode="json"))
     return kept
 
 
-def _put_names_back(kept: dict[str, Any], whole: Mapping[str, Any]) -> None:
+def _restore_names(kept: dict[str, Any], whole: Mapping[str, Any]) -> None:
     for key, value in kept.items():
         if isinstance(value, dict) and isinstance(whole[key], Mapping):
-            _put_names_back(value, whole[key])
+            _restore_names(value, whole[key])
             if value and "name" in whole[key] and "name" not in value:
                 kept[key] = {"name": whole[key]["name"], **value}
 
 
-def flat(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def flatten(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Dotted keys and readable values of nested tables."""
     return ((key, text(value)) for key, value in leaves(table))
 

@@ -10,11 +10,11 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
-from megatfm.report.chart import number
+from megatfm.report.chart import format_number
 from megatfm.report.run import Run
 from megatfm.version import __version__
 
-KNOTS = 400
+N_AXIS_SAMPLES = 400
 """So many steps are enough to turn any step into tokens and time, in between by straight lines."""
 
 
@@ -31,9 +31,9 @@ def page(template: str, runs: Iterable[Run], **values: Any) -> str:
         lstrip_blocks=True,
         loader=FunctionLoader(_file),
     )
-    environment.filters |= {"number": number, "size": size, "clock": clock}
+    environment.filters |= {"number": format_number, "size": format_bytes, "clock": format_utc}
     return environment.get_template(template).render(
-        axes=[knots(run) for run in runs],
+        axes=[axis_samples(run) for run in runs],
         version=__version__,
         now=time.time(),
         style=Markup(_file("report.css")),
@@ -47,7 +47,7 @@ def _file(name: str) -> str:
     return (resources.files("megatfm.report") / name).read_text(encoding="utf-8")
 
 
-def knots(run: Run) -> list[list[float]]:
+def axis_samples(run: Run) -> list[list[float]]:
     """Steps, tokens and hours of training at some steps of a run, evenly spread; the script joins them."""
     tokens = dict(zip(*_columns(run, "tokens"), strict=True))
     hours, total = dict[int, float](), 0.0
@@ -55,7 +55,7 @@ def knots(run: Run) -> list[list[float]]:
         total += seconds / 3600
         hours[step] = total
     steps = sorted(tokens.keys() & hours.keys())
-    chosen = steps[:: max(1, len(steps) // KNOTS)]
+    chosen = steps[:: max(1, len(steps) // N_AXIS_SAMPLES)]
     chosen += steps[-1:] if chosen and chosen[-1] != steps[-1] else []
     return [[0, *chosen], [0, *(tokens[step] for step in chosen)], [0, *(round(hours[s], 6) for s in chosen)]]
 
@@ -66,7 +66,7 @@ def _columns(run: Run, name: str) -> tuple[list[int], list[float]]:
     return [step for step, _ in pairs], [value for _, value in pairs]
 
 
-def size(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Bytes as people write them."""
     for limit, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if count >= limit:
@@ -74,7 +74,7 @@ def size(count: float) -> str:
     return f"{count:.0f} B"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Seconds as people write them: 41 s, 3.3 min, 5.2 h, 3.2 days."""
     for limit, unit in ((86400, "days"), (3600, "h"), (60, "min")):
         if seconds >= limit:
@@ -82,7 +82,7 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def clock(seconds: Any) -> str:
+def format_utc(seconds: Any) -> str:
     """A moment in UTC; an empty text when it is not a time."""
     if not isinstance(seconds, int | float):
         return ""

@@ -1,6 +1,6 @@
 """Tokenizers: train one, read one from elsewhere, encode and decode."""
 
-from megatfm.tokenizers.files import NAMES, files, find, load
+from megatfm.tokenizers.files import TOKENIZER_FILENAMES, find_tokenizer_file, load, tokenizer_files
 from megatfm.tokenizers.hugging_face import HuggingFaceTokenizer
 from megatfm.tokenizers.interface import Tokenizer
 from megatfm.tokenizers.sentence_piece import SentencePieceTokenizer
@@ -8,13 +8,13 @@ from megatfm.tokenizers.train import train_sentencepiece
 from megatfm.tokenizers.train_json import train_byte_bpe, train_wordpiece
 
 __all__ = [
-    "NAMES",
+    "TOKENIZER_FILENAMES",
     "HuggingFaceTokenizer",
     "SentencePieceTokenizer",
     "Tokenizer",
-    "files",
-    "find",
+    "find_tokenizer_file",
     "load",
+    "tokenizer_files",
     "train_byte_bpe",
     "train_sentencepiece",
     "train_wordpiece",

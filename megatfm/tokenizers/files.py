@@ -10,12 +10,12 @@ from megatfm.tokenizers.interface import Tokenizer
 from megatfm.tokenizers.sentence_piece import SentencePieceTokenizer
 from megatfm.tokenizers.vocabulary import byte_bpe_json, wordpiece_json
 
-MODEL, JSON, VOCABULARY = "tokenizer.model", "tokenizer.json", "vocab.txt"
-PAIRS, MERGES = "vocab.json", "merges.txt"
-NAMES = (MODEL, JSON, CONFIG)
+SP_MODEL, TOKENIZER_JSON, VOCAB_TXT = "tokenizer.model", "tokenizer.json", "vocab.txt"
+VOCAB_JSON, MERGES_TXT = "vocab.json", "merges.txt"
+TOKENIZER_FILENAMES = (SP_MODEL, TOKENIZER_JSON, CONFIG)
 """What the files of a tokenizer are called, where megatfm leaves them."""
 
-_MODELS = (MODEL, "spiece.model", "sentencepiece.bpe.model")
+SP_MODELS = (SP_MODEL, "spiece.model", "sentencepiece.bpe.model")
 
 
 def load(path: str | Path) -> Tokenizer:
@@ -25,51 +25,53 @@ def load(path: str | Path) -> Tokenizer:
     """
     place = Path(path)
     if place.is_dir():
-        found = find(place)
+        found = find_tokenizer_file(place)
         if found is None:
-            raise UsageError(f"{path}: {_nothing_in(place)}")
+            raise UsageError(f"{path}: {_not_found_message(place)}")
         place = found
     data = _without_blanks(place, _read(place))
-    if made := _made_of(place, data):
+    if made := _convert_legacy(place, data):
         return HuggingFaceTokenizer(made, None, str(place))
     if data[:1] != b"{":
         return SentencePieceTokenizer(data, str(place))
     if not _is_hugging_face(data):
-        raise UsageError(f"{place}: no tokenizer, but what {MODEL} beside it says of itself: give {MODEL}")
-    return HuggingFaceTokenizer(data, _config_beside(place), str(place))
+        raise UsageError(
+            f"{place}: no tokenizer, but what {SP_MODEL} beside it says of itself: give {SP_MODEL}"
+        )
+    return HuggingFaceTokenizer(data, _read_config_for(place), str(place))
 
 
-def find(folder: str | Path) -> Path | None:
+def find_tokenizer_file(folder: str | Path) -> Path | None:
     """The tokenizer's file in a prepared corpus, a run or a Hugging Face folder, or None.
 
     A `tokenizer.json` comes first if it is one of the tokenizers library: beside a `.model` it has more special tokens.
     """
-    whole = Path(folder, JSON)
+    whole = Path(folder, TOKENIZER_JSON)
     if whole.is_file() and _is_hugging_face(_read(whole)):
         return whole
-    models = [path for path in (Path(folder, name) for name in _MODELS) if path.is_file()]
-    if not models and Path(folder, VOCABULARY).is_file():
-        return Path(folder, VOCABULARY)
-    if not models and all(Path(folder, name).is_file() for name in (PAIRS, MERGES)):
-        return Path(folder, PAIRS)
+    models = [path for path in (Path(folder, name) for name in SP_MODELS) if path.is_file()]
+    if not models and Path(folder, VOCAB_TXT).is_file():
+        return Path(folder, VOCAB_TXT)
+    if not models and all(Path(folder, name).is_file() for name in (VOCAB_JSON, MERGES_TXT)):
+        return Path(folder, VOCAB_JSON)
     # A configuration without tokenizer.json adds tokens that the model alone has not.
     return models[0] if models and not Path(folder, CONFIG).is_file() else None
 
 
-def files(path: str | Path) -> dict[str, bytes]:
+def tokenizer_files(path: str | Path) -> dict[str, bytes]:
     """Name → content of all that has to lie together for `load` to give the same tokenizer elsewhere.
 
     To be written in this order: while the last is missing, `find` finds nothing.
     """
     place = Path(path)
-    place = (find(place) or place) if place.is_dir() else place
+    place = (find_tokenizer_file(place) or place) if place.is_dir() else place
     data = _without_blanks(place, _read(place))
-    if made := _made_of(place, data):
-        return {JSON: made}
+    if made := _convert_legacy(place, data):
+        return {TOKENIZER_JSON: made}
     if data[:1] != b"{":
-        return {MODEL: data}
-    config = _config_beside(place)
-    return {JSON: data} if config is None else {CONFIG: config, JSON: data}
+        return {SP_MODEL: data}
+    config = _read_config_for(place)
+    return {TOKENIZER_JSON: data} if config is None else {CONFIG: config, TOKENIZER_JSON: data}
 
 
 def _without_blanks(place: Path, data: bytes) -> bytes:
@@ -80,20 +82,20 @@ def _without_blanks(place: Path, data: bytes) -> bytes:
     return stripped if stripped[:1] == b"{" else data
 
 
-def _made_of(place: Path, data: bytes) -> bytes | None:
+def _convert_legacy(place: Path, data: bytes) -> bytes | None:
     """The tokenizer.json that files of old stand for; None if this is none of them."""
-    if place.name == VOCABULARY:
-        return wordpiece_json(data, _read_beside(place), str(place))
-    if place.name == PAIRS:
-        return byte_bpe_json(data, _read(place.with_name(MERGES)), _read_beside(place), str(place))
+    if place.name == VOCAB_TXT:
+        return wordpiece_json(data, _read_config(place), str(place))
+    if place.name == VOCAB_JSON:
+        return byte_bpe_json(data, _read(place.with_name(MERGES_TXT)), _read_config(place), str(place))
     return None
 
 
-def _config_beside(place: Path) -> bytes | None:
-    return _read_beside(place) if place.name == JSON else None
+def _read_config_for(place: Path) -> bytes | None:
+    return _read_config(place) if place.name == TOKENIZER_JSON else None
 
 
-def _read_beside(place: Path) -> bytes | None:
+def _read_config(place: Path) -> bytes | None:
     config = place.with_name(CONFIG)
     return _read(config) if config.is_file() else None
 
@@ -107,13 +109,14 @@ def _is_hugging_face(data: bytes) -> bool:
     return not (isinstance(values, dict) and "blake3" in values and "model" not in values)
 
 
-def _nothing_in(folder: Path) -> str:
-    if any(Path(folder, name).is_file() for name in (*_MODELS, "vocab.json")):
+def _not_found_message(folder: Path) -> str:
+    if any(Path(folder, name).is_file() for name in (*SP_MODELS, "vocab.json")):
         return (
-            f"no {JSON} here: transformers makes it: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER); "
+            f"no {TOKENIZER_JSON} here: transformers makes it: "
+            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER); "
             "or give a .model file itself"
         )
-    return f"no {MODEL} or {JSON} here: make a tokenizer with `megatfm prep`"
+    return f"no {SP_MODEL} or {TOKENIZER_JSON} here: make a tokenizer with `megatfm prep`"
 
 
 def _read(path: Path) -> bytes:

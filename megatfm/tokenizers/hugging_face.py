@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from megatfm.errors import UsageError
 from megatfm.tokenizers.interface import Tokenizer, check_unicode
-from megatfm.tokenizers.reserved import ReservedTokenFilter
-from megatfm.tokenizers.special import ROLES, Special, find
+from megatfm.tokenizers.reserved import ReservedTokenEscaper
+from megatfm.tokenizers.special import ROLES, Special, find_special_tokens
 
 # The library's own threads can't be told how many they are, and warn whenever a process forks. They are therefore
 # left off, unless the user wants them, and texts are shared among threads of ours.
@@ -37,17 +37,17 @@ class HuggingFaceTokenizer(Tokenizer):
         self._tokenizer = _read(data, name)
         self._file = json.loads(self._tokenizer.to_str())  # spelled out, whatever version wrote it
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
-        self.special, told = self._find_special(_named(config, name), name)
-        self.hash = blake3(data + told).hexdigest()
-        self._is_bytes = any(part["type"] == "ByteLevel" for part in self._parts("pre_tokenizer"))
+        self.special, extra_state = self._find_special(_roles_from_config(config, name), name)
+        self.hash = blake3(data + extra_state).hexdigest()
+        self._is_bytes = any(part["type"] == "ByteLevel" for part in self._components("pre_tokenizer"))
         self.kind = _KINDS.get(self._file["model"]["type"], "byte-bpe" if self._is_bytes else "bpe")
         self._bytes = self._all_bytes()
         self.lossless = self._bytes is not None
-        self._silent = self.special.reserved - {self.special.unk}
+        self._skipped_ids = self.special.reserved - {self.special.unk}
         # A unigram model may hold </s> among its pieces, and would find it in HTML.
-        found = {token: self._tokenizer.model.id_to_token(token) for token in self._silent}
-        self._spelled = ReservedTokenFilter(
-            {token: self._spell(piece) for token, piece in found.items() if piece}, self.vocab_size
+        found = {token: self._tokenizer.model.id_to_token(token) for token in self._skipped_ids}
+        self._escape_reserved = ReservedTokenEscaper(
+            {token: self._character_ids(piece) for token, piece in found.items() if piece}, self.vocab_size
         )
 
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[NDArray[np.int32]]:
@@ -65,10 +65,10 @@ class HuggingFaceTokenizer(Tokenizer):
         return [encoded[number % share][number // share] for number in range(len(texts))]
 
     def decode(self, ids: Iterable[int]) -> str:
-        shown = [token for token in self.checked(ids) if token not in self._silent]
+        shown = [token for token in self.validate_ids(ids) if token not in self._skipped_ids]
         return str(self._tokenizer.decode(shown, skip_special_tokens=False))
 
-    def piece(self, token: int) -> str:
+    def id_to_piece(self, token: int) -> str:
         return self._tokenizer.id_to_token(token) or ""
 
     def token_bytes(self) -> list[bytes] | None:
@@ -78,7 +78,7 @@ class HuggingFaceTokenizer(Tokenizer):
         begins = self._word_start()
         if begins is None:
             return None
-        pieces = [self.piece(token) for token in range(self.vocab_size)]
+        pieces = [self.id_to_piece(token) for token in range(self.vocab_size)]
         starts = np.array(list(map(begins, pieces)), np.bool_)
         for token, each in self._added().items():
             starts[token] = each.content[:1].isspace() or begins(each.content)
@@ -87,15 +87,15 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _encode(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [self._spelled(np.array(each.ids, np.int32)) for each in encodings]
+        return [self._escape_reserved(np.array(each.ids, np.int32)) for each in encodings]
 
     def _find_special(self, named: Mapping[str, str], name: str) -> tuple[Special, bytes]:
         """The reserved ids, and what of them is known from elsewhere than the file, to be hashed with it."""
-        frame = self._frame()
+        frame = self._post_processor_roles()
         try:
-            alone = find(self._special_tokens(), frame, name)
+            from_file = find_special_tokens(self._special_tokens(), frame, name)
         except UsageError:
-            alone = None
+            from_file = None
             if not named:
                 raise
         for role, piece in named.items():
@@ -105,8 +105,8 @@ class HuggingFaceTokenizer(Tokenizer):
                     "transformers' AutoTokenizer and save them again"
                 )
         self._tokenizer.add_special_tokens(list(named.values()))
-        special = find(self._special_tokens(), {**frame, **named}, name)
-        return special, b"" if special == alone else json.dumps(vars(special), sort_keys=True).encode()
+        special = find_special_tokens(self._special_tokens(), {**frame, **named}, name)
+        return special, b"" if special == from_file else json.dumps(vars(special), sort_keys=True).encode()
 
     def _special_tokens(self) -> dict[str, int]:
         return {each.content: token for token, each in self._added().items() if each.special}
@@ -115,16 +115,16 @@ class HuggingFaceTokenizer(Tokenizer):
         """Tokens that are no pieces of the model, and pieces that are found in text before all else."""
         return self._tokenizer.get_added_tokens_decoder()
 
-    def _frame(self) -> dict[str, str]:
+    def _post_processor_roles(self) -> dict[str, str]:
         """The roles that are known from what the file puts around a text."""
-        parts = (part for part in self._parts("post_processor") if part["type"] in _FRAMES)
+        parts = (part for part in self._components("post_processor") if part["type"] in _FRAMES)
         return {role: part[role][0] for part in parts for role in ("cls", "sep")}
 
-    def _parts(self, section: str) -> list[dict[str, Any]]:
+    def _components(self, section: str) -> list[dict[str, Any]]:
         """The steps of a section of the file, nested sequences laid flat."""
-        return list(_flat(self._file[section]))
+        return list(_flatten(self._file[section]))
 
-    def _spell(self, piece: str) -> list[int]:
+    def _character_ids(self, piece: str) -> list[int]:
         """The ids of a piece's characters, one by one."""
         characters = "".join(_BYTE_CHARACTERS[byte] for byte in piece.encode()) if self._is_bytes else piece
         return [token.id for each in characters for token in self._tokenizer.model.tokenize(each)]
@@ -133,15 +133,15 @@ class HuggingFaceTokenizer(Tokenizer):
         """The bytes of each id, if the whole way from text to ids and back keeps every byte; else None."""
         model = self._file["model"]
         has_affixes = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
-        steps = self._parts("pre_tokenizer")
+        steps = self._components("pre_tokenizer")
         added = {token: each for token, each in self._added().items() if token not in self.special.reserved}
         if (
             model["type"] != "BPE"
             or has_affixes
-            or self._parts("normalizer")
+            or self._components("normalizer")
             or not all(map(_keeps_text, steps))
             or [step["type"] for step in steps].count("ByteLevel") != 1
-            or [step["type"] for step in self._parts("decoder")] != ["ByteLevel"]
+            or [step["type"] for step in self._components("decoder")] != ["ByteLevel"]
             or any(self._tokenizer.model.token_to_id(each) is None for each in _BYTE_CHARACTERS)
             or any(each.lstrip or each.rstrip for each in added.values())
             or any(self._tokenizer.decode([token]) != each.content for token, each in added.items())
@@ -154,7 +154,7 @@ class HuggingFaceTokenizer(Tokenizer):
             elif token in added:
                 result.append(added[token].content.encode())
             else:
-                result.append(_to_bytes(self.piece(token)))
+                result.append(_to_bytes(self.id_to_piece(token)))
         return result
 
     def _word_start(self) -> Callable[[str], bool] | None:
@@ -166,7 +166,11 @@ class HuggingFaceTokenizer(Tokenizer):
             return lambda piece: not piece.startswith(prefix)
         if self._is_bytes:
             return lambda piece: piece.startswith(_SPACES)
-        marks = [*self._parts("pre_tokenizer"), *self._parts("normalizer"), *self._parts("decoder")]
+        marks = [
+            *self._components("pre_tokenizer"),
+            *self._components("normalizer"),
+            *self._components("decoder"),
+        ]
         if any(_SPACE_MARK in json.dumps(mark, ensure_ascii=False) for mark in marks):
             return lambda piece: piece.startswith((_SPACE_MARK, *" \t\n\r\f\v"))
         return None
@@ -188,7 +192,7 @@ def _read(data: bytes, name: str) -> tokenizers.Tokenizer:
     return found
 
 
-def _named(config: bytes | None, name: str) -> dict[str, str]:
+def _roles_from_config(config: bytes | None, name: str) -> dict[str, str]:
     """Role → text of its token, as a `tokenizer_config.json` has them."""
     try:
         values = json.loads(config) if config else {}
@@ -201,7 +205,7 @@ def _named(config: bytes | None, name: str) -> dict[str, str]:
     return {role: text for role, text in texts.items() if isinstance(text, str)}
 
 
-def _flat(part: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+def _flatten(part: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
     if part is None:
         return
     if part["type"] != "Sequence":
@@ -210,7 +214,7 @@ def _flat(part: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
     for steps in part.values():
         if isinstance(steps, list):
             for step in steps:
-                yield from _flat(step)
+                yield from _flatten(step)
 
 
 def _keeps_text(step: dict[str, Any]) -> bool:

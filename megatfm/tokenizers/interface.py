@@ -44,7 +44,7 @@ class Tokenizer(Protocol):
         """
 
     @abstractmethod
-    def piece(self, token: int) -> str:
+    def id_to_piece(self, token: int) -> str:
         """An id as its library shows it, with U+2581, Ġ or another mark for a space."""
 
     @abstractmethod
@@ -87,7 +87,7 @@ class Tokenizer(Protocol):
             facts["lossless"] = False
         return facts
 
-    def checked(self, ids: Iterable[int]) -> list[int]:
+    def validate_ids(self, ids: Iterable[int]) -> list[int]:
         """The ids as a list. Raises MegatfmError for one beyond the vocabulary."""
         listed = [int(token) for token in ids]
         beyond = [token for token in listed if not 0 <= token < self.vocab_size]

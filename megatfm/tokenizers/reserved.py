@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-class ReservedTokenFilter:
+class ReservedTokenEscaper:
     """Replaces ids that must not come from text by the ids of their names' characters, given for each."""
 
     def __init__(self, spelling: Mapping[int, Sequence[int]], vocab_size: int) -> None:

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from megatfm.errors import UsageError
 from megatfm.tokenizers.interface import Tokenizer, check_unicode
 from megatfm.tokenizers.proto import fields
-from megatfm.tokenizers.reserved import ReservedTokenFilter
-from megatfm.tokenizers.special import candidates, find
+from megatfm.tokenizers.reserved import ReservedTokenEscaper
+from megatfm.tokenizers.special import find_special_tokens, special_token_names
 
 # SentencePiece writes a space in a piece as U+2581, so a U+2581 of the text would come back as a space. Such a
 # character is therefore spelled in byte pieces, as SentencePiece itself spells every rare character.
@@ -23,7 +23,7 @@ _KINDS = {1: "sentencepiece-unigram", 2: "sentencepiece", 3: "sentencepiece-word
 _TRAINER, _NORMALIZER = 2, 3  # numbers of the messages that tell how a model was made
 
 
-def around_marks(
+def encode_between_metaspaces(
     texts: Sequence[str], encode: Callable[[list[str]], Sequence[NDArray[np.int32]]], mark: NDArray[np.int32]
 ) -> list[NDArray[np.int32]]:
     """The ids of texts: what lies between U+2581s is encoded, all at once, and each of these is `mark`."""
@@ -57,28 +57,30 @@ class SentencePieceTokenizer(Tokenizer):
         self.hash = blake3(model).hexdigest()
         self.vocab_size = self._sp.vocab_size()
         ids = {role: getattr(self._sp, f"{role}_id")() for role in ("unk", "bos", "eos", "pad")}
-        named = {role: self.piece(token) for role, token in ids.items() if token >= 0}
-        special = {self.piece(token): token for token in range(self.vocab_size) if self._is_silent(token)}
+        named = {role: self.id_to_piece(token) for role, token in ids.items() if token >= 0}
+        special = {
+            self.id_to_piece(token): token for token in range(self.vocab_size) if self._is_silent(token)
+        }
         special |= {piece: ids[role] for role, piece in named.items()}
         defined = self._user_defined(settings["user_defined_symbols"])
-        self.special = find({**special, **defined}, named, name)
+        self.special = find_special_tokens({**special, **defined}, named, name)
         bytes_ = [self._sp.piece_to_id(_BYTE.format(byte)) for byte in range(256)]
         self.lossless = all(map(self._sp.is_byte, bytes_)) and not settings["changes_text"]
         self._space_mark = np.array([bytes_[byte] for byte in SPACE_MARK.encode()], np.int32)
-        self._spelled = ReservedTokenFilter(
+        self._spelled = ReservedTokenEscaper(
             {token: self._spell(piece) for piece, token in defined.items()}, self.vocab_size
         )
 
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[NDArray[np.int32]]:
         if not self.lossless:
             return [self._spelled(ids) for ids in self._encode(texts, threads)]
-        found = around_marks(texts, lambda parts: self._encode(parts, threads), self._space_mark)
+        found = encode_between_metaspaces(texts, lambda parts: self._encode(parts, threads), self._space_mark)
         return [self._spelled(ids) for ids in found]
 
     def decode(self, ids: Iterable[int]) -> str:
-        return str(self._sp.decode(self.checked(ids)))
+        return str(self._sp.decode(self.validate_ids(ids)))
 
-    def piece(self, token: int) -> str:
+    def id_to_piece(self, token: int) -> str:
         return str(self._sp.id_to_piece(token))
 
     def token_bytes(self) -> list[bytes] | None:
@@ -89,7 +91,7 @@ class SentencePieceTokenizer(Tokenizer):
     def word_starts(self) -> NDArray[np.bool_] | None:
         if not self._word_start_is_marked:
             return None
-        pieces = (self.piece(token) for token in range(self.vocab_size))
+        pieces = (self.id_to_piece(token) for token in range(self.vocab_size))
         starts = np.array([piece.startswith((SPACE_MARK, *" \t\n\r\f\v")) for piece in pieces], np.bool_)
         starts[list(self.special.reserved)] = True
         return starts
@@ -104,7 +106,7 @@ class SentencePieceTokenizer(Tokenizer):
         return [ids.copy() for ids in self._sp.encode(encoded, return_type="numpy", num_threads=threads)]
 
     def _bytes(self, token: int) -> bytes:
-        piece = self.piece(token)
+        piece = self.id_to_piece(token)
         if self._sp.is_byte(token):
             return bytes([int(piece[3:5], 16)])
         return b"" if token in self.special.reserved else piece.replace(SPACE_MARK, " ").encode()
@@ -116,7 +118,7 @@ class SentencePieceTokenizer(Tokenizer):
         """Reserved names that SentencePiece would find in text: ids of pieces that it was told to keep whole."""
         return {
             piece: token
-            for piece in candidates(list(symbols))
+            for piece in special_token_names(list(symbols))
             if not self._is_silent(token := self._sp.piece_to_id(piece))
         }
 

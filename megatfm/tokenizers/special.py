@@ -53,29 +53,29 @@ class Special:
         return frozenset([*roles, *self.sentinels, *self.modes.values(), *self.others])
 
 
-def names(sentinels: int, modes: bool, without: tuple[str, ...] = ()) -> list[str]:
+def reserved_names(sentinels: int, modes: bool, without: tuple[str, ...] = ()) -> list[str]:
     """What our own trainings reserve besides <unk>, in the order of the ids."""
     roles = [usual[0] for role, usual in ROLES.items() if role not in ("unk", *without)]
     mode_names = [usual[0] for usual in MODES.values()] if modes else []
     return [*roles, *(SENTINEL.format(number) for number in range(sentinels)), *mode_names]
 
 
-def find(tokens: Mapping[str, int], named: Mapping[str, str], where: str) -> Special:
+def find_special_tokens(tokens: Mapping[str, int], named: Mapping[str, str], where: str) -> Special:
     """The roles of a file's special tokens (text → id); `named` says for some roles which token has them.
 
     A role without a token of its own goes to the one that does its work elsewhere: documents begin with `cls` or `eos`
     and end with `sep` or `bos`, as BERT's and GPT-2's do, and `eos` pads. Raises UsageError if nothing can end a text.
     """
-    roles = {role: _first(tokens, (named.get(role, ""), *usual)) for role, usual in ROLES.items()}
+    roles = {role: _first_present(tokens, (named.get(role, ""), *usual)) for role, usual in ROLES.items()}
     bos, eos = roles["bos"], roles["eos"]
-    bos = _either(bos, roles["cls"], eos)
-    eos = _either(eos, roles["sep"], bos)
+    bos = _first_known(bos, roles["cls"], eos)
+    eos = _first_known(eos, roles["sep"], bos)
     if bos is None or eos is None:
         raise UsageError(
             f"{where}: no special token that could end a text, such as </s>, <|endoftext|> or [SEP]: give a tokenizer "
             "that has one, or train one with `megatfm prep`"
         )
-    pad = _either(roles["pad"], eos)
+    pad = _first_known(roles["pad"], eos)
     assert pad is not None
     # GPT-2's <|endoftext|> is called its unknown token as well, though it has none.
     unk = roles["unk"] if roles["unk"] not in (bos, eos) else None
@@ -86,17 +86,17 @@ def find(tokens: Mapping[str, int], named: Mapping[str, str], where: str) -> Spe
     return Special(**{**vars(found), "others": others})
 
 
-def candidates(pieces: Iterator[str] | list[str]) -> list[str]:
+def special_token_names(pieces: Iterator[str] | list[str]) -> list[str]:
     """Pieces of a file that have the name of a role, a mode or a sentinel."""
     usual = {name for group in (*ROLES.values(), *MODES.values()) for name in group}
     return [p for p in pieces if p in usual or _SENTINEL.fullmatch(p.removeprefix(_SPACE_MARK))]
 
 
-def _first(tokens: Mapping[str, int], wanted: tuple[str, ...]) -> int | None:
+def _first_present(tokens: Mapping[str, int], wanted: tuple[str, ...]) -> int | None:
     return next((tokens[name] for name in wanted if name in tokens), None)
 
 
-def _either(*found: int | None) -> int | None:
+def _first_known(*found: int | None) -> int | None:
     return next((token for token in found if token is not None), None)
 
 
@@ -114,6 +114,6 @@ def _sentinels(tokens: Mapping[str, int]) -> tuple[int, ...]:
 
 def _modes(tokens: Mapping[str, int]) -> dict[str, int]:
     """All three, or none."""
-    found = {letter: _first(tokens, usual) for letter, usual in MODES.items()}
+    found = {letter: _first_present(tokens, usual) for letter, usual in MODES.items()}
     named = {letter: token for letter, token in found.items() if token is not None}
     return named if len(named) == len(MODES) else {}

@@ -10,7 +10,7 @@ import sentencepiece
 
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.tokenizers.proto import as_varint, read_varint
-from megatfm.tokenizers.special import names
+from megatfm.tokenizers.special import reserved_names
 
 # No piece is learnt across these: line breaks with the indentation after them, a word or a run of punctuation with
 # the space before it. Longer pieces give fewer tokens but are harder to predict; docs/LOG.md has the comparison.
@@ -50,14 +50,17 @@ def train_sentencepiece(
     """
     model = io.BytesIO()
     failures: list[BaseException] = []
-    own: dict[str, Any] = {
-        "sentence_iterator": _kept(_sentences(texts), failures),
+    model_options: dict[str, Any] = {
+        "sentence_iterator": _record_errors(_sentences(texts), failures),
         "pretokenizer": _segments,
         "allow_inconsistent_pretokenization": True,  # pieces respect the segments, encoding needn't know them
     }
     if model_type == "unigram":
         # It learns from the segments themselves, each once with its count; docs/LOG.md has the comparison.
-        own = {"sentence_iterator": _kept(_counted_segments(texts), failures), "input_format": "tsv"}
+        model_options = {
+            "sentence_iterator": _record_errors(_counted_segments(texts), failures),
+            "input_format": "tsv",
+        }
     try:
         sentencepiece.SentencePieceTrainer.train(
             model_writer=model,
@@ -68,7 +71,7 @@ def train_sentencepiece(
             eos_id=2,
             pad_id=3,
             unk_surface="\ufffd",
-            control_symbols=names(sentinels, modes, without=("bos", "eos", "pad")),
+            control_symbols=reserved_names(sentinels, modes, without=("bos", "eos", "pad")),
             byte_fallback=True,
             character_coverage=0.9999,  # rarer characters are spelled in bytes and take no piece
             normalization_rule_name="identity",
@@ -82,7 +85,7 @@ def train_sentencepiece(
             max_sentence_length=_MAX_SENTENCE_BYTES,
             num_threads=1,  # the number is written into the model, so it must not follow the machine
             minloglevel=2,
-            **own,
+            **model_options,
         )
     except RuntimeError as error:
         if failures:
@@ -132,7 +135,7 @@ def _counted_segments(texts: Iterable[str]) -> Iterator[str]:
         yield f"{segment.translate(_TEXT_TO_MARKS)}\t{count}"
 
 
-def _kept(sentences: Iterator[str], failures: list[BaseException]) -> Iterator[str]:
+def _record_errors(sentences: Iterator[str], failures: list[BaseException]) -> Iterator[str]:
     """What to train on. SentencePiece turns what goes wrong here into a RuntimeError of its own, even a Ctrl-C,
     so the cause is kept in `failures`."""
     try:

@@ -8,15 +8,15 @@ from typing import Literal
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.tokenizers.special import ROLES, names
+from megatfm.tokenizers.special import ROLES, reserved_names
 
 Pattern = Literal["gpt2", "llama3"]
 # Llama 3's and GPT-4's way to cut words: numbers into groups of three digits, breaks with the spaces before them.
 _LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _LLAMA3 = _LETTERS + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LEAST = 2  # what stands in the text only once makes no piece
-_COVERAGE = 0.9999  # rarer characters get no piece, as in our SentencePiece models
-_CONTINUES = "##"
+MIN_FREQUENCY = 2  # what stands in the text only once makes no piece
+CHARACTER_COVERAGE = 0.9999  # rarer characters get no piece, as in our SentencePiece models
+CONTINUING_PREFIX = "##"
 _WORDPIECE_NAMES = {usual[0]: usual[1] for role, usual in ROLES.items() if role not in ("bos", "eos")}
 
 
@@ -34,25 +34,27 @@ def train_byte_bpe(
     256 bytes and the pieces learnt. The same texts in the same order give the same bytes. Raises UsageError if the
     texts are too few for the vocabulary.
     """
-    reserved = names(sentinels, modes)
+    reserved = reserved_names(sentinels, modes)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE())
-    cut: pre_tokenizers.PreTokenizer = pre_tokenizers.ByteLevel(
+    tokenizer = Tokenizer(models.BPE())
+    pre_tokenizer: pre_tokenizers.PreTokenizer = pre_tokenizers.ByteLevel(
         add_prefix_space=False, use_regex=pattern == "gpt2"
     )
     if pattern == "llama3":
-        cut = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_LLAMA3), "isolated"), cut])
-    made.pre_tokenizer = cut
-    made.decoder = decoders.ByteLevel()
+        pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Split(Regex(_LLAMA3), "isolated"), pre_tokenizer]
+        )
+    tokenizer.pre_tokenizer = pre_tokenizer
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        min_frequency=_LEAST,
+        min_frequency=MIN_FREQUENCY,
         show_progress=False,
         special_tokens=reserved,
         initial_alphabet=alphabet,
     )
-    _train(made, trainer, texts, vocab_size, least=len(reserved) + len(alphabet))
-    return made.to_str(pretty=True).encode()
+    _train(tokenizer, trainer, texts, vocab_size, least=len(reserved) + len(alphabet))
+    return tokenizer.to_str(pretty=True).encode()
 
 
 def train_wordpiece(
@@ -65,43 +67,45 @@ def train_wordpiece(
     characters and the pieces learnt. The texts are held in memory. The same texts in the same order give the same
     bytes. Raises UsageError if the texts are too few for the vocabulary.
     """
-    reserved = ["[UNK]", *(_WORDPIECE_NAMES.get(name, name) for name in names(sentinels, modes))]
+    reserved = ["[UNK]", *(_WORDPIECE_NAMES.get(name, name) for name in reserved_names(sentinels, modes))]
     normalizer = normalizers.BertNormalizer(lowercase=lowercase)
-    cut = pre_tokenizers.BertPreTokenizer()
+    pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     with _unicode():
         normal = [normalizer.normalize_str(text) for text in texts]
     alphabet = _alphabet(normal)
     # The trainer would number the characters that continue a word as it meets them, in an order that changes from run
     # to run, and break ties between pairs by these numbers. Taken for special tokens they have an order of their own.
     inside = [
-        each for each in alphabet if len(cut.pre_tokenize_str(normalizer.normalize_str("a" + each))) == 1
+        each
+        for each in alphabet
+        if len(pre_tokenizer.pre_tokenize_str(normalizer.normalize_str("a" + each))) == 1
     ]
-    continuing = [_CONTINUES + each for each in inside]
-    learner = Tokenizer(models.WordPiece(unk_token=reserved[0], continuing_subword_prefix=_CONTINUES))
-    learner.pre_tokenizer = cut
+    continuing = [CONTINUING_PREFIX + each for each in inside]
+    learner = Tokenizer(models.WordPiece(unk_token=reserved[0], continuing_subword_prefix=CONTINUING_PREFIX))
+    learner.pre_tokenizer = pre_tokenizer
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size,
-        min_frequency=_LEAST,
+        min_frequency=MIN_FREQUENCY,
         show_progress=False,
         special_tokens=[*reserved, *continuing],
         initial_alphabet=alphabet,
         limit_alphabet=len(alphabet),
-        continuing_subword_prefix=_CONTINUES,
+        continuing_subword_prefix=CONTINUING_PREFIX,
     )
     least = len(reserved) + len(continuing) + len(alphabet)
     _train(learner, trainer, normal, vocab_size, least)
     vocabulary = learner.get_vocab(with_added_tokens=True)
-    made = Tokenizer(
-        models.WordPiece(vocab=vocabulary, unk_token=reserved[0], continuing_subword_prefix=_CONTINUES)
+    tokenizer = Tokenizer(
+        models.WordPiece(vocab=vocabulary, unk_token=reserved[0], continuing_subword_prefix=CONTINUING_PREFIX)
     )
-    made.normalizer, made.pre_tokenizer = normalizer, cut
-    made.decoder = decoders.WordPiece(prefix=_CONTINUES)
-    made.add_special_tokens(reserved)
-    return made.to_str(pretty=True).encode()
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre_tokenizer
+    tokenizer.decoder = decoders.WordPiece(prefix=CONTINUING_PREFIX)
+    tokenizer.add_special_tokens(reserved)
+    return tokenizer.to_str(pretty=True).encode()
 
 
 def _train(
-    made: Tokenizer, trainer: trainers.Trainer, texts: Iterable[str], vocab_size: int, least: int
+    tokenizer: Tokenizer, trainer: trainers.Trainer, texts: Iterable[str], vocab_size: int, least: int
 ) -> None:
     if vocab_size < least:
         raise UsageError(
@@ -110,10 +114,10 @@ def _train(
         )
     seen = Counter[bool]()
     with _unicode():
-        made.train_from_iterator(_counted(texts, seen), trainer)
+        tokenizer.train_from_iterator(_counted(texts, seen), trainer)
     if not seen[True]:
         raise UsageError("no text to train a tokenizer on: every document is empty")
-    most = made.get_vocab_size()
+    most = tokenizer.get_vocab_size()
     if most < vocab_size:
         raise UsageError(
             f"tokenizer.vocab_size = {vocab_size}: too large for this little text, which gives at most {most} "
@@ -144,7 +148,7 @@ def _alphabet(texts: list[str]) -> list[str]:
         counts.update(text)
     for space in [each for each in counts if each.isspace()]:
         del counts[space]
-    left = _COVERAGE * counts.total()
+    left = CHARACTER_COVERAGE * counts.total()
     kept = []
     for character, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
         if left <= 0:

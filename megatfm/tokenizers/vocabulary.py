@@ -9,7 +9,7 @@ from megatfm.errors import UsageError
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 END_OF_TEXT = "<|endoftext|>"
 ROBERTA = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
-MAKE_ONE = (
+CONVERT_HINT = (
     "transformers' AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) makes a tokenizer.json"
 )
 
@@ -21,18 +21,18 @@ def wordpiece_json(vocabulary: bytes, config: bytes | None, name: str) -> bytes:
     """
     try:
         pieces = vocabulary.decode("utf-8").split("\n")
-        told = json.loads(config) if config else {}
+        tokenizer_config = json.loads(config) if config else {}
     except ValueError as error:
         raise UsageError(f"{name}: not a vocabulary, a piece a line in UTF-8: {error}") from None
     ids = {piece.rstrip("\r"): number for number, piece in enumerate(pieces) if piece.strip()}
     if missing := [piece for piece in SPECIAL if piece not in ids]:
-        raise UsageError(f"{name}: no WordPiece: it has no {missing[0]}: {MAKE_ONE}")
+        raise UsageError(f"{name}: no WordPiece: it has no {missing[0]}: {CONVERT_HINT}")
     made = Tokenizer(models.WordPiece(vocab=ids, unk_token="[UNK]"))
-    lower = told.get("do_lower_case", True)
+    lower = tokenizer_config.get("do_lower_case", True)
     made.normalizer = normalizers.BertNormalizer(
         lowercase=lower,
-        strip_accents=told.get("strip_accents"),
-        handle_chinese_chars=told.get("tokenize_chinese_chars", True),
+        strip_accents=tokenizer_config.get("strip_accents"),
+        handle_chinese_chars=tokenizer_config.get("tokenize_chinese_chars", True),
     )
     made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     made.post_processor = processors.BertProcessing(("[SEP]", ids["[SEP]"]), ("[CLS]", ids["[CLS]"]))
@@ -48,7 +48,7 @@ def byte_bpe_json(vocabulary: bytes, merges: bytes, config: bytes | None, name: 
     """
     try:
         ids = json.loads(vocabulary)
-        told = json.loads(config) if config else {}
+        tokenizer_config = json.loads(config) if config else {}
         lines = [
             line for line in merges.decode("utf-8").split("\n") if line and not line.startswith("#version")
         ]
@@ -59,8 +59,8 @@ def byte_bpe_json(vocabulary: bytes, merges: bytes, config: bytes | None, name: 
     is_roberta = all(piece in ids for piece in ROBERTA)
     of_bytes = set(pre_tokenizers.ByteLevel.alphabet()) <= ids.keys()
     if not of_bytes or not (is_roberta or END_OF_TEXT in ids):
-        raise UsageError(f"{name}: neither GPT-2's nor RoBERTa's byte-level BPE: {MAKE_ONE}")
-    leading = bool(told.get("add_prefix_space", False))
+        raise UsageError(f"{name}: neither GPT-2's nor RoBERTa's byte-level BPE: {CONVERT_HINT}")
+    leading = bool(tokenizer_config.get("add_prefix_space", False))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=leading)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens(list(ROBERTA) if is_roberta else [END_OF_TEXT])

@@ -12,13 +12,13 @@ from megatfm.engines.interface import PRECISIONS, Engine, EngineSetup
 from megatfm.engines.registry import ENGINES
 from megatfm.errors import UsageError
 from megatfm.models import build
-from megatfm.models.fp8 import check_parts, multiply_in_fp8
-from megatfm.objectives import predicted_share
+from megatfm.models.fp8 import check_sharded_shapes, convert_to_fp8
+from megatfm.objectives import target_fraction
 from megatfm.ops.fp8 import multiplies_fp8
 from megatfm.parallel.mesh import PIPELINE, TENSOR, Mesh
-from megatfm.parallel.pipeline_cut import Pipeline, cut, keep
-from megatfm.parallel.plan import lay
-from megatfm.ranks import run_on_rank_0
+from megatfm.parallel.pipeline_cut import Pipeline, prune_to_stages, split_into_stages
+from megatfm.parallel.plan import parallelize
+from megatfm.ranks import run_on_rank_0_raising
 from megatfm.registry import did_you_mean
 from megatfm.train.optimizers import optimizer_groups
 
@@ -30,16 +30,18 @@ def build_engine(config: Config, mesh: Mesh, device: torch.device, precision: st
     """Build the model on the meta device, lay the plan over it, and shard, place and initialise it."""
     with torch.device("meta"):
         model = build_model(config)
-    how = PRECISIONS[precision].fp8
-    in_fp8 = multiply_in_fp8(model, rowwise=how == "rowwise") if how else {}
+    fp8_scaling = PRECISIONS[precision].fp8
+    fp8_modules = convert_to_fp8(model, rowwise=fp8_scaling == "rowwise") if fp8_scaling else {}
     optimizers = optimizer_groups(config.optimizer, model)
     parallel = config.parallel
-    layout = lay(model, mesh, sequence_parallel=parallel.sequence_parallel, context=parallel.context)
-    if (parts := mesh.size(TENSOR)) > 1:
-        check_parts(in_fp8, {name: placement.shape for name, placement in layout.items()}, parts)
+    layout = parallelize(model, mesh, sequence_parallel=parallel.sequence_parallel, context=parallel.context)
+    if (tp_size := mesh.size(TENSOR)) > 1:
+        check_sharded_shapes(
+            fp8_modules, {name: placement.shape for name, placement in layout.items()}, tp_size
+        )
     pipeline = None
     if mesh.size(PIPELINE) > 1:
-        pipeline = cut_into_stages(config, model, mesh)
+        pipeline = split_model(config, model, mesh)
         layout.table += f"\n{pipeline.table()}"
     if parallel.async_tp:
         layout.table += f"\n{ASYNC_TP}"
@@ -75,17 +77,17 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         )
 
 
-def cut_into_stages(config: Config, model: nn.Module, mesh: Mesh) -> Pipeline:
+def split_model(config: Config, model: nn.Module, mesh: Mesh) -> Pipeline:
     """Cut the model, of which this rank keeps its own stages."""
-    pipeline = cut_model(config, model)
-    keep(model, pipeline.mine(mesh.rank(PIPELINE)))
+    pipeline = plan_pipeline_split(config, model)
+    prune_to_stages(model, pipeline.stages_of(mesh.rank(PIPELINE)))
     return pipeline
 
 
-def cut_model(config: Config, model: nn.Module) -> Pipeline:
+def plan_pipeline_split(config: Config, model: nn.Module) -> Pipeline:
     """Where a config cuts its model, which stays whole."""
     parallel, data = config.parallel, config.data
-    return cut(
+    return split_into_stages(
         model,
         parallel.schedule,
         parallel.pp,
@@ -94,32 +96,32 @@ def cut_model(config: Config, model: nn.Module) -> Pipeline:
             "tokens": data.target_length or data.sequence_length,
             "encoder_tokens": data.sequence_length,
         },
-        predicted=predicted_share(config.objective),
+        predicted=target_fraction(config.objective),
         at=parallel.cuts,
         sequence_parts=parallel.tp if parallel.sequence_parallel else 1,
     )
 
 
-def choose_precision(wanted: str, device: torch.device) -> str:
+def choose_precision(name: str, device: torch.device) -> str:
     """Resolve "auto", on all ranks together: bf16 where matrix products are faster in it, else fp32."""
-    if wanted != "auto":
-        if PRECISIONS[wanted].fp8 and not multiplies_fp8(device):
+    if name != "auto":
+        if PRECISIONS[name].fp8 and not multiplies_fp8(device):
             raise UsageError(
-                f"train.precision = {wanted!r} needs a GPU of compute capability 8.9 or higher, and this one has "
+                f"train.precision = {name!r} needs a GPU of compute capability 8.9 or higher, and this one has "
                 f"{'.'.join(map(str, torch.cuda.get_device_capability(device)))}: set train.precision = 'bf16'"
             )
-        return wanted
-    return "bf16" if run_on_rank_0(lambda: bf16_is_faster(device)) else "fp32"
+        return name
+    return "bf16" if run_on_rank_0_raising(lambda: bf16_is_faster(device)) else "fp32"
 
 
 def bf16_is_faster(device: torch.device) -> bool:
     """On GPUs, by what they can: there a product that is small enough to try takes no longer than asking for it."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    return product_seconds(torch.bfloat16, device) < product_seconds(torch.float32, device)
+    return time_matmul(torch.bfloat16, device) < time_matmul(torch.float32, device)
 
 
-def product_seconds(dtype: torch.dtype, device: torch.device) -> float:
+def time_matmul(dtype: torch.dtype, device: torch.device) -> float:
     """The best of several timings of one product of the size of a small model's."""
     left, right = (torch.ones(1024, 512, dtype=dtype, device=device) for _ in range(2))
     best = float("inf")

@@ -12,21 +12,21 @@ from megatfm import tokenizers
 from megatfm.config import Config
 from megatfm.data import (
     BatchSchedule,
-    Cache,
     Corpus,
-    CorpusRows,
+    Interleave,
     Mixture,
-    PackedRows,
+    PackedDataset,
     Phase,
     Quarantine,
-    Rows,
+    RowDataset,
+    ShardCacheConfig,
+    SizedRowDataset,
     Stage,
-    Streams,
+    choose_interleave,
     source_seed,
-    streams_for,
 )
 from megatfm.errors import UsageError
-from megatfm.objectives import Objective, SpecialTokens, make, reads_text
+from megatfm.objectives import Objective, SpecialTokens, build_objective, reads_text
 from megatfm.tokenizers import Tokenizer
 from megatfm.version import __version__
 
@@ -45,9 +45,9 @@ class Corpora:
 
     tokenizer: Tokenizer | None
     objective: Objective
-    train: Rows
-    steps: BatchSchedule
-    validation: dict[str, CorpusRows]
+    train: RowDataset
+    batch_schedule: BatchSchedule
+    validation: dict[str, SizedRowDataset]
     stream_note: str = ""
 
     @property
@@ -61,9 +61,9 @@ class Corpora:
         return self.tokenizer.byte_lengths() if self.tokenizer else None
 
     @property
-    def notes(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """What of the corpora is not read as one would think, in lines for the log."""
-        notes = [note for rows in (self.train, *self.validation.values()) for note in rows.notes]
+        notes = [note for rows in (self.train, *self.validation.values()) for note in rows.warnings]
         return [*notes, *filter(None, [self.stream_note])]
 
 
@@ -104,7 +104,7 @@ def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
         sep=tokenizer.sep,
         sentinels=tokenizer.sentinels,
         modes=tokenizer.modes,
-        others=sorted(tokenizer.special.reserved),
+        other_reserved=sorted(tokenizer.special.reserved),
         word_starts=tokenizer.word_starts(),
     )
 
@@ -114,16 +114,16 @@ def open_corpora(config: Config, tokenizer: Tokenizer | None) -> Corpora:
     data = config.data
     row_lengths = tuple(n for n in (data.sequence_length, data.target_length) if n is not None)
     special = special_tokens(tokenizer) if tokenizer else None
-    objective = make(config.objective, config.model, special, row_lengths)
-    if data.attend_across_documents and not objective.crosses_documents:
+    objective = build_objective(config.objective, config.model, special, row_lengths)
+    if data.attend_across_documents and not objective.allows_cross_document_attention:
         raise UsageError(
             f"data.attend_across_documents: with objective.name = {config.objective.name!r} a document's targets would "
             "be seen from another: leave it out"
         )
 
-    opened = _Opener(config, tokenizer, objective)
-    validation: dict[str, CorpusRows] = {
-        name: opened.rows(path, shuffle=False) for name, path in data.validation.items()
+    opener = _CorpusOpener(config, tokenizer, objective)
+    validation: dict[str, SizedRowDataset] = {
+        name: opener.rows(path, shuffle=False) for name, path in data.validation.items()
     }
     for name, rows in validation.items():
         if not len(rows):
@@ -132,19 +132,19 @@ def open_corpora(config: Config, tokenizer: Tokenizer | None) -> Corpora:
                 "another corpus"
             )
     note = note_few_streams(config)
-    return Corpora(tokenizer, objective, opened.train(), batch_schedule(config), validation, note)
+    return Corpora(tokenizer, objective, opener.train(), batch_schedule(config), validation, note)
 
 
 def note_few_streams(config: Config) -> str:
     """What is to be said where a batch has no divisor near the number of places that a corpus is best read in."""
-    batch, streams = config.train.global_batch, streams_for(config.train.global_batch).streams
+    batch, streams = config.train.global_batch, choose_interleave(config.train.global_batch).streams
     if config.data.streams or streams >= FEW_STREAMS:
         return ""
     near = next(
         n
         for far in range(batch)
         for n in (batch - far, batch + far)
-        if n % config.train.micro_batch == 0 and streams_for(n).streams >= FEW_STREAMS
+        if n % config.train.micro_batch == 0 and choose_interleave(n).streams >= FEW_STREAMS
     )
     return (
         f"train.global_batch = {batch} has few divisors, so the text is read in {streams} place{'s' * (streams > 1)} "
@@ -156,7 +156,10 @@ def open_corpus(config: Config, path: str) -> Corpus:
     """One corpus, with the config's cache. Raises UsageError or MegatfmError that names what is wrong."""
     data = config.data
     return Corpus.open(
-        path, Cache(Path(data.cache), data.cache_bytes) if data.cache else Cache(limit=data.cache_bytes)
+        path,
+        ShardCacheConfig(Path(data.cache), data.cache_bytes)
+        if data.cache
+        else ShardCacheConfig(limit=data.cache_bytes),
     )
 
 
@@ -186,7 +189,7 @@ def batch_schedule(config: Config) -> BatchSchedule:
 
 
 @dataclass(frozen=True)
-class _Opener:
+class _CorpusOpener:
     """Opens corpora as a config wants them."""
 
     config: Config
@@ -201,27 +204,27 @@ class _Opener:
         seed: int | None = None,
         quarantine: Sequence[str] = (),
         turn: int = 1,
-    ) -> PackedRows:
+    ) -> PackedDataset:
         """One corpus."""
         config, data = self.config, self.config.data
         corpus = open_corpus(config, path)
         if self.tokenizer:
             corpus.check_tokenizer(self.tokenizer.hash)
-        return PackedRows(
+        return PackedDataset(
             corpus,
             self.objective,
             sequence_length=data.sequence_length,
             target_length=data.target_length,
             seed=config.train.seed if seed is None else seed,
-            streams=Streams(self.streams.streams, turn),
+            streams=Interleave(self.streams.streams, turn),
             shuffle=shuffle,
             attend_across_documents=data.attend_across_documents,
             pad_id=self.tokenizer.pad if self.tokenizer else 0,
-            plan_name=self._plan_name(),
+            plan_cache_key=self._plan_name(),
             quarantine=Quarantine.parse(quarantine, corpus.n_samples),
         )
 
-    def train(self) -> Rows:
+    def train(self) -> RowDataset:
         """The training corpus, or the mixture of several."""
         data, seed = self.config.data, self.config.train.seed
         if data.train is not None:
@@ -243,8 +246,8 @@ class _Opener:
         return Mixture(sources, phases, seed=seed, streams=streams, turn=turn, block=data.mixture_block)
 
     @property
-    def streams(self) -> Streams:
-        return streams_for(self.config.train.global_batch, self.config.data.streams)
+    def streams(self) -> Interleave:
+        return choose_interleave(self.config.train.global_batch, self.config.data.streams)
 
     def _plan_name(self) -> str | None:
         """What besides corpus, row lengths and seed decides the plan; a plugin's objective may change unnoticed."""

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatfm.config import Config
-from megatfm.data import IGNORED_TARGET, CorpusRows, Loader
+from megatfm.data import IGNORE_INDEX, DataLoader, SizedRowDataset
 from megatfm.engines.interface import Engine
 from megatfm.objectives import Objective
 from megatfm.train.corpora import Corpora
@@ -20,13 +20,13 @@ log = logging.getLogger("megatfm")
 
 def evaluate(
     engine: Engine,
-    rows: CorpusRows,
+    rows: SizedRowDataset,
     objective: Objective,
     byte_lengths: NDArray[np.int64] | None,
     *,
     micro_batch: int,
     max_rows: int = 0,
-    moved: Callable[[], None] = lambda: None,
+    on_batch: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Evaluate one set, on all ranks together: loss, tokens that the first term counts, and rows.
 
@@ -38,37 +38,37 @@ def evaluate(
     byte_lengths [vocabulary]: bytes of text that each id stands for; None: not known. max_rows: 0 for all.
     moved: called at each batch.
     """
-    data_ranks, measured = engine.mesh.data_ranks, byte_lengths if objective.likelihood else None
+    data_ranks, measured = engine.mesh.data_ranks, byte_lengths if objective.likelihood_term else None
     stop = min(max_rows or len(rows), len(rows))
     n_bytes = torch.zeros(1, dtype=torch.float64, device=engine.device)
-    with Loader(
+    with DataLoader(
         rows,
         global_batch=micro_batch * data_ranks,
         micro_batch=micro_batch,
         data_rank=engine.mesh.data_rank,
         data_ranks=data_ranks,
-        stop=stop,
-        readers=engine.mesh.readers,
+        end_position=stop,
+        readers=engine.mesh.row_readers,
     ) as loader:
 
         def batches() -> Iterator[dict[str, NDArray[Any]]]:
             for microbatches in loader:
-                moved()
+                on_batch()
                 for batch in microbatches:
                     if measured is not None:
                         targets = batch["targets"]
-                        n_bytes.add_(int(measured[targets[targets != IGNORED_TARGET]].sum()))
+                        n_bytes.add_(int(measured[targets[targets != IGNORE_INDEX]].sum()))
                     yield batch
 
         result = engine.evaluate(batches(), objective)
-    engine.mesh.sum(n_bytes, engine.mesh.data_axes)
+    engine.mesh.all_reduce_(n_bytes, engine.mesh.data_axes)
     found: dict[str, Any] = {"loss": result.loss}
-    if objective.likelihood and measured is not None:
-        bits = result.sums[objective.likelihood] / math.log(2)
+    if objective.likelihood_term and measured is not None:
+        bits = result.sums[objective.likelihood_term] / math.log(2)
         found |= {"bits_per_byte": bits / max(float(n_bytes), 1.0), "bytes": int(n_bytes)}
     if result.terms:
         found["terms"] = result.terms
-    return found | {"tokens": result.counts[next(iter(objective.weights))], "rows": stop}
+    return found | {"tokens": result.target_counts[next(iter(objective.loss_weights))], "rows": stop}
 
 
 def summary(result: Mapping[str, Any]) -> str:
@@ -81,7 +81,7 @@ def summary(result: Mapping[str, Any]) -> str:
 
 
 def evaluate_sets(
-    engine: Engine, corpora: Corpora, config: Config, step: int, moved: Callable[[], None]
+    engine: Engine, corpora: Corpora, config: Config, step: int, on_batch: Callable[[], None]
 ) -> dict[str, Any]:
     """Evaluate every validation set of a config; name → what `evaluate` returns."""
     results = {}
@@ -93,7 +93,7 @@ def evaluate_sets(
             corpora.byte_lengths,
             micro_batch=config.train.micro_batch,
             max_rows=config.evaluate.max_rows,
-            moved=moved,
+            on_batch=on_batch,
         )
         log.info("step %d  %s: %s", step, name, summary(results[name]))
     return results

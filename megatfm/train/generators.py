@@ -12,13 +12,13 @@ from megatfm import keyed
 
 def seed_all(seed: int, rank: int) -> None:
     """Set the generators of Python, NumPy and torch, on the CPU and the GPU, differently on every rank."""
-    start = int(keyed.bits(seed, "generators", rank).random_raw()) % 2**32
+    start = int(keyed.bit_generator(seed, "generators", rank).random_raw()) % 2**32
     random.seed(start)
     np.random.seed(start)
     torch.manual_seed(start)
 
 
-def state(rank: int, device: torch.device) -> dict[str, Tensor]:
+def rng_state_dict(rank: int, device: torch.device) -> dict[str, Tensor]:
     """Where this rank's generators are, as tensors under names of its own. Integers below 2⁵³ are exact in float64."""
     _, words, gauss = random.getstate()
     numpy = np.random.get_state(legacy=False)
@@ -34,14 +34,16 @@ def state(rank: int, device: torch.device) -> dict[str, Tensor]:
     return {f"rng.{rank}.{kind}": tensor for kind, tensor in found.items()}
 
 
-def room(names: Collection[str], rank: int, world: int, device: torch.device) -> dict[str, Tensor]:
+def empty_rng_state_dict(
+    names: Collection[str], rank: int, world: int, device: torch.device
+) -> dict[str, Tensor]:
     """What to load a checkpoint's generators into; nothing where it has them of another number of ranks, or none."""
-    wanted = state(rank, device)
+    wanted = rng_state_dict(rank, device)
     same = f"rng.{world - 1}.torch" in names and f"rng.{world}.torch" not in names
     return wanted if same and wanted.keys() <= set(names) else {}
 
 
-def set_state(stored: Mapping[str, Tensor], rank: int, device: torch.device) -> None:
+def load_rng_state_dict(stored: Mapping[str, Tensor], rank: int, device: torch.device) -> None:
     """Put this rank's generators where they were; nothing stored leaves them as they are."""
     found = {kind: stored.get(f"rng.{rank}.{kind}") for kind in ("python", "numpy", "torch", "cuda")}
     if (python := found["python"]) is not None:

@@ -9,11 +9,11 @@ import torch
 
 from megatfm import checkpoint
 from megatfm.checkpoint.flow import progress
-from megatfm.checkpoint.nodes import Nodes
+from megatfm.checkpoint.nodes import NodeTopology
 from megatfm.config import Config
-from megatfm.data import Loader, check_batch
+from megatfm.data import DataLoader, check_global_batch
 from megatfm.engines.interface import PRECISIONS, Engine
-from megatfm.errors import DONE, REQUEUE
+from megatfm.errors import EXIT_OK, EXIT_REQUEUE
 from megatfm.parallel import bootstrap
 from megatfm.parallel.mesh import build_mesh
 from megatfm.registry import import_plugins
@@ -22,28 +22,28 @@ from megatfm.train.build import build_engine, choose_precision
 from megatfm.train.corpora import Corpora, batch_schedule, open_corpora, open_tokenizer
 from megatfm.train.evaluation import evaluate_sets
 from megatfm.train.guards.elastic import elastic_config, layout_changes
-from megatfm.train.guards.integrity import compare_replicas, forward_backward
+from megatfm.train.guards.integrity import compare_replicas, forward_backward_with_replay
 from megatfm.train.guards.preflight import preflight
 from megatfm.train.guards.progress import check_progress
 from megatfm.train.init_from import load_weights, origin_of
 from megatfm.train.record.console import RunLog
 from megatfm.train.record.machine import started
-from megatfm.train.record.metrics import MetricsLog, RunFacts, check_sinks
+from megatfm.train.record.metrics import MetricsLog, RunInfo, check_sinks
 from megatfm.train.record.run_directory import RunDirectory, run_folder
 from megatfm.train.record.utilization import FlopsPerToken, Utilization, peak
 from megatfm.train.run_state import RunState
-from megatfm.train.schedules import factor
+from megatfm.train.schedules import schedule_factor
 from megatfm.train.signals import StopSignals
 from megatfm.train.watching.flight_recorder import start_flight_recorder
 from megatfm.train.watching.memory import (
-    explained,
+    explain_out_of_memory,
     keep_freed_memory,
     memory_bytes,
     record_allocations,
-    wants_stacks,
+    should_record_allocations,
 )
 from megatfm.train.watching.profile import StepProfile
-from megatfm.train.watching.watch import Watch
+from megatfm.train.watching.watch import RankMonitor
 
 log = logging.getLogger("megatfm")
 
@@ -59,8 +59,10 @@ def train(config: Config, flops_per_token: FlopsPerToken | None = None) -> int:
     start_flight_recorder(run_folder(config), config.train.device)
     hang = config.train.hang_seconds
     with (
-        bootstrap.joined(max(hang, bootstrap.MEET_SECONDS), config.train.device, 1.5 * hang + 60) as rank,
-        Watch(rank, hang) as watch,
+        bootstrap.distributed_session(
+            max(hang, bootstrap.RENDEZVOUS_SECONDS), config.train.device, 1.5 * hang + 60
+        ) as rank,
+        RankMonitor(rank, hang) as watch,
         StopSignals(rank.device) as signals,
     ):
         watch.progress = progress
@@ -69,15 +71,15 @@ def train(config: Config, flops_per_token: FlopsPerToken | None = None) -> int:
         given, config = config, elastic_config(config, rank.world_size)
         mesh = build_mesh(config.parallel, rank.world_size, rank.device.type)
         for batch in batch_schedule(config).batches:
-            check_batch(batch, config.train.micro_batch, mesh.data_ranks)
+            check_global_batch(batch, config.train.micro_batch, mesh.data_ranks)
         corpora = open_corpora(config, tokenizer)
         watch.tick(0, "start")
         with RunDirectory(run_folder(config), rank.rank) as run, RunLog(run, config.train.steps) as screen:
-            watch.log_to(run.log, run.report)
-            if rank.device.type == "cuda" and wants_stacks(run.folder, config.log.allocations):
+            watch.attach_run_log(run.log, run.log_failure)
+            if rank.device.type == "cuda" and should_record_allocations(run.folder, config.log.allocations):
                 record_allocations()
-            nodes = resume.meet_nodes(config, run)
-            found = resume.find(run.checkpoints, nodes, run.decisions)
+            nodes = resume.discover_nodes(config, run)
+            found = resume.find_resume_point(run.checkpoints, nodes, run.decisions)
             check_progress(run, found.step if found else 0, config.resilience.max_failures)
             wanted = config.train.precision
             branch = None
@@ -87,15 +89,15 @@ def train(config: Config, flops_per_token: FlopsPerToken | None = None) -> int:
                 wanted = before.state["precision"]
             watch.tick(0, "start")
             precision = choose_precision(wanted, rank.device)
-            with explained(run.folder, rank.rank):
+            with explain_out_of_memory(run.folder, rank.rank):
                 engine = build_engine(config, mesh, rank.device, precision)
             trainer = Trainer(config, run, engine, corpora, precision, screen, watch, nodes)
             trainer.given, trainer.launcher = given, rank.launcher
             if flops_per_token and run.is_main:
-                possible = peak(rank.device, PRECISIONS[precision].computed)
-                trainer.utilization = Utilization(*flops_per_token(config), possible, rank.world_size)
+                peak_flops = peak(rank.device, PRECISIONS[precision].compute_dtype)
+                trainer.utilization = Utilization(*flops_per_token(config), peak_flops, rank.world_size)
             watch.tick(0, "start")
-            with explained(run.folder, rank.rank):
+            with explain_out_of_memory(run.folder, rank.rank):
                 trainer.restore(found, branch)
                 return trainer.run_steps(signals)
 
@@ -111,18 +113,18 @@ class Trainer:
         corpora: Corpora,
         precision: str,
         screen: RunLog,
-        watch: Watch,
-        nodes: Nodes | None = None,
+        watch: RankMonitor,
+        nodes: NodeTopology | None = None,
     ) -> None:
         self.config, self.run, self.engine, self.corpora = config, run, engine, corpora
-        self.screen, self.watch = screen, watch
+        self.run_log, self.watch = screen, watch
         self.given = config
         """The config before its layout was fitted to the processes that are there: a later start may have all again."""
         self.utilization: Utilization | None = None
         self.launcher = "none"
-        self.branched = False
+        self.is_branch = False
         self.state = RunState(config, run, engine, corpora, precision, nodes)
-        watch.stands_in = lambda: self.state.saver.thread
+        watch.save_thread_id = lambda: self.state.saver.thread_id
 
     def restore(self, found: resume.ResumePoint | None, branch: resume.ResumePoint | None = None) -> None:
         """Go to where the newest checkpoint is, or to the start; leave the run's description on disk.
@@ -134,32 +136,32 @@ class Trainer:
             for line in preflight(config, self.run, self.engine, self.state.nodes):
                 self._event("slow", line)
         if found:
-            said = self.state.pick_up(found)
+            said = self.state.resume_from(found)
             self._event(
                 "resumed", "; ".join([f"from {found.path.name}", *said, *layout_changes(self.given, config)])
             )
         else:
-            self.run.decisions.forget()
-            self.state.forget_after(-1)
-            begins = f"seed {config.train.seed}"
+            self.run.decisions.clear()
+            self.state.remove_local_checkpoints_after(-1)
+            detail = f"seed {config.train.seed}"
             if branch:
-                self.branched = True
-                begins = "; ".join(
-                    [f"from {config.train.branch_from}", *self.state.pick_up(branch, own=False)]
+                self.is_branch = True
+                detail = "; ".join(
+                    [f"from {config.train.branch_from}", *self.state.resume_from(branch, own=False)]
                 )
             elif config.train.init_from:
                 takeover = load_weights(self.engine, config.train.init_from, config.train.init_only)
                 if not config.train.init_only:
                     self.state.origin = origin_of(takeover.source, self.corpora.tokenizer_hash)
-                begins = f"with {takeover}"
-                for line in takeover.lines() if takeover.is_partial else ():
+                detail = f"with {takeover}"
+                for line in takeover.lines() if takeover.has_missing else ():
                     log.info("%s", line)
-            self._event("started", "; ".join([begins, *layout_changes(self.given, config)]))
+            self._event("started", "; ".join([detail, *layout_changes(self.given, config)]))
         facts = started(self.launcher)
         if self.run.is_main:
-            facts |= {"peak": str(self.utilization.peak)} if self.utilization else {}
-            self.run.describe(self.given, self.engine.layout.table, facts)
-            checkpoint.clean(self.run.checkpoints)
+            facts |= {"peak": str(self.utilization.get_peak_flops)} if self.utilization else {}
+            self.run.write_run_files(self.given, self.engine.layout.table, facts)
+            checkpoint.remove_leftovers(self.run.checkpoints)
         for link in (self.run.checkpoints, self.run.log.parent):
             if link.is_symlink():
                 log.info("%s is a symbolic link: what it is for lies in %s", link, link.resolve())
@@ -173,8 +175,8 @@ class Trainer:
             config.train.steps,
         )
         if self.utilization:
-            log.info("utilization (MFU) is of %s", self.utilization.peak)
-        for note in self.corpora.notes:
+            log.info("utilization (MFU) is of %s", self.utilization.get_peak_flops)
+        for note in self.corpora.warnings:
             log.info("%s", note)
 
     def run_steps(self, signals: StopSignals) -> int:
@@ -182,61 +184,61 @@ class Trainer:
         stop, _ = signals.agreed()  # during the start: there is nothing to save yet
         with StepProfile(self.config.log.profile, self.run) as profile, self.state.saver:
             while self.state.step < self.config.train.steps and not stop:
-                stop = self._stretch(signals, profile)
+                stop = self._train_until_interrupted(signals, profile)
         if self.state.step < self.config.train.steps:
             self._event(
                 "stopped", f"by {stop} after step {self.state.step}: the same command goes on from there"
             )
-            return REQUEUE
+            return EXIT_REQUEUE
         self._event("finished", f"step {self.state.step}, {self.state.tokens:,} tokens")
-        return DONE
+        return EXIT_OK
 
-    def _stretch(self, signals: StopSignals, profile: StepProfile) -> str | None:
+    def _train_until_interrupted(self, signals: StopSignals, profile: StepProfile) -> str | None:
         """Steps on data without a gap: to the end, to a signal (returned), or to a rollback or what one skips."""
         config, at, stop = self.config, self.state, None
         with self.state.loader() as loader, self._metrics() or nullcontext() as metrics:
             while at.step < config.train.steps and not stop:
-                profile.before(at.step + 1)
+                profile.before_step(at.step + 1)
                 record = self._one_step(loader)
-                self.run.check_place()
-                if "skipped" not in record and at.rolls_back_after_spike(record["loss"], self._event):
+                self.run.check_not_moved()
+                if "skipped" not in record and at.roll_back_after_spike(record["loss"], self._event):
                     break
-                if self._due(config.evaluate.every):
+                if self._is_due(config.evaluate.every):
                     record["evaluation"] = self._evaluate()
                 if metrics:
                     metrics.write(record)
-                self.screen.step(record, self._due(config.log.every))
-                stop, saving = signals.agreed(at.saver.running is not None)
+                self.run_log.step(record, self._is_due(config.log.every))
+                stop, saving = signals.agreed(at.saver.step_in_progress is not None)
                 if not saving:
-                    at.saver.finish()  # on all ranks at the same step, so that all end with its error
-                shared, local = stop or self._due(config.checkpoint.every), config.checkpoint.local_every
+                    at.saver.wait_for_save()  # on all ranks at the same step, so that all end with its error
+                shared, local = stop or self._is_due(config.checkpoint.every), config.checkpoint.local_every
                 if shared or (local and at.step % local == 0):
                     self.watch.tick(at.step, "save")
                     if metrics:
                         metrics.sync()
-                    at.save(loader, on_nodes=not shared)
-                if at.skips_data():
+                    at.save(loader, local=not shared)
+                if at.apply_data_skip():
                     break
         return stop
 
-    def _one_step(self, loader: Loader) -> dict[str, Any]:
+    def _one_step(self, loader: DataLoader) -> dict[str, Any]:
         """One optimizer step; returns its line of metrics."""
-        config, at, start, waited = self.config, self.state, time.perf_counter(), loader.waited
+        config, at, start, data_wait = self.config, self.state, time.perf_counter(), loader.wait_seconds
         self.watch.tick(at.step, "step")
         checks, objective = config.resilience, self.corpora.objective
-        looks = config.log.norms_every > 0 and (at.step + 1) % config.log.norms_every == 0
-        stats = forward_backward(
+        collect_statistics = config.log.norms_every > 0 and (at.step + 1) % config.log.norms_every == 0
+        stats = forward_backward_with_replay(
             self.engine,
             next(loader),
             objective,
             at.step + 1,
             replay_every=checks.replay_every,
-            watch=looks,
+            watch=collect_statistics,
         )
         at.step, at.position = at.step + 1, loader.position
-        norms = self.engine.layer_statistics() if looks else None
-        lr = config.optimizer.lr * factor(config.schedule, at.step, config.train.steps)
-        at.saver.settle()  # the forward and backward pass changed nothing of what is being saved
+        norms = self.engine.layer_statistics() if collect_statistics else None
+        lr = config.optimizer.lr * schedule_factor(config.schedule, at.step, config.train.steps)
+        at.saver.wait_for_staging()  # the forward and backward pass changed nothing of what is being saved
         grad_norm, skipped = at.loss_guard.guarded_step(self.engine, at.step, stats, lr)
         if skipped:
             self._event("skipped", skipped)
@@ -250,8 +252,8 @@ class Trainer:
             "lr": lr,
             "grad_norm": grad_norm,
             "tokens_per_second": loader.step_tokens / seconds,
-            **(self.utilization.of(loader.step_tokens / seconds) if self.utilization else {}),
-            "data_wait_seconds": loader.waited - waited,
+            **(self.utilization.mfu(loader.step_tokens / seconds) if self.utilization else {}),
+            "data_wait_seconds": loader.wait_seconds - data_wait,
             "padding": loader.padding,
             "step_seconds": seconds,
             "memory_bytes": memory_bytes(self.engine.device),
@@ -270,19 +272,19 @@ class Trainer:
     def _metrics(self) -> MetricsLog | None:
         if not self.run.is_main:
             return None
-        facts = RunFacts(
+        facts = RunInfo(
             self.run.folder,
             self.state.step,
             self.config.model_dump(mode="json"),
             self.config.log.wandb_project,
-            self.branched,
+            self.is_branch,
         )
         return MetricsLog(facts, self.config.log.sinks)
 
-    def _due(self, every: int) -> bool:
+    def _is_due(self, every: int) -> bool:
         """Every so many steps, and at the last."""
         return self.state.step == self.config.train.steps or (every > 0 and self.state.step % every == 0)
 
     def _event(self, event: str, detail: str) -> None:
         log.info("%s: %s", event, detail)
-        self.run.event(event, detail, self.state.step)
+        self.run.log_event(event, detail, self.state.step)

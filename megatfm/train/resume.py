@@ -14,18 +14,18 @@ from typing import Any
 from pydantic import JsonValue, ValidationError
 
 from megatfm import checkpoint
-from megatfm.checkpoint.folder import committed, damage_together
-from megatfm.checkpoint.nodes import NodeCheckpoint, Nodes, forget_nodes, newest_on_nodes
+from megatfm.checkpoint.folder import damage_together, list_checkpoints
+from megatfm.checkpoint.nodes import LocalCheckpoint, NodeTopology, find_latest_local, remove_local_after
 from megatfm.config import Config
 from megatfm.config.key_migrations import migrate
 from megatfm.config.model import factor_at
-from megatfm.config.model_parts import WIDTHS
-from megatfm.config.moved import tell_where_keys_went
+from megatfm.config.model_parts import WIDTH_POWERS
+from megatfm.config.moved import reject_renamed_keys
 from megatfm.engines.interface import PRECISIONS
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.ranks import run_on_rank_0
-from megatfm.train.record.decisions import Decisions
-from megatfm.train.record.machine import Machines, differences
+from megatfm.ranks import run_on_rank_0_raising
+from megatfm.train.record.decisions import DecisionLog
+from megatfm.train.record.machine import HardwareByRank, diff_hardware
 from megatfm.train.record.run_directory import RunDirectory
 from megatfm.version import __version__
 
@@ -34,7 +34,7 @@ log = logging.getLogger("megatfm")
 LARGEST = 2**63 - 1
 """Of a step, a count of tokens or a position: what 64 bits hold."""
 LOCAL_ID = "local-id"
-GROUPS = {
+ALLOWABLE_CHANGES = {
     "data": ("data.",),
     "tokenizer": ("tokenizer",),
     "seed": ("config.train.seed",),
@@ -55,7 +55,7 @@ class ResumePoint:
 
     path: Path
     state: Mapping[str, Any]
-    held: NodeCheckpoint | None = None
+    local: LocalCheckpoint | None = None
 
     def __post_init__(self) -> None:
         """Raise MegatfmError for a state that no run of ours has written, though its hash may be right."""
@@ -94,19 +94,21 @@ def current_config(stored: Any) -> Any:
         return migrated
 
 
-def find(folder: Path, nodes: Nodes | None = None, decisions: Decisions | None = None) -> ResumePoint | None:
+def find_resume_point(
+    folder: Path, nodes: NodeTopology | None = None, decisions: DecisionLog | None = None
+) -> ResumePoint | None:
     """The newest checkpoint whose every byte is right: rank 0 looks what there is, all read a part. A collective.
 
     Where the nodes have folders of their own, these are looked into, too; what they hold of a future that a rollback of
     `decisions` has left is removed. Raises what `checkpoint.latest` raises, on every rank.
     """
 
-    path = checkpoint.latest_together(folder)
-    shared = run_on_rank_0(lambda: ResumePoint(path, checkpoint.read_state(path)) if path else None)
-    held = newest_on_nodes(nodes) if nodes else None
+    path = checkpoint.find_latest_intact(folder)
+    shared = run_on_rank_0_raising(lambda: ResumePoint(path, checkpoint.read_state(path)) if path else None)
+    held = find_latest_local(nodes) if nodes else None
     if nodes and held and decisions:
         decisions.read()
-        data = held.content(nodes.folder).state.get("data")
+        data = held.metadata(nodes.folder).state.get("data")
         position = data.get("position") if isinstance(data, Mapping) else None
         back = decisions.left_behind(held.step, position) if isinstance(position, int) else None
         if back is not None:
@@ -115,11 +117,11 @@ def find(folder: Path, nodes: Nodes | None = None, decisions: Decisions | None =
                 held.step,
                 back,
             )
-            forget_nodes(nodes, back)
-            held = newest_on_nodes(nodes)
+            remove_local_after(nodes, back)
+            held = find_latest_local(nodes)
     if nodes is None or held is None or (shared and shared.step >= held.step):
         return shared
-    return ResumePoint(nodes.folder / f"step-{held.step:08d}", held.content(nodes.folder).state, held)
+    return ResumePoint(nodes.folder / f"step-{held.step:08d}", held.metadata(nodes.folder).state, held)
 
 
 def branch_point(words: str) -> ResumePoint:
@@ -127,25 +129,27 @@ def branch_point(words: str) -> ResumePoint:
 
     def look() -> Path:
         run, _, step = words.rpartition("@")
-        kept = committed(Path(run) / "checkpoints")
+        kept = list_checkpoints(Path(run) / "checkpoints")
         path = next(
             (path for path in kept if step.isdecimal() and path.name == f"step-{int(step):08d}"), None
         )
         if path is None:
-            there = ", ".join(str(int(path.name.removeprefix("step-"))) for path in kept) or "none"
+            source_checkpoint = (
+                ", ".join(str(int(path.name.removeprefix("step-"))) for path in kept) or "none"
+            )
             raise UsageError(
                 f"train.branch_from = {words!r}: give RUN@STEP, with a step of which the run has a checkpoint; there "
-                f"are: {there}"
+                f"are: {source_checkpoint}"
             )
         return path
 
-    path = run_on_rank_0(look)
+    path = run_on_rank_0_raising(look)
     if (reason := damage_together(path)) is not None:
         raise MegatfmError(f"train.branch_from = {words!r}: {path.name} can't be used: {reason}")
-    return run_on_rank_0(lambda: ResumePoint(path, checkpoint.read_state(path)))
+    return run_on_rank_0_raising(lambda: ResumePoint(path, checkpoint.read_state(path)))
 
 
-def meet_nodes(config: Config, run: RunDirectory) -> Nodes | None:
+def discover_nodes(config: Config, run: RunDirectory) -> NodeTopology | None:
     """Who shares a node-local folder with whom, if the run has such. A collective.
 
     The folder bears a name that is drawn once per run directory: what another run left there is not this one's.
@@ -170,7 +174,7 @@ def meet_nodes(config: Config, run: RunDirectory) -> Nodes | None:
             f"checkpoint.local = {config.checkpoint.local!r} is {folder} here: give an absolute path on the node's own "
             "disk, in which every variable is set"
         )
-    return Nodes.meet(folder / f"{config.name}-{run_on_rank_0(name)}", None)
+    return NodeTopology.discover(folder / f"{config.name}-{run_on_rank_0_raising(name)}", None)
 
 
 def run_state(
@@ -181,8 +185,8 @@ def run_state(
     precision: str,
     tokenizer: str,
     data: Mapping[str, Any],
-    trouble: Mapping[str, Any],
-    machines: Machines,
+    loss_guard: Mapping[str, Any],
+    machines: HardwareByRank,
     origin: JsonValue = None,
 ) -> dict[str, Any]:
     """The JSON state of a checkpoint. `data` is the loader's state, `trouble` what is remembered of the losses,
@@ -194,15 +198,15 @@ def run_state(
         "precision": precision,
         "tokenizer": tokenizer,
         "data": dict(data),
-        "trouble": dict(trouble),
+        "trouble": dict(loss_guard),
         "machines": dict(machines),
         "config": config.model_dump(mode="json"),
         "megatfm": __version__,
     }
 
 
-def check(
-    found: ResumePoint, now: Mapping[str, Any], allow: list[str], unfit: str = "", *, own: bool = True
+def check_compatible(
+    found: ResumePoint, current: Mapping[str, Any], allow: list[str], unfit: str = "", *, own: bool = True
 ) -> list[str]:
     """Compare a checkpoint's state with the run that resumes from it; returns the differences that are allowed.
 
@@ -212,38 +216,38 @@ def check(
     """
     instead = "give the run another name" if own else "leave train.branch_from out"
     try:
-        tell_where_keys_went(found.state["config"]["model"])
+        reject_renamed_keys(found.state["config"]["model"])
     except ValueError as error:
         raise UsageError(
             f"{found.path}: was saved by a version whose [model] was one section ({error}): go on with that version, "
             f"or {instead}, and start from these weights with train.init_from={found.path}"
         ) from None
-    before, after = _flat(found.state), _flat(now)
-    for facts in (before, after):
+    saved, after = _flat(found.state), _flat(current)
+    for facts in (saved, after):
         _put_numbers(facts)
         for moving in ("data.position", "data.epoch", "data.seed"):  # the seed is a fact of its own
             facts.pop(moving, None)
-    was, now_is = (facts.get("config.optimizer.name") for facts in (before, after))
+    was, now_is = (facts.get("config.optimizer.name") for facts in (saved, after))
     if was != now_is:
         raise UsageError(
             f"{found.path}: holds the state of optimizer.name = {was!r}, with which {now_is!r} can't go on: {instead}, "
             f"and start from these weights with {shlex.quote(f'train.init_from={found.path}')}"
         )
-    precision = _precision_change(found, now, instead)
+    precision = _precision_change(found, current, instead)
     unknown = {
         name
-        for name, prefixes in GROUPS.items()
-        if not any(key.startswith(prefixes) and before[key] is not None for key in before)
+        for name, prefixes in ALLOWABLE_CHANGES.items()
+        if not any(key.startswith(prefixes) and saved[key] is not None for key in saved)
     }
     changed: dict[str, list[str]] = {}
-    for key in sorted(before.keys() | after.keys()):
-        group = next((name for name, prefixes in GROUPS.items() if key.startswith(prefixes)), None)
-        if group is None or before.get(key) == after.get(key):
+    for key in sorted(saved.keys() | after.keys()):
+        group = next((name for name, prefixes in ALLOWABLE_CHANGES.items() if key.startswith(prefixes)), None)
+        if group is None or saved.get(key) == after.get(key):
             continue
         if group in unknown:
             changed[group] = [f"{group}: none there"]
         else:
-            line = f"{key.removeprefix('config.')}: {before.get(key)!s:.200} → {after.get(key)!s:.200}"
+            line = f"{key.removeprefix('config.')}: {saved.get(key)!s:.200} → {after.get(key)!s:.200}"
             changed.setdefault(group, []).append(line)
     allowed = [line for group, lines in changed.items() if group in allow for line in lines]
     refused = {group: lines for group, lines in changed.items() if group not in allow}
@@ -268,8 +272,8 @@ def _precision_change(found: ResumePoint, now: Mapping[str, Any], instead: str) 
     was, now_is = found.state["precision"], now["precision"]
     if was == now_is:
         return []
-    if was in PRECISIONS and PRECISIONS[was].stored != PRECISIONS[now_is].stored:
-        kept, wanted = (str(PRECISIONS[each].stored).removeprefix("torch.") for each in (was, now_is))
+    if was in PRECISIONS and PRECISIONS[was].param_dtype != PRECISIONS[now_is].param_dtype:
+        kept, wanted = (str(PRECISIONS[each].param_dtype).removeprefix("torch.") for each in (was, now_is))
         raise UsageError(
             f"{found.path}: was saved with train.precision = {was!r}, whose weights and optimizer state are {kept}; "
             f"those of {now_is!r} are {wanted}: go on with train.precision={was}, or {instead}, and start from these "
@@ -283,24 +287,24 @@ def settings_of_skips_changed(allowed: Sequence[str]) -> list[str]:
     return [line for line in allowed if line.startswith(("optimizer.", "precision:"))]
 
 
-def does_not_fit(stored: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]]) -> str:
+def first_shape_mismatch(stored: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]]) -> str:
     """The first tensor of a model that a checkpoint has otherwise, or that only one of them has; empty if all fit."""
     for name in [*wanted, *stored]:
-        here, there = wanted.get(name), stored.get(name)
-        if here is None or there is None or list(here) != list(there):
+        model, source_checkpoint = wanted.get(name), stored.get(name)
+        if model is None or source_checkpoint is None or list(model) != list(source_checkpoint):
             said = [
                 f"{list(shape)} {where}"
-                for shape, where in ((there, "there"), (here, "here"))
+                for shape, where in ((source_checkpoint, "there"), (model, "here"))
                 if shape is not None
             ]
             return f"{name} is {' and '.join(said)}" + (" alone" if len(said) == 1 else "")
     return ""
 
 
-def elsewhere(found: ResumePoint, machines: Machines) -> list[str]:
+def hardware_changes(found: ResumePoint, machines: HardwareByRank) -> list[str]:
     """What is to be said where a run goes on with other processors, threads or libraries. A checkpoint of an earlier
     version doesn't tell on which it was saved."""
-    changes = differences(found.state.get("machines", machines), machines)
+    changes = diff_hardware(found.state.get("machines", machines), machines)
     if not changes:
         return []
     return [
@@ -313,7 +317,7 @@ def _put_numbers(facts: dict[str, Any]) -> None:
     width = facts.get("config.model.d_model")
     for key in ("config.model.embedding.scale", "config.model.head.scale"):
         factor = facts.get(key)
-        if isinstance(factor, str) and factor in WIDTHS and isinstance(width, int) and width > 0:
+        if isinstance(factor, str) and factor in WIDTH_POWERS and isinstance(width, int) and width > 0:
             facts[key] = factor_at(factor, width)
 
 

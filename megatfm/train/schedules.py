@@ -55,7 +55,7 @@ def wsd(config: WSDSchedule, step: int, steps: int) -> float:
     return 1.0 + (config.final_ratio - 1.0) * fall
 
 
-def factor(config: ScheduleConfig, step: int, steps: int) -> float:
+def schedule_factor(config: ScheduleConfig, step: int, steps: int) -> float:
     """The factor for optimizer step `step` of `steps`, counted from 1: a linear warm-up, then the schedule.
 
     The last step of warm-up has factor 1, the last step of the run the schedule's final value.

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 log = logging.getLogger("megatfm")
 
-ASK_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 INTERRUPTED = 128 + signal.SIGINT
 GRACE_SECONDS = 2.0
 """After a second SIGINT: how long the main thread may take to hear of it."""
@@ -31,37 +31,37 @@ class StopSignals:
         self._device = device
         self._received: signal.Signals | None = None
         self._interrupts = 0
-        self._before: dict[signal.Signals, Any] = {}
-        self._left = threading.Event()
+        self._previous_handlers: dict[signal.Signals, Any] = {}
+        self._exited = threading.Event()
 
     def __enter__(self) -> Self:
-        self._hears, self._wakes = socket.socketpair()
-        self._wakes.setblocking(False)
-        self._thread = threading.Thread(target=self._listen, name="megatfm-signals", daemon=True)
+        self._wakeup_reader, self._wakeup_writer = socket.socketpair()
+        self._wakeup_writer.setblocking(False)
+        self._thread = threading.Thread(target=self._exit_if_stuck, name="megatfm-signals", daemon=True)
         self._thread.start()
         if threading.current_thread() is not threading.main_thread():
             log.warning(
                 "not in the main thread, which alone can take signals: none of them stops this run in good order"
             )
             return self
-        self._before = {name: signal.signal(name, self._remember) for name in ASK_TO_STOP}
-        self._wakeup_before = signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
+        self._previous_handlers = {name: signal.signal(name, self._handle) for name in STOP_SIGNALS}
+        self._wakeup_before = signal.set_wakeup_fd(self._wakeup_writer.fileno(), warn_on_full_buffer=False)
         signal.pthread_sigmask(
-            signal.SIG_UNBLOCK, ASK_TO_STOP
+            signal.SIG_UNBLOCK, STOP_SIGNALS
         )  # whoever started us may have held them until now
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._before:
+        if self._previous_handlers:
             signal.set_wakeup_fd(self._wakeup_before)
-        for name, handler in self._before.items():
+        for name, handler in self._previous_handlers.items():
             signal.signal(name, handler)
-        self._left.set()
-        self._wakes.close()
+        self._exited.set()
+        self._wakeup_writer.close()
         self._thread.join()
-        self._hears.close()
+        self._wakeup_reader.close()
 
     def agreed(self, busy: bool = False) -> tuple[str | None, bool]:
         """The signal's name if any rank has received one, and whether any rank is busy. A collective."""
@@ -70,20 +70,20 @@ class StopSignals:
         number, any_busy = numbers.tolist()
         return signal.Signals(number).name if number else None, bool(any_busy)
 
-    def _remember(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
             self._interrupts += 1
             if self._interrupts > 1:
                 raise KeyboardInterrupt
         self._received = signal.Signals(number)
 
-    def _listen(self) -> None:
+    def _exit_if_stuck(self) -> None:
         interrupts = 0
         while interrupts < 2:
             with contextlib.suppress(OSError):
-                if not (numbers := self._hears.recv(64)):
+                if not (numbers := self._wakeup_reader.recv(64)):
                     return
                 interrupts += numbers.count(signal.SIGINT)
-        if not self._left.wait(GRACE_SECONDS):
+        if not self._exited.wait(GRACE_SECONDS):
             os.write(2, b"error: interrupted while stuck, so nothing is saved\n")
             os._exit(INTERRUPTED)

@@ -23,7 +23,7 @@ def single_sizes(parallel: ParallelConfig) -> dict[str, int]:
         PIPELINE: parallel.pp,
         REPLICATE: parallel.dp_replicate,
         SHARD: parallel.dp_shard,
-        EXPERT_SHARD: parallel.ep_within // parallel.ep,
+        EXPERT_SHARD: parallel.expert_mesh_size // parallel.ep,
         EXPERT: parallel.ep,
         CONTEXT: parallel.cp,
         TENSOR: parallel.tp,

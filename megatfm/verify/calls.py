@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatfm.config import Config
 from megatfm.split_points import Splittable
-from megatfm.verify.batch import Arrays, objective_of
+from megatfm.verify.batch import Arrays, objective_for
 from megatfm.verify.expected_pipeline import Stages
 from megatfm.verify.modules import block_paths, is_a
 
@@ -21,30 +21,30 @@ class Call:
     """A module's call in the plain forward pass of one micro-batch.
 
     stage: of the pipeline (0 where there is none). given, made: elements of its first input and its output (0: no
-    tensor). rows: of the input. in_block: it lies in a block, is_block: it is one. keeps_more: the block keeps
-    something for the backward pass after this call, so that recomputing the block goes through all of it.
+    tensor). rows: of the input. in_block: it lies in a block, is_layer_output: it is one. saves_tensors_after: the
+    block keeps something for the backward pass after this call, so that recomputing the block goes through all of it.
     given_has_gradient: of its first input. inputs: the shapes of those that are tensors. taken: of experts, the choices
     [B, T, K] that are taken, `n_experts` for others; tokens: of their input.
     """
 
     path: str
     stage: int
-    given: int
-    made: int
+    input_numel: int
+    output_numel: int
     rows: int
     is_scalar: bool
     has_gradient: bool
-    in_block: bool = False
-    keeps_more: bool = False
-    is_block: bool = False
+    in_layer: bool = False
+    saves_tensors_after: bool = False
+    is_layer_output: bool = False
     given_has_gradient: bool = False
-    taken: Tensor | None = None
+    expert_index: Tensor | None = None
     n_experts: int = 0
-    tokens: int = 0
+    n_tokens: int = 0
     inputs: tuple[tuple[int, ...] | None, ...] = ()
 
 
-class Watcher:
+class ModuleCallRecorder:
     """Notes the calls of a model's modules until `take` is called."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -56,15 +56,15 @@ class Watcher:
         for path, module in model.named_modules():
             if module in in_blocks:
                 module.register_forward_pre_hook(lambda *_: self._enter())
-            module.register_forward_hook(partial(self._note, path))
+            module.register_forward_hook(partial(self._record, path))
             if module in in_blocks:
                 module.register_forward_hook(lambda *_: self._leave())
 
-    def watching(self) -> saved_tensors_hooks:
+    def recording(self) -> saved_tensors_hooks:
         """In which the model is to run."""
         return saved_tensors_hooks(self._keep, lambda tensor: tensor)
 
-    def take(self) -> list[Call]:
+    def pop_calls(self) -> list[Call]:
         """The calls since the last time."""
         calls = [call for call, _ in self._calls]
         self._calls = []
@@ -80,13 +80,13 @@ class Watcher:
     def _leave(self) -> None:
         for i in range(self._inside or 0, len(self._calls)):
             call, kept = self._calls[i]
-            self._calls[i] = replace(call, in_block=True, keeps_more=self._kept > kept), kept
+            self._calls[i] = replace(call, in_layer=True, saves_tensors_after=self._kept > kept), kept
         if self._calls:
             call, kept = self._calls[-1]
-            self._calls[-1] = replace(call, is_block=True), kept
+            self._calls[-1] = replace(call, is_layer_output=True), kept
         self._inside = None
 
-    def _note(self, path: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    def _record(self, path: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         first, made = _tensor((*inputs, None)[0]), _tensor(output)
         rows = first.shape[0] if first.dim() else 1
         shapes = first.numel(), made.numel(), rows, made.dim() == 0, made.requires_grad
@@ -95,7 +95,9 @@ class Watcher:
         if is_a(module, "Experts"):
             n_experts: int = module.n_experts  # type: ignore[assignment]
             taken_BTK = inputs[2].where(output[1], n_experts)
-            call = replace(call, taken=taken_BTK, n_experts=n_experts, tokens=first.shape[:-1].numel())
+            call = replace(
+                call, expert_index=taken_BTK, n_experts=n_experts, n_tokens=first.shape[:-1].numel()
+            )
         self._calls.append((call, self._kept))
 
 
@@ -120,9 +122,11 @@ class _StageOutput:
     losses: Mapping[str, Tensor]
 
 
-def observe(config: Config, model: nn.Module, batch: Arrays, pipeline: Stages | None) -> list[list[Call]]:
+def record_module_calls(
+    config: Config, model: nn.Module, batch: Arrays, pipeline: Stages | None
+) -> list[list[Call]]:
     """The calls of each micro-batch of the global batch, in its order."""
-    watcher, objective, rows = Watcher(model), objective_of(config), config.train.micro_batch
+    watcher, objective, rows = ModuleCallRecorder(model), objective_for(config), config.train.micro_batch
 
     def through_stages(**inputs: Tensor) -> _StageOutput:
         assert pipeline is not None
@@ -140,8 +144,8 @@ def observe(config: Config, model: nn.Module, batch: Arrays, pipeline: Stages | 
     def found() -> Iterator[list[Call]]:
         for start in range(0, config.train.global_batch, rows):
             mine = {name: torch.from_numpy(values[start : start + rows]) for name, values in batch.items()}
-            with watcher.watching():
+            with watcher.recording():
                 objective(cast(nn.Module, through_stages) if pipeline else model, mine)
-            yield watcher.take()
+            yield watcher.pop_calls()
 
     return list(found())

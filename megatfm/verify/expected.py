@@ -14,17 +14,17 @@ from megatfm.config import Config
 from megatfm.train.build import build_model
 from megatfm.verify.axes import CONTEXT, TENSOR, MeshPosition, sizes
 from megatfm.verify.batch import Arrays
-from megatfm.verify.calls import Call, observe
-from megatfm.verify.expected_context import RowsCut
+from megatfm.verify.calls import Call, record_module_calls
+from megatfm.verify.expected_context import ContextShards
 from megatfm.verify.expected_experts import add_experts, groups_of_the_same_ranks
 from megatfm.verify.expected_keys import pattern_of, sees_runs_alone
 from megatfm.verify.expected_pipeline import Stages, add_pipeline, divide
 from megatfm.verify.expected_tensor import add_activations
 from megatfm.verify.expected_weights import weights_and_gradients
-from megatfm.verify.ledger import Flows, Ledger
+from megatfm.verify.ledger import ExpectedTraffic, TrafficTable
 from megatfm.verify.module_cuts import ModuleCut, module_cuts, silent
 from megatfm.verify.rank_parameters import RankParameters
-from megatfm.verify.reference import perturbed
+from megatfm.verify.reference import initialise_perturbed
 
 
 def unpredicted(config: Config) -> dict[str, str]:
@@ -42,7 +42,7 @@ def unpredicted(config: Config) -> dict[str, str]:
             "of them repeat their gathers is not known beforehand"
         )
     elif parallel.tp > 1 and (style := silent(model)):
-        found[TENSOR] = f"the style {style!r} doesn't say what it sends (`sends`)"
+        found[TENSOR] = f"the style {style!r} doesn't say what it sends (`communication`)"
     if parallel.cp > 1 and (pattern := _unknown_pattern(config, model)):
         found[CONTEXT] = (
             f"the pattern {pattern!r} is a plugin's, and only its author knows which keys it needs"
@@ -59,11 +59,11 @@ def _unknown_pattern(config: Config, model: nn.Module) -> str | None:
     return None
 
 
-def expected_flows(config: Config, batch: Arrays) -> list[Flows]:
+def expected_flows(config: Config, batch: Arrays) -> list[TrafficTable]:
     """Of one step, by rank. For axes of which `unpredicted` speaks, what is here is not to be relied on."""
     with torch.random.fork_rng():
         model = build_model(config).double().train()
-    perturbed(model, config.train.seed)
+    initialise_perturbed(model, config.train.seed)
     step = _Step(config, model, batch)
     parallel = config.parallel
     world_size = parallel.pp * parallel.dp_replicate * parallel.dp_shard * parallel.cp * parallel.tp
@@ -78,32 +78,34 @@ class _Step:
         self.config, self.model = config, model
         self.stages: Stages | None = divide(config, model) if parallel.pp > 1 else None
         self.cuts: dict[str, ModuleCut] = module_cuts(model, parallel)
-        self.rows_cut = RowsCut(config, model, batch) if parallel.cp > 1 else None
+        self.rows_cut = ContextShards(config, model, batch) if parallel.cp > 1 else None
         self.batches = self.rows_cut.batches if self.rows_cut else [batch]
-        self.calls_of = [observe(config, model, part, self.stages) for part in self.batches]
+        self.calls_of = [record_module_calls(config, model, part, self.stages) for part in self.batches]
         # A token's experts depend on all that it attends to, also on what other ranks hold: whole rows are routed.
         self.routed = self.calls_of[0]
         if parallel.ep > 1 and self.rows_cut:
-            self.routed = observe(config, model, batch, self.stages)
+            self.routed = record_module_calls(config, model, batch, self.stages)
         self.microbatches = len(self.calls_of[0]) // (parallel.dp_replicate * parallel.dp_shard)
 
-    def flows(self, place: MeshPosition) -> Flows:
+    def flows(self, place: MeshPosition) -> TrafficTable:
         """What the rank at a place sends."""
         config, parallel = self.config, self.config.parallel
         first = place.data_rank * self.microbatches
-        mine = range(first, first + self.microbatches)
+        my_microbatches = range(first, first + self.microbatches)
         stages = {stage.index for stage in self.stages.of_rank(place.pp)} if self.stages else {0}
-        calls = [[call for call in self.calls_of[place.cp][i] if call.stage in stages] for i in mine]
-        ledger = Ledger(sizes(parallel), groups_of_the_same_ranks(config))
+        calls = [
+            [call for call in self.calls_of[place.cp][i] if call.stage in stages] for i in my_microbatches
+        ]
+        ledger = ExpectedTraffic(sizes(parallel), groups_of_the_same_ranks(config))
         for of_one in calls if parallel.tp > 1 else ():
             add_activations(ledger, config, self.model, self.cuts, of_one)
         for i in range(self.microbatches) if parallel.ep > 1 else ():
             add_experts(ledger, config, place, self._among(place, i, stages), self.rows_cut)
         if self.rows_cut:
-            for i, of_one in zip(mine, calls, strict=True):
-                self.rows_cut.keys_and_values(ledger, i, place.cp, of_one)
+            for i, of_one in zip(my_microbatches, calls, strict=True):
+                self.rows_cut.add_context_traffic(ledger, i, place.cp, of_one)
         if self.stages:
-            add_pipeline(ledger, config, self.stages, place.pp, self.batches[place.cp], mine)
+            add_pipeline(ledger, config, self.stages, place.pp, self.batches[place.cp], my_microbatches)
         held = RankParameters(self.model, self.cuts, self.stages, place, parallel)
         weights_and_gradients(ledger, config, held, calls)
         return ledger.flows()

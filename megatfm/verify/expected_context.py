@@ -34,7 +34,7 @@ from megatfm.verify.expected_keys import (
     sees_more_later,
     sees_runs_alone,
 )
-from megatfm.verify.ledger import Ledger
+from megatfm.verify.ledger import ExpectedTraffic
 from megatfm.verify.modules import is_a
 
 Shape = tuple[int, ...]
@@ -47,30 +47,30 @@ ALL_KEYS = ("DisentangledCore", "ShawCore")
 """Attention whose biases need all keys at once, so that a rank fetches them all."""
 
 
-def deal(length: int, ranks: int, unit: int, *, folded: bool) -> list[Places]:
+def deal(length: int, ranks: int, multiple_of: int, *, folded: bool) -> list[Places]:
     """Places of each rank, ascending: token by token, by the run in which its unit lies.
 
     Rows are cut into as many runs as there are ranks, or twice as many, of which rank r has number r and the one as far
     from the end, so that causal attention is equally much work on all.
     """
-    runs, units = ranks * (2 if folded else 1), length // unit
+    runs, units = ranks * (2 if folded else 1), length // multiple_of
     found: list[list[int]] = [[] for _ in range(ranks)]
     for token in range(length):
-        at = min(token // unit, units - 1)
+        at = min(token // multiple_of, units - 1)
         run = max(i for i in range(runs) if i * units // runs <= at)
         found[min(run, runs - 1 - run) if folded else run].append(token)
     return [np.array(places) for places in found]
 
 
-class RowsCut:
+class ContextShards:
     """A global batch, cut as the layout cuts it. batches: the fields of each rank of a context."""
 
     def __init__(self, config: Config, model: nn.Module, batch: Arrays) -> None:
         parallel = config.parallel
         self._config, self._model, self._whole = config, model, batch
-        unit = parallel.tp if parallel.sequence_parallel else 1
-        self._dealt = {
-            side: deal(length, parallel.cp, unit, folded=self._is_folded(length))
+        multiple_of = parallel.tp if parallel.sequence_parallel else 1
+        self._positions_by_rank = {
+            side: deal(length, parallel.cp, multiple_of, folded=self._is_folded(length))
             for side in SIDES
             if f"{side}positions" in batch
             for length in batch[f"{side}positions"].shape[1:]
@@ -88,7 +88,7 @@ class RowsCut:
 
     def _part(self, batch: Arrays, rank: int) -> Arrays:
         def at(name: str) -> Places:
-            return self._dealt["encoder_" if name.startswith("encoder_") else ""][rank]
+            return self._positions_by_rank["encoder_" if name.startswith("encoder_") else ""][rank]
 
         part = {name: field[:, at(name)] if field.ndim > 1 else field for name, field in batch.items()}
         if "span_left" in part:  # only shapes count here, and the plain model has no tokens outside the part
@@ -97,19 +97,23 @@ class RowsCut:
             part["span_right"] = np.minimum(part["span_right"], np.arange(tokens)[::-1])
         return part
 
-    def of_rank(self, path: str, chosen_BTK: Tensor, rank: int) -> Tensor:
+    def rank_choices(self, path: str, chosen_BTK: Tensor, rank: int) -> Tensor:
         """Choices of whole rows → those that a rank has: of its tokens, or of its share of the slots."""
         owner = self._model.get_submodule(path.rpartition(".")[0])
         if not is_a(owner, "SoftMoE"):
-            is_encoder = path.startswith("encoder.") and "encoder_" in self._dealt
-            return chosen_BTK[:, torch.from_numpy(self._dealt["encoder_" if is_encoder else ""][rank])]
+            is_encoder = path.startswith("encoder.") and "encoder_" in self._positions_by_rank
+            return chosen_BTK[
+                :, torch.from_numpy(self._positions_by_rank["encoder_" if is_encoder else ""][rank])
+            ]
         ranks, slots = self._config.parallel.cp, chosen_BTK.shape[1]
         each = -(-slots // ranks)
         none: int = owner.experts.n_experts  # type: ignore[assignment, union-attr]
         padded = F.pad(chosen_BTK, (0, 0, 0, each * ranks - slots), value=none)
         return padded[:, rank * each :][:, :each]
 
-    def keys_and_values(self, ledger: Ledger, microbatch: int, rank: int, calls: Sequence[Call]) -> None:
+    def add_context_traffic(
+        self, ledger: ExpectedTraffic, microbatch: int, rank: int, calls: Sequence[Call]
+    ) -> None:
         """Add what a rank sends for one micro-batch."""
         for call in calls:
             module = self._model.get_submodule(call.path)
@@ -118,56 +122,71 @@ class RowsCut:
                     add(self, ledger, microbatch, rank, call, module)
                     break
             if call.path.endswith(".counted"):
-                again = self._config.train.recompute == "full" and call.in_block and call.keeps_more
-                ledger.all_reduce(CONTEXT, call.made * self._at_least_float32, times=1 + again)
+                again = self._config.train.recompute == "full" and call.in_layer and call.saves_tensors_after
+                ledger.all_reduce(CONTEXT, call.output_numel * self._at_least_float32, times=1 + again)
 
-    def _core(self, ledger: Ledger, microbatch: int, rank: int, call: Call, module: nn.Module) -> None:
+    def _core(
+        self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module
+    ) -> None:
         """Keys and values, or the latents that they are made of."""
         latents = is_a(module, "LatentCore")
         qkv = _made_of_latents(call) if latents else _known(call.inputs[:3])
         sent = _known(call.inputs[1:2]) if latents else qkv[1:]
-        side, a_token = self._side(call), self._numbers_of_a_token(sent)
-        dealt = self._dealt[side]
+        side, numel_per_token = self._side(call), self._numel_per_token(sent)
+        dealt = self._positions_by_rank[side]
         pattern, causal = pattern_of(self._config, call.path), is_causal(self._config, call.path)
         has_pair_bias = any(len(bias or ()) > 2 for bias in call.inputs[4:5])
         if _is_of_memory(call.path) or has_pair_bias or any(is_a(module, name) for name in ALL_KEYS):
-            self._fetched(ledger, rank, call, dealt, [np.sort(np.concatenate(dealt))] * len(dealt), a_token)
+            self._point_to_point(
+                ledger, rank, call, dealt, [np.sort(np.concatenate(dealt))] * len(dealt), numel_per_token
+            )
             return
         needs = self._needs_of(microbatch, call, module)
         if sees_runs_alone(pattern, sum(map(len, dealt)), causal=causal):
-            if not is_a(module, "NearCore"):  # what sees all is computed apart there
+            if not is_a(module, "LocalAttention"):  # what sees all is computed apart there
                 self._wide_queries(ledger, microbatch, call, qkv)
-            self._fetched(ledger, rank, call, dealt, needs, a_token)
+            self._point_to_point(ledger, rank, call, dealt, needs, numel_per_token)
             return
         share = self._fetched_share(dealt, needs)
         is_ring = 2 * share >= 1
-        if self._by_heads(qkv, a_token, None if is_ring else share):
+        if self._by_heads(qkv, numel_per_token, None if is_ring else share):
             self._exchange(ledger, rank, call, qkv, dealt)
         elif is_ring:
-            self._ring(ledger, rank, call, [len(places) for places in dealt], a_token)
+            self._ring(ledger, rank, call, [len(places) for places in dealt], numel_per_token)
         else:
-            self._fetched(ledger, rank, call, dealt, needs, a_token)
+            self._point_to_point(ledger, rank, call, dealt, needs, numel_per_token)
 
     @staticmethod
     def _fetched_share(dealt: Sequence[Places], needs: Sequence[Places]) -> Fraction:
         """Most keys that a rank needs of others, as a share of what a ring brings it."""
         c, length = len(dealt), sum(map(len, dealt))
-        most = max(len(np.setdiff1d(need, here)) for need, here in zip(needs, dealt, strict=True))
+        most = max(
+            len(np.setdiff1d(need, local_positions))
+            for need, local_positions in zip(needs, dealt, strict=True)
+        )
         return Fraction(most * c, (c - 1) * length)
 
-    def _ring(self, ledger: Ledger, rank: int, call: Call, tokens: Sequence[int], a_token: int) -> None:
+    def _ring(
+        self, ledger: ExpectedTraffic, rank: int, call: Call, tokens: Sequence[int], numel_per_token: int
+    ) -> None:
         """Parts of a row go round: after step s a rank hands on what rank − s had at first. Gradients are in float32 or
         wider, and one step behind. a_token: numbers of a token in all rows."""
         size, c = self._computed, len(tokens)
         for step in range(c - 1):
             for _ in range(self._forwards(call) + call.has_gradient):
-                ledger.send(CONTEXT, tokens[(rank - step) % c] * a_token * size)
+                ledger.send(CONTEXT, tokens[(rank - step) % c] * numel_per_token * size)
             if call.has_gradient:
-                ledger.send(CONTEXT, tokens[(rank - step - 1) % c] * a_token * max(4, size))
+                ledger.send(CONTEXT, tokens[(rank - step - 1) % c] * numel_per_token * max(4, size))
 
-    def _fetched(
-        self, ledger: Ledger, rank: int, call: Call, dealt: list[Places], needs: Sequence[Places], a_token: int
-    ) -> None:  # fmt: skip
+    def _point_to_point(
+        self,
+        ledger: ExpectedTraffic,
+        rank: int,
+        call: Call,
+        dealt: list[Places],
+        needs: Sequence[Places],
+        numel_per_token: int,
+    ) -> None:
         """One message to each rank that needs tokens held here, and one back with gradients of what was needed here."""
         for other, held in enumerate(dealt):
             if other == rank:
@@ -176,9 +195,9 @@ class RowsCut:
                 len(np.intersect1d(*both)) for both in ((dealt[rank], needs[other]), (held, needs[rank]))
             )
             for _ in range(self._forwards(call) if given else 0):
-                ledger.send(CONTEXT, given * a_token * self._computed)
+                ledger.send(CONTEXT, given * numel_per_token * self._computed)
             if taken and call.has_gradient:
-                ledger.send(CONTEXT, taken * a_token * self._computed)
+                ledger.send(CONTEXT, taken * numel_per_token * self._computed)
 
     def _needs_of(self, microbatch: int, call: Call, module: nn.Module) -> list[Places]:
         """Places that each rank's queries need. Layers of one pattern and dense mask share them."""
@@ -188,12 +207,12 @@ class RowsCut:
         if getattr(module.pattern, "differs_by_head", False) or key not in self._needs:
             self._needs[key] = [
                 np.flatnonzero(needed(pattern, module, rows, here, causal=causal))
-                for here in self._dealt[side]
+                for here in self._positions_by_rank[side]
             ]
         return self._needs[key]
 
     def _exchange(
-        self, ledger: Ledger, rank: int, call: Call, qkv: Sequence[Shape], dealt: list[Places]
+        self, ledger: ExpectedTraffic, rank: int, call: Call, qkv: Sequence[Shape], dealt: list[Places]
     ) -> None:  # fmt: skip
         """Queries, keys with values, and what was made: to heads (c − 1)/c of tokens here, back 1/c of the others."""
         c, (n, k) = len(dealt), self._heads(*qkv[:2])
@@ -206,7 +225,7 @@ class RowsCut:
             if call.has_gradient:
                 ledger.all_to_all(CONTEXT, (others if to_heads else here) * width * self._computed)
 
-    def _by_heads(self, qkv: Sequence[Shape], a_token: int, share: Fraction | None) -> bool:
+    def _by_heads(self, qkv: Sequence[Shape], numel_per_token: int, share: Fraction | None) -> bool:
         """Whether tokens are exchanged for heads: where it is asked for, or can be and sends less (of a ring three
         times what goes round, of a fetch twice a share of that, by heads twice queries, keys, values and what is made,
         1/c of it). share: of a fetch; None: a ring."""
@@ -216,17 +235,21 @@ class RowsCut:
         (heads, keys), c = self._heads(q, k), parallel.cp
         can = heads % c == 0 and (keys % c == 0 or c % keys == 0)
         times = 3 if share is None else 2 * share
-        return can and 2 * (heads + max(keys, c)) * (q[3] + v[3]) * q[0] < times * c * a_token
+        return can and 2 * (heads + max(keys, c)) * (q[3] + v[3]) * q[0] < times * c * numel_per_token
 
-    def _wide(self, ledger: Ledger, microbatch: int, rank: int, call: Call, module: nn.Module) -> None:
+    def _wide(
+        self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module
+    ) -> None:
         self._wide_queries(ledger, microbatch, call, _known(call.inputs[1:4]))
 
-    def _wide_queries(self, ledger: Ledger, microbatch: int, call: Call, qkv: Sequence[Shape]) -> None:
+    def _wide_queries(
+        self, ledger: ExpectedTraffic, microbatch: int, call: Call, qkv: Sequence[Shape]
+    ) -> None:
         """Queries that see all are summed with zeros from other ranks, what is made of them is gathered with the
         logarithms of the sums, in float32 or better, and back go gradients of both."""
         (rows, n, _, h), (*_, v) = qkv[0], qkv[2]
         side, size = self._side(call), self._computed
-        dealt = self._dealt[side]
+        dealt = self._positions_by_rank[side]
         rank_of = np.zeros(sum(map(len, dealt)), np.int64)
         for rank, places in enumerate(dealt):
             rank_of[places] = rank
@@ -239,7 +262,7 @@ class RowsCut:
         ledger.all_gather(CONTEXT, queries * (v + 1) * max(4, size), times=bool(count) * self._forwards(call))
 
     def _of_linformer(
-        self, ledger: Ledger, microbatch: int, rank: int, call: Call, module: nn.Module
+        self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module
     ) -> None:
         """`rank` keys and values of each document, over its tokens on all ranks."""
         options: Any = block_of(self._config, call.path).attention
@@ -247,7 +270,7 @@ class RowsCut:
         self._summed(ledger, call, documents * 2 * options.rank)
 
     def _of_compressed(
-        self, ledger: Ledger, microbatch: int, rank: int, call: Call, module: nn.Module
+        self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module
     ) -> None:
         """A key and a value of each stretch of `factor` tokens, and of a document's first token; rows of fewer
         stretches are filled up to the most."""
@@ -258,14 +281,16 @@ class RowsCut:
             stretches[row] += -(-(end - begin) // options.factor)
         self._summed(ledger, call, rows.count * max(stretches) * 2)
 
-    def _summed(self, ledger: Ledger, call: Call, of_head: int) -> None:
+    def _summed(self, ledger: ExpectedTraffic, call: Call, numel_per_head: int) -> None:
         """Keys and values that are made of several tokens, of all heads, forward and backward. of_head: how many."""
         model = self._config.model
-        elements = of_head * model.head_width * model.attention.n_heads // self._config.parallel.tp
+        elements = numel_per_head * model.head_width * model.attention.n_heads // self._config.parallel.tp
         times = self._sums_forward(call) + call.has_gradient
         ledger.all_reduce(CONTEXT, elements * self._computed, times=times)
 
-    def _slots(self, ledger: Ledger, microbatch: int, rank: int, call: Call, module: nn.Module) -> None:
+    def _slots(
+        self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module
+    ) -> None:
         """Logarithms of sums are gathered; means are summed and cut; what is made of these is gathered; and back."""
         ranks, mixture = self._config.parallel.cp, self._model.get_submodule(call.path)
         (rows, _, d), (slots, _) = call.inputs[0] or (0, 0, 0), mixture.weight.shape  # type: ignore[misc]
@@ -278,18 +303,22 @@ class RowsCut:
         ledger.reduce_scatter(CONTEXT, of_rank * ranks, times=self._sums_forward(call))
         ledger.all_gather(CONTEXT, of_rank, times=call.has_gradient)
 
-    def _keys(self, ledger: Ledger, microbatch: int, rank: int, call: Call, module: nn.Module) -> None:
+    def _keys(
+        self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module
+    ) -> None:
         """All keys and values of whole rows, for attention of two streams."""
-        dealt = self._dealt[""]
+        dealt = self._positions_by_rank[""]
         everywhere = [np.sort(np.concatenate(dealt))] * len(dealt)
-        self._fetched(
-            ledger, rank, call, dealt, everywhere, self._numbers_of_a_token(_known(call.inputs[:2]))
+        self._point_to_point(
+            ledger, rank, call, dealt, everywhere, self._numel_per_token(_known(call.inputs[:2]))
         )
 
-    def _around(self, ledger: Ledger, microbatch: int, rank: int, call: Call, module: nn.Module) -> None:
+    def _around(
+        self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module
+    ) -> None:
         """Hidden states of the tokens around spans of which another rank has masked tokens; on each tensor-parallel
         rank."""
-        count, dealt = self._config.train.micro_batch, self._dealt[""]
+        count, dealt = self._config.train.micro_batch, self._positions_by_rank[""]
         first = microbatch * count
         left, right = (self._whole[name][first : first + count] for name in ("span_left", "span_right"))
         needs = []
@@ -301,16 +330,18 @@ class RowsCut:
                         wanted |= {place - int(left[row, place]), place + int(right[row, place])}
             needs.append(np.array(sorted(wanted), np.int64))
         (hidden,) = _known(call.inputs[:1])
-        self._fetched(ledger, rank, call, dealt, needs, hidden[0] * hidden[2])
+        self._point_to_point(ledger, rank, call, dealt, needs, hidden[0] * hidden[2])
 
-    def _experts(self, ledger: Ledger, microbatch: int, rank: int, call: Call, module: nn.Module) -> None:
+    def _experts(
+        self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module
+    ) -> None:
         """Choices of a rank's tokens go to all others, where experts take so many tokens of a row."""
         if module.capacity is not None or module.places is not None:
             for _ in range(self._forwards(call) * (self._config.parallel.cp - 1)):
                 ledger.send(CONTEXT, prod(call.inputs[2] or ()) * 8)
 
     def _expert_choice(
-        self, ledger: Ledger, microbatch: int, rank: int, call: Call, module: nn.Module
+        self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module
     ) -> None:
         """Scores of a rank's tokens go to all others: experts choose among the tokens of whole rows."""
         tokens, n_experts = prod((call.inputs[0] or ())[:-1]), int(module.n_experts)  # type: ignore[arg-type]
@@ -320,7 +351,7 @@ class RowsCut:
     @property
     def _computed(self) -> int:
         """Bytes of a number that models compute with."""
-        return PRECISIONS[self._config.train.precision].computed.itemsize
+        return PRECISIONS[self._config.train.precision].compute_dtype.itemsize
 
     @property
     def _at_least_float32(self) -> int:
@@ -328,7 +359,7 @@ class RowsCut:
         return max(4, self._computed)
 
     def _forwards(self, call: Call) -> int:
-        return 1 + (call.in_block and self._config.train.recompute in ("full", "selective"))
+        return 1 + (call.in_layer and self._config.train.recompute in ("full", "selective"))
 
     def _sums_forward(self, call: Call) -> int:
         """Number of forward sums over ranks: "selective" recomputation keeps them."""
@@ -337,7 +368,7 @@ class RowsCut:
     def _side(self, call: Call) -> str:
         """Prefix of the fields of the rows whose keys are looked at."""
         of_encoder = call.path.startswith("encoder.") or _is_of_memory(call.path)
-        return "encoder_" if of_encoder and "encoder_" in self._dealt else ""
+        return "encoder_" if of_encoder and "encoder_" in self._positions_by_rank else ""
 
     def _rows(self, microbatch: int, side: str) -> Rows:
         count = self._config.train.micro_batch
@@ -348,19 +379,19 @@ class RowsCut:
         tp = self._config.parallel.tp
         return q[1] // tp, max(1, k[1] // tp)
 
-    def _numbers_of_a_token(self, sent: Sequence[Shape]) -> int:
+    def _numel_per_token(self, sent: Sequence[Shape]) -> int:
         """Numbers that are sent for a token, in all rows, on one tensor-parallel rank; a single head is on all."""
         tp = self._config.parallel.tp
         return sum(rows * max(1, heads // tp) * channels for rows, heads, _, channels in sent)
 
-    _WAYS: dict[str, Callable[["RowsCut", Ledger, int, int, Call, nn.Module], None]] = {  # noqa: RUF012
-        "WideCore": _wide,
-        "StretchCore": lambda *_: None,  # its keys are on all ranks
-        "Core": _core,
+    _WAYS: dict[str, Callable[["ContextShards", ExpectedTraffic, int, int, Call, nn.Module], None]] = {  # noqa: RUF012
+        "GlobalAttention": _wide,
+        "CompressedAttentionCore": lambda *_: None,  # its keys are on all ranks
+        "DotProductAttention": _core,
         "DisentangledCore": _core,
         "ShawCore": _core,
-        "WholeRows": _keys,
-        "Around": _around,
+        "GatherKV": _keys,
+        "SpanBoundaryGather": _around,
         "LinformerAttention": _of_linformer,
         "CompressedAttention": _of_compressed,
         "SoftMoE": _slots,

@@ -9,20 +9,24 @@ from megatfm.config import Config
 from megatfm.engines.interface import PRECISIONS
 from megatfm.verify.axes import CONTEXT, EXPERT, EXPERT_SHARD, SHARD, TENSOR, MeshPosition, single_sizes
 from megatfm.verify.calls import Call
-from megatfm.verify.expected_context import RowsCut
+from megatfm.verify.expected_context import ContextShards
 from megatfm.verify.expected_tensor import forwards
-from megatfm.verify.ledger import Ledger
+from megatfm.verify.ledger import ExpectedTraffic
 
 
 def add_experts(
-    ledger: Ledger, config: Config, place: MeshPosition, among: Sequence[Sequence[Call]], cut: RowsCut | None
+    ledger: ExpectedTraffic,
+    config: Config,
+    place: MeshPosition,
+    among: Sequence[Sequence[Call]],
+    cut: ContextShards | None,
 ) -> None:
     """Add what a rank sends for one micro-batch. among: the calls of each rank that divides experts with it.
 
     Dispatch and combine are an all-to-all each, forward and backward. If tensor parallelism deals the experts of a rank
     out, each part's rows go to a rank of its own.
     """
-    size, parts, me = PRECISIONS[config.train.precision].computed.itemsize, len(among), place.ep
+    size, parts, me = PRECISIONS[config.train.precision].compute_dtype.itemsize, len(among), place.ep
     dealt, peers = config.parallel.tp if config.parallel.expert_tp == "whole" else 1, place.peers
     for calls in zip(*among, strict=True):
         call, experts = calls[me], calls[me].n_experts // parts
@@ -34,7 +38,7 @@ def add_experts(
             return sum(chosen[source][first : first + n // dealt])
 
         others = [rank for rank in range(parts) if rank != me]
-        width = call.given // call.tokens * size
+        width = call.input_numel // call.n_tokens * size
         sent = sum(rows(me, other) for other in others) * width
         received = sum(rows(other, me) for other in others) * width
         forward, _ = forwards(call, config.train.recompute)
@@ -43,12 +47,12 @@ def add_experts(
         ledger.all_to_all(EXPERT, received, times=forward + call.given_has_gradient)
 
 
-def _rows_by_expert(config: Config, call: Call, at: MeshPosition, cut: RowsCut | None) -> list[int]:
+def _rows_by_expert(config: Config, call: Call, at: MeshPosition, cut: ContextShards | None) -> list[int]:
     """Expert → choices of the tokens that a rank has of its rows."""
-    chosen_BTK = call.taken
+    chosen_BTK = call.expert_index
     assert chosen_BTK is not None
     if cut:
-        chosen_BTK = cut.of_rank(call.path, chosen_BTK, at.cp)
+        chosen_BTK = cut.rank_choices(call.path, chosen_BTK, at.cp)
     if config.parallel.expert_tp == "folded":
         chosen_BTK = chosen_BTK.flatten(0, 1).chunk(config.parallel.tp)[at.tp]
     counts: list[int] = torch.bincount(chosen_BTK.flatten(), minlength=call.n_experts).tolist()

@@ -69,9 +69,9 @@ class Rows:
 def block_of(config: Config, path: str) -> ModelConfig:
     """The config of the block in which a module lies. Blocks that predict further tokens come after the stack's."""
     if further := re.match(r"future\.(\d+)\.", path):
-        return config.model.at(config.model.n_layers + int(further[1]) - 1)
+        return config.model.layer_config(config.model.n_layers + int(further[1]) - 1)
     found = re.search(r"(?:^|\.)layers\.(\d+)\.", path)
-    return config.model.at(int(found[1]) if found else 0)
+    return config.model.layer_config(int(found[1]) if found else 0)
 
 
 def pattern_of(config: Config, path: str) -> Section:
@@ -187,13 +187,13 @@ def _dense_mask(pattern: Any, n_heads: int, length: int) -> NDArray[Any]:
     n_heads = n_heads if pattern.differs_by_head else 1
     places, heads = torch.arange(length), torch.arange(n_heads)[None, :, None, None]
     q, k = places[None, None, :, None], places[None, None, None, :]
-    seen = pattern.sees_of(q, k, heads, torch.full((1, 1, 1, 1), length))
+    seen = pattern.mask_mod_for_lengths(q, k, heads, torch.full((1, 1, 1, 1), length))
     mask: NDArray[Any] = seen.expand(1, n_heads, length, length).flatten(0, 1).any(0).numpy()
     return mask
 
 
 def count_wide(pattern: Section, rows: Rows, rank_of: NDArray[Any], *, causal: bool) -> int:
-    """Places in any of the rows of queries that see all of a document which lies on several ranks. rank_of: by
+    """Places in any of the rows of queries that see all of a document which lies on several ranks. stage_to_rank: by
     place."""
     wide = np.zeros(rows.length, np.bool_)
     for row, begin, end in rows.bounds():

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.config import Config
-from megatfm.cost import MEMORY, Tokens, costs_of
+from megatfm.cost import ENCODER_TOKENS, TokenCounts, total_cost
 from megatfm.engines.interface import PRECISIONS
-from megatfm.objectives import predicted_share
+from megatfm.objectives import target_fraction
 from megatfm.verify.axes import PIPELINE
 from megatfm.verify.batch import Arrays
-from megatfm.verify.ledger import Ledger
+from megatfm.verify.ledger import ExpectedTraffic
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,16 @@ def divide(config: Config, model: nn.Module) -> Stages:
 
 
 def add_pipeline(
-    ledger: Ledger, config: Config, stages: Stages, pp: int, batch: Arrays, microbatches: Sequence[int]
+    ledger: ExpectedTraffic,
+    config: Config,
+    stages: Stages,
+    pp: int,
+    batch: Arrays,
+    microbatches: Sequence[int],
 ) -> None:
     """Add what a pipeline rank sends: for each boundary between stages of two ranks the activations, and where weights
     before it are trained, their gradients back. What is int64, as ELECTRA's corrupted tokens, goes one way."""
-    computed, rows = PRECISIONS[config.train.precision].computed.itemsize, config.train.micro_batch
+    computed, rows = PRECISIONS[config.train.precision].compute_dtype.itemsize, config.train.micro_batch
     for i in microbatches:
         inputs = {name: torch.from_numpy(values[i * rows :][:rows]) for name, values in batch.items()}
         for stage in stages.stages[1:]:
@@ -95,14 +100,14 @@ def _stage_ranks(schedule: str, ranks: int, virtual: int) -> list[int]:
 def _costs(config: Config, model: nn.Module, points: Sequence[Any]) -> list[float]:
     lengths = {
         "tokens": config.data.target_length or config.data.sequence_length or 1,
-        MEMORY: config.data.sequence_length or 0,
+        ENCODER_TOKENS: config.data.sequence_length or 0,
     }
-    predicted = predicted_share(config.objective)
+    predicted = target_fraction(config.objective)
     costs = []
     for point in points:
-        tokens = Tokens(lengths.get(point.token_field, 1), lengths.get(MEMORY, 0), predicted)
-        found = costs_of((model.get_submodule(path) for path in point.modules), tokens)
-        costs.append(found.products + found.attention)
+        tokens = TokenCounts(lengths.get(point.token_field, 1), lengths.get(ENCODER_TOKENS, 0), predicted)
+        found = total_cost((model.get_submodule(path) for path in point.modules), tokens)
+        costs.append(found.matmul_macs + found.attention_macs)
     return costs
 
 

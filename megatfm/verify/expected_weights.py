@@ -19,10 +19,10 @@ from megatfm.verify.axes import (
     TENSOR,
     joined,
 )
-from megatfm.verify.batch import objective_of
+from megatfm.verify.batch import objective_for
 from megatfm.verify.calls import Call
 from megatfm.verify.expected_pipeline import Stage
-from megatfm.verify.ledger import Ledger
+from megatfm.verify.ledger import ExpectedTraffic
 from megatfm.verify.modules import block_paths
 from megatfm.verify.rank_parameters import RankParameters
 
@@ -31,42 +31,42 @@ BUCKET = 2**24
 
 
 def weights_and_gradients(
-    ledger: Ledger, config: Config, held: RankParameters, microbatches: Sequence[Sequence[Call]]
+    ledger: ExpectedTraffic, config: Config, held: RankParameters, microbatches: Sequence[Sequence[Call]]
 ) -> None:
     """Of one rank in one step. microbatches: the calls of its stages."""
-    size = PRECISIONS[config.train.precision].stored.itemsize
+    size = PRECISIONS[config.train.precision].param_dtype.itemsize
     if held.zero == 0:
         _replicated(ledger, config, held)
     elif held.zero == 1:
         _sharded_optimizer(ledger, config, held)
     else:
         _fully_sharded(ledger, config, held, microbatches)
-    for ranks, tied in _ties(held).items():
-        ledger.all_reduce(PIPELINE, sum(held.own(name) for name in tied) * size, among=len(ranks))
-    partial = sum(held.own(name) for name in held.trained if held.is_partial(name))
+    for ranks, tied in _tied_parameters(held).items():
+        ledger.all_reduce(PIPELINE, sum(held.local_numel(name) for name in tied) * size, among=len(ranks))
+    partial = sum(held.local_numel(name) for name in held.trained if held.is_partial(name))
     ledger.all_reduce(TENSOR, partial * size, times=partial > 0)
     _whole_tensors(ledger, config, held)
-    _scalars(ledger, config, held)
+    _metric_reductions(ledger, config, held)
     _module_state(ledger, held)
 
 
-def _replicated(ledger: Ledger, config: Config, held: RankParameters) -> None:
-    size = PRECISIONS[config.train.precision].stored.itemsize
+def _replicated(ledger: ExpectedTraffic, config: Config, held: RankParameters) -> None:
+    size = PRECISIONS[config.train.precision].param_dtype.itemsize
     for shard, names in _by_shard_axis(held, held.trained).items():
-        axis = joined(ledger.sizes, REPLICATE, shard, *_copies(shard)[1:])
+        axis = joined(ledger.sizes, REPLICATE, shard, *_replica_axes(shard)[1:])
         for bucket in _buckets(held, names):
             ledger.all_reduce(axis, sum(prod(held.shapes[name]) for name in bucket) * size)
 
 
-def _sharded_optimizer(ledger: Ledger, config: Config, held: RankParameters) -> None:
+def _sharded_optimizer(ledger: ExpectedTraffic, config: Config, held: RankParameters) -> None:
     precision = PRECISIONS[config.train.precision]
     for axis, names in _by_shard_axis(held, held.trained).items():
         for bucket in _buckets(held, names):
-            everything, ranks = sum(map(held.padded, bucket)), ledger.sizes[axis]
-            ledger.reduce_scatter(axis, everything * precision.stored.itemsize)
-            for copies in _copies(axis):
-                ledger.all_reduce(copies, everything // ranks * precision.stored.itemsize)
-            ledger.all_gather(axis, everything // ranks * precision.computed.itemsize)
+            everything, ranks = sum(map(held.padded_numel, bucket)), ledger.sizes[axis]
+            ledger.reduce_scatter(axis, everything * precision.param_dtype.itemsize)
+            for copies in _replica_axes(axis):
+                ledger.all_reduce(copies, everything // ranks * precision.param_dtype.itemsize)
+            ledger.all_gather(axis, everything // ranks * precision.compute_dtype.itemsize)
 
 
 def _buckets(held: RankParameters, names: Sequence[str]) -> list[list[str]]:
@@ -83,7 +83,7 @@ def _buckets(held: RankParameters, names: Sequence[str]) -> list[list[str]]:
     return buckets
 
 
-def _copies(shard: str) -> tuple[str, ...]:
+def _replica_axes(shard: str) -> tuple[str, ...]:
     """The axes of copies of what ZeRO cuts over that one."""
     return (REPLICATE, CONTEXT) if shard == SHARD else (REPLICATE,)
 
@@ -96,12 +96,12 @@ def _by_shard_axis(held: RankParameters, names: Sequence[str]) -> dict[str, list
 
 
 def _fully_sharded(
-    ledger: Ledger, config: Config, held: RankParameters, microbatches: Sequence[Sequence[Call]]
+    ledger: ExpectedTraffic, config: Config, held: RankParameters, microbatches: Sequence[Sequence[Call]]
 ) -> None:
     parallel, precision = config.parallel, PRECISIONS[config.train.precision]
     for path, names in _groups(held).items():
-        elements = sum(map(held.padded, names))
-        trained = sum(held.padded(name) for name in names if name in held.trained)
+        elements = sum(map(held.padded_numel, names))
+        trained = sum(held.padded_numel(name) for name in names if name in held.trained)
         # A block that a stack runs several times (ALBERT's) is given back after each.
         uses = sum(call.path == path for call in microbatches[0]) if path else 1
         if parallel.zero == 2 or (parallel.pp > 1 and parallel.splits_backward):
@@ -109,23 +109,25 @@ def _fully_sharded(
         elif path:
             gathers = sum(_block_gathers(path, calls) for calls in microbatches)
         else:
-            gathers = len(microbatches) if parallel.pp == 1 else _root_gathers(held, len(microbatches))
+            gathers = len(microbatches) if parallel.pp == 1 else _root_all_gathers(held, len(microbatches))
         reductions = len(microbatches) if parallel.accumulate == "shards" else 1
         if parallel.pp == 1 and uses > 1 and len(microbatches) > reductions:
             reductions += 1  # what was accumulated of its gradients is reduced after the first use
         axis = held.shard_axis(names[0])
-        ledger.all_gather(axis, elements // ledger.sizes[axis] * precision.computed.itemsize, times=gathers)
+        ledger.all_gather(
+            axis, elements // ledger.sizes[axis] * precision.compute_dtype.itemsize, times=gathers
+        )
         reductions *= trained > 0
-        ledger.reduce_scatter(axis, trained * precision.stored.itemsize, times=reductions)
-        shard = trained // ledger.sizes[axis] * precision.stored.itemsize
-        ledger.all_reduce(joined(ledger.sizes, *_copies(axis)), shard, times=reductions)
+        ledger.reduce_scatter(axis, trained * precision.param_dtype.itemsize, times=reductions)
+        shard = trained // ledger.sizes[axis] * precision.param_dtype.itemsize
+        ledger.all_reduce(joined(ledger.sizes, *_replica_axes(axis)), shard, times=reductions)
 
 
 def _block_gathers(path: str, calls: Sequence[Call]) -> int:
     """For one micro-batch: for each pass forward, and for each backward where what the block made has a gradient. The
     frozen block that lies before the first of those is gathered with it, in vain: FSDP2 looks one block ahead."""
-    is_block = any(call.is_block for call in calls if call.path == path)
-    order = [call for call in calls if call.is_block or (call.path == path and not is_block)]
+    is_block = any(call.is_layer_output for call in calls if call.path == path)
+    order = [call for call in calls if call.is_layer_output or (call.path == path and not is_block)]
     mine = [i for i, call in enumerate(order) if call.path == path]
     ahead = [
         i for i in mine if not order[i].has_gradient and i + 1 < len(order) and order[i + 1].has_gradient
@@ -144,11 +146,11 @@ def _groups(held: RankParameters) -> dict[str, list[str]]:
     return groups
 
 
-def _root_gathers(held: RankParameters, microbatches: int) -> int:
+def _root_all_gathers(held: RankParameters, microbatches: int) -> int:
     """How often what lies in no block is gathered: for the first pass, and again after each backward pass, which gives
     it back, but after the last of all: that is the backward pass of the rank's first stage."""
     assert held.pipeline is not None
-    stages = held.pipeline.of_rank(held.place.pp)
+    stages = held.pipeline.of_rank(held.position.pp)
     go_back = [bool(stage.returns) or _trains(held, stage) for stage in stages]
     return 1 + microbatches * sum(go_back) - go_back[0]
 
@@ -158,7 +160,7 @@ def _trains(held: RankParameters, stage: Stage) -> bool:
     return any(parameter.requires_grad for module in modules for parameter in module.parameters())
 
 
-def _ties(held: RankParameters) -> dict[tuple[int, ...], list[str]]:
+def _tied_parameters(held: RankParameters) -> dict[tuple[int, ...], list[str]]:
     """Pipeline ranks → the parameters that these and no others hold."""
     found: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for name in held.trained if held.pipeline else ():
@@ -168,23 +170,23 @@ def _ties(held: RankParameters) -> dict[tuple[int, ...], list[str]]:
     return found
 
 
-def _whole_tensors(ledger: Ledger, config: Config, held: RankParameters) -> None:
+def _whole_tensors(ledger: ExpectedTraffic, config: Config, held: RankParameters) -> None:
     """Optimizers that need whole tensors: blocks of gradients go to a tensor's owner, and blocks of weights back.
 
     Of the tensors that a pipeline rank holds, the largest goes first, to the rank that owns least.
     """
-    parallel, size = config.parallel, PRECISIONS[config.train.precision].stored.itemsize
+    parallel, size = config.parallel, PRECISIONS[config.train.precision].param_dtype.itemsize
     ranks = [
-        replace(held.place, shard=shard, cp=cp, tp=tp)
+        replace(held.position, shard=shard, cp=cp, tp=tp)
         for shard in range(parallel.dp_shard)
-        for cp in (range(parallel.cp) if parallel.ep > 1 else (held.place.cp,))
+        for cp in (range(parallel.cp) if parallel.ep > 1 else (held.position.cp,))
         for tp in range(parallel.tp)
     ]
     axis = joined(ledger.sizes, SHARD, *([CONTEXT] if parallel.ep > 1 else []), TENSOR)
-    me = ranks.index(held.place)
+    me = ranks.index(held.position)
     for group in optimizer_groups(config.optimizer, held.model):
         names = [name for name in group.names if name in held.shapes]
-        if group.needs != "whole_tensor" or not names:
+        if group.granularity != "whole_tensor" or not names:
             continue
         sizes = {name: held.model.get_parameter(name).numel() for name in names}
         load, to_owners, from_owner = [0] * len(ranks), 0, 0
@@ -192,19 +194,19 @@ def _whole_tensors(ledger: Ledger, config: Config, held: RankParameters) -> None
             owner = load.index(min(load))
             load[owner] += sizes[name]
             if owner == me:
-                from_owner += sum(held.own(name, other) for i, other in enumerate(ranks) if i != me)
+                from_owner += sum(held.local_numel(name, other) for i, other in enumerate(ranks) if i != me)
             elif (
-                next(rank for rank in ranks if held.block(name, rank) == held.block(name, held.place))
-                == held.place
+                next(rank for rank in ranks if held.block(name, rank) == held.block(name, held.position))
+                == held.position
             ):
-                to_owners += held.own(name)
+                to_owners += held.local_numel(name)
         ledger.all_to_all(axis, to_owners * size)
         ledger.all_to_all(axis, from_owner * size)
 
 
-def _scalars(ledger: Ledger, config: Config, held: RankParameters) -> None:
+def _metric_reductions(ledger: ExpectedTraffic, config: Config, held: RankParameters) -> None:
     """Once a step: each term's sum and count, and the gradient's norm, of what is cut over tp and of what is not."""
-    terms = len(objective_of(config).weights) * 8
+    terms = len(objective_for(config).loss_weights) * 8
     for axis in (SHARD, REPLICATE):
         ledger.all_reduce(axis, terms, times=2)
     ledger.all_reduce(CONTEXT, terms)  # of sums: all that share a row count it whole
@@ -220,13 +222,13 @@ def _scalars(ledger: Ledger, config: Config, held: RankParameters) -> None:
     ledger.all_reduce(TENSOR, cut)
 
 
-def _module_state(ledger: Ledger, held: RankParameters) -> None:
+def _module_state(ledger: ExpectedTraffic, held: RankParameters) -> None:
     """Once a step: what stateful modules observed, those together that are summed over the same ranks."""
     elements: dict[tuple[bool, tuple[int, ...]], int] = defaultdict(int)
     for path, module in held.model.named_modules():
-        ranks = held.pipeline.module_holders.get(path, ()) if held.pipeline else (held.place.pp,)
-        if isinstance(module, Stateful) and held.place.pp in ranks:
-            key = held.sums(held.cuts[path]), ranks
+        ranks = held.pipeline.module_holders.get(path, ()) if held.pipeline else (held.position.pp,)
+        if isinstance(module, Stateful) and held.position.pp in ranks:
+            key = held.is_partial_style(held.cuts[path]), ranks
             elements[key] += sum(count.numel() for count in module.observed.values())
     for (is_partial, ranks), count in elements.items():
         for axis in (SHARD, REPLICATE, CONTEXT, *([TENSOR] if is_partial else [])):

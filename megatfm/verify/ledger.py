@@ -8,16 +8,16 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-Flows = dict[tuple[str, str], tuple[int, int]]
+TrafficTable = dict[tuple[str, str], tuple[int, int]]
 """Axis and collective → calls and bytes sent."""
 
 
 @dataclass
-class Ledger:
+class ExpectedTraffic:
     """sizes: ranks by axis; an axis of one rank sends nothing. called: axis → the name by which it is entered."""
 
     sizes: Mapping[str, int]
-    called: Mapping[str, str] = field(default_factory=dict)
+    group_names: Mapping[str, str] = field(default_factory=dict)
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     sent: Counter[tuple[str, str]] = field(default_factory=Counter)
 
@@ -44,10 +44,10 @@ class Ledger:
 
     def _add(self, axis: str, collective: str, sent: int, times: int) -> None:
         if self.sizes[axis] > 1 and times:
-            axis = self.called.get(axis, axis)
+            axis = self.group_names.get(axis, axis)
             self.calls[axis, collective] += times
             self.sent[axis, collective] += sent * times
 
-    def flows(self) -> Flows:
+    def flows(self) -> TrafficTable:
         """The calls and bytes added so far; what sent nothing has no entry."""
         return {key: (calls, self.sent[key]) for key, calls in self.calls.items()}

@@ -130,33 +130,33 @@ ROWS: Mapping[str, Rows] = {
     "ExpertChoiceRouter": (("whole", "sequence, gathered"), ("own", "sequence output")),
     "TokenSum": (("", "token sum"),),
     "Convolution": PER_HEAD,
-    "Sketch": SHARED,
-    "HeadSketch": PER_HEAD,
+    "SequenceProjection": SHARED,
+    "PerHeadSequenceProjection": PER_HEAD,
     "Alibi": PER_HEAD,
     "RelativeBias": PER_HEAD,
     "ShawCore": SHARED,
-    "RelativeTable": (("table", "shared by heads"),),
-    "BucketTable": (("table", "shared by heads"), ("norm", "shared by heads")),
-    "SplitRMSNorm": (*PER_HEAD, ("total", "summed over parts")),
+    "RelativePositionTable": (("table", "shared by heads"),),
+    "BucketedPositionTable": (("table", "shared by heads"), ("norm", "shared by heads")),
+    "ShardedRMSNorm": (*PER_HEAD, ("total", "summed over parts")),
     "PreNorm": NORM,
     "PostNorm": NORM,
     "DeepNorm": NORM,
     "SandwichNorm": (*NORM, ("norm_out", "sequence")),
-    "Head": (("", "vocabulary head"),),
-    "BoundaryHead": (
+    "LMHead": (("", "vocabulary head"),),
+    "SpanBoundaryHead": (
         ("", "vocabulary head"),
         ("positions", "shared by heads"),
         ("dense[12]", "shared by heads"),
         ("norm[12]", "shared by heads"),
     ),
-    "Embedding": (
+    "InputEmbedding": (
         ("tokens", "vocabulary embedding"),
         ("positions", "sequence output"),
         ("segments", "sequence output"),
         ("norm", "sequence"),
         ("projection", "sequence"),
     ),
-    "Transform": (("dense", "shared by heads"), ("norm", "shared by heads")),
+    "PredictionHeadTransform": (("dense", "shared by heads"), ("norm", "shared by heads")),
     "SentenceHead": (("", "whole input"), ("*", "whole")),
     "Discriminator": (("dense", "sequence"), ("verdict", "sequence, gathered")),
     "FutureHead": (("final_norm", "sequence"),),
@@ -188,7 +188,7 @@ def silent(model: nn.Module) -> str | None:
     """Name of a plugin's style that doesn't say what it sends."""
     for owner in model.modules():
         for _, kind in _rows(type(owner)):
-            if kind not in KINDS and promised(kind).sends is None:
+            if kind not in KINDS and promised(kind).communication is None:
                 return kind
     return None
 
@@ -197,8 +197,8 @@ def _rows(kind: type) -> Rows:
     for base in kind.__mro__:
         if base.__module__.startswith("megatfm.") and base.__name__ in ROWS:
             return ROWS[base.__name__]
-        if "plan" in vars(base):
-            rows: Rows = vars(base)["plan"]
+        if "tp_plan" in vars(base):
+            rows: Rows = vars(base)["tp_plan"]
             return rows
     return ()
 
@@ -213,7 +213,7 @@ def _fitted(kind: str, module: nn.Module, parallel: ParallelConfig) -> ModuleCut
     parts = parallel.tp
     if kind not in KINDS:
         style = promised(kind)
-        return ModuleCut(style.dim, style.gradient, style.sends, style.dims)
+        return ModuleCut(style.dim, style.gradient, style.communication, style.dims)
     if parts > 1 and (kind, parallel.expert_tp) in OTHERWISE:
         return OTHERWISE[kind, parallel.expert_tp]
     heads = getattr(module, "heads", None)

@@ -1,9 +1,9 @@
 """Styles of plugins, of which nobody but their author knows what they send: what they promise in `sends` is held."""
 
-from megatfm.parallel.style import Style
+from megatfm.parallel.style import ParallelStyle
 from megatfm.parallel.styles import STYLES
 
 
-def promised(name: str) -> Style:
+def promised(name: str) -> ParallelStyle:
     """The style of a plan that a plugin registered under a name."""
     return STYLES.get(name)

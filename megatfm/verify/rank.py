@@ -17,25 +17,25 @@ from numpy.typing import NDArray
 from torch.distributed.tensor import debug
 from torch.utils import deterministic
 
-from megatfm.checkpoint import Box
+from megatfm.checkpoint import ShardedTensor
 from megatfm.config import Config
 from megatfm.engines.interface import Engine
 from megatfm.errors import UsageError
 from megatfm.ops.attention import blocks
-from megatfm.parallel.layout import Region
+from megatfm.parallel.layout import Chunk
 from megatfm.parallel.mesh import build_mesh
 from megatfm.registry import import_plugins
 from megatfm.train.build import build_engine
-from megatfm.verify.batch import Arrays, objective_of
+from megatfm.verify.batch import Arrays, objective_for
 from megatfm.verify.reference import perturbation
-from megatfm.verify.traffic import Flow, Traffic
+from megatfm.verify.traffic import CollectiveTraffic, TrafficCounter
 
-Blocks = Mapping[str, list[tuple[Region, NDArray[np.floating[Any]]]]]
+Blocks = Mapping[str, list[tuple[Chunk, NDArray[np.floating[Any]]]]]
 """Parameter name → its blocks on a rank, and where they are in the whole tensor."""
 
 
 @dataclass(frozen=True)
-class RankSetup:
+class RankInit:
     """One rank among those of the layout; they meet in the file `store`."""
 
     rank: int
@@ -48,20 +48,20 @@ class RankSetup:
 class Job:
     """A step that a rank process is asked to take."""
 
-    place: RankSetup
+    place: RankInit
     config: Config
     batch: Arrays
 
 
 @dataclass(frozen=True)
-class Answer:
+class RankResult:
     """One rank's share of the step: its blocks of every gradient (zeros where there is none), and of the weights after
     it."""
 
     loss: float
     grad_norm: float
     blocks: Blocks
-    flows: list[Flow]
+    flows: list[CollectiveTraffic]
     weights: Blocks = field(default_factory=dict)
 
 
@@ -104,7 +104,7 @@ def run_rank(connection: Connection) -> None:
         return
 
 
-def _answer(job: Job) -> Answer | Failure:
+def _answer(job: Job) -> RankResult | Failure:
     place = job.place
     try:
         dist.init_process_group(
@@ -131,35 +131,35 @@ def _leave_group() -> None:
     gc.collect()
 
 
-def _step(config: Config, batch: Arrays, world_size: int) -> Answer:
+def _step(config: Config, batch: Arrays, world_size: int) -> RankResult:
     mesh = build_mesh(config.parallel, world_size, "cpu")
     engine = build_engine(config, mesh, torch.device("cpu"), config.train.precision)
     weights = _weights(engine)
     for name, box in weights.items():
-        for part in box.parts:
+        for part in box.blocks:
             sizes = tuple(part.tensor.shape)
             part.tensor.add_(perturbation(config.train.seed, name, box.global_shape, part.offsets, sizes))
     engine.weights_changed()
-    with Traffic(engine.process_groups()) as traffic:
-        stats = engine.forward_backward(_microbatches(config, engine, batch), objective_of(config))
+    with TrafficCounter(engine.process_groups()) as traffic:
+        stats = engine.forward_backward(_microbatches(config, engine, batch), objective_for(config))
         gradients = {name: gradient.clone() for name, gradient in engine.gradients().items()}
         grad_norm = engine.step(config.optimizer.lr, config.optimizer.clip)
     updated = {name: box.tensor.detach().clone() for name, box in _weights(engine).items()}
-    return Answer(
+    return RankResult(
         stats.loss, grad_norm, _blocks(weights, gradients), traffic.flows(), _blocks(weights, updated)
     )
 
 
-def _weights(engine: Engine) -> dict[str, Box]:
+def _weights(engine: Engine) -> dict[str, ShardedTensor]:
     """Blocks of the parameters, without what modules keep beside them."""
     return {name: box for name, box in engine.weights().items() if name in engine.layout}
 
 
-def _blocks(weights: Mapping[str, Box], gradients: Mapping[str, torch.Tensor]) -> Blocks:
+def _blocks(weights: Mapping[str, ShardedTensor], gradients: Mapping[str, torch.Tensor]) -> Blocks:
     return {
         name: [
             ((part.offsets, tuple(part.tensor.shape)), part.tensor.numpy())
-            for part in box.over(gradients.get(name, torch.zeros_like(box.tensor))).parts
+            for part in box.with_tensor(gradients.get(name, torch.zeros_like(box.tensor))).blocks
         ]
         for name, box in weights.items()
     }

@@ -22,16 +22,16 @@ class RankParameters:
     model: nn.Module
     cuts: Mapping[str, ModuleCut]
     pipeline: Stages | None
-    place: MeshPosition
+    position: MeshPosition
     parallel: ParallelConfig
 
     @cached_property
     def shapes(self) -> dict[str, Shape]:
         """Before the data axes cut them, of the parameters that this pipeline rank's stages use."""
         return {
-            name: self.shape_at(name, self.place)
+            name: self.shape_at(name, self.position)
             for name, _ in self.model.named_parameters()
-            if self.pipeline is None or self.place.pp in self.pipeline.holders[name]
+            if self.pipeline is None or self.position.pp in self.pipeline.holders[name]
         }
 
     @cached_property
@@ -60,7 +60,11 @@ class RankParameters:
 
     def shards(self, name: str) -> int:
         """Ranks along that axis."""
-        return self.parallel.ep_within // self.parallel.ep if self.is_expert(name) else self.parallel.dp_shard
+        return (
+            self.parallel.expert_mesh_size // self.parallel.ep
+            if self.is_expert(name)
+            else self.parallel.dp_shard
+        )
 
     @property
     def zero(self) -> int:
@@ -82,24 +86,24 @@ class RankParameters:
 
     def is_partial(self, name: str) -> bool:
         """Whether each tensor-parallel rank has only its share of the gradient."""
-        return self.sums(self._cut(name)) and not self.is_cut(name)
+        return self.is_partial_style(self._cut(name)) and not self.is_cut(name)
 
-    def sums(self, cut: ModuleCut) -> bool:
+    def is_partial_style(self, cut: ModuleCut) -> bool:
         """Whether what a tensor-parallel rank computes in a module is its share only."""
         partial = cut.gradient == "partial"
         return self.parallel.tp > 1 and (
             partial or (cut.gradient == "sequence" and self.parallel.sequence_parallel)
         )
 
-    def own(self, name: str, place: MeshPosition | None = None) -> int:
+    def local_numel(self, name: str, place: MeshPosition | None = None) -> int:
         """Elements of the block that is a rank's, by default this one's, after the data axes cut it."""
-        place = place or self.place
+        place = place or self.position
         shape, parts = self.shape_at(name, place), self.shards(name) if self.zero else 1
         size = shape[self._data_dim(name)]
         each, part = -(-size // parts), place.edp if self.is_expert(name) else place.shard
         return max(0, min(each, size - each * (part if parts > 1 else 0))) * (prod(shape) // size)
 
-    def padded(self, name: str) -> int:
+    def padded_numel(self, name: str) -> int:
         """Elements when each data rank's rows are filled up to equally many."""
         shape, ranks = self.shapes[name], self.shards(name)
         size = shape[self._data_dim(name)]
@@ -109,7 +113,7 @@ class RankParameters:
         """Where the data axes cut: within experts, under ZeRO 2 and 3, where their number can't be divided."""
         if not self._cut(name).are_experts or self.zero < 2:
             return 0
-        (experts, *inner), ranks = self.shape_at(name, self.place), self.shards(name)
+        (experts, *inner), ranks = self.shape_at(name, self.position), self.shards(name)
         return 1 if experts % ranks and inner and inner[0] % ranks == 0 else 0
 
     def _cut_dim(self, name: str) -> int | None:

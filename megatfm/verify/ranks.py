@@ -14,19 +14,19 @@ from megatfm.config import Config
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.verify.batch import Arrays
 from megatfm.verify.forkserver import context
-from megatfm.verify.rank import Answer, Failure, Job, RankSetup, run_rank
+from megatfm.verify.rank import Failure, Job, RankInit, RankResult, run_rank
 
 START_SECONDS = 300.0  # to import torch, while all the others do
 COLLECTIVE_SECONDS = 20.0  # to wait for another rank, in a step that takes a fraction of a second
 STEP_SECONDS = 120.0
-SETTLE_SECONDS = 1.0  # after the first failure: how long other ranks may still say what they saw
-LEAVE_SECONDS = 10.0
-CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "imed out")
+GRACE_SECONDS = 1.0  # after the first failure: how long other ranks may still say what they saw
+EXIT_SECONDS = 10.0
+SECONDARY_ERRORS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "imed out")
 """Signs of a rank that failed only because another one was gone or late."""
 
 
 @dataclass(frozen=True)
-class Member:
+class RankProcess:
     """One process of the layout, and the line to it."""
 
     process: ForkServerProcess
@@ -37,7 +37,7 @@ class RankTeam:
     """Rank processes that stay for the next layout. A failure ends them all; the next step starts new ones."""
 
     def __init__(self) -> None:
-        self._members: list[Member] = []
+        self._members: list[RankProcess] = []
 
     def __enter__(self) -> Self:
         return self
@@ -50,7 +50,7 @@ class RankTeam:
         """Process ids by rank, of the processes that are there."""
         return [member.process.pid or 0 for member in self._members]
 
-    def step(self, config: Config, batch: Arrays) -> list[Answer]:
+    def step(self, config: Config, batch: Arrays) -> list[RankResult]:
         """One step of `config` under its layout, a process a rank; the answers by rank.
 
         Raises MegatfmError that names the rank which failed, died or hangs (UsageError if it is the layout that can't
@@ -64,14 +64,14 @@ class RankTeam:
                 for _ in range(present, world_size):
                     self._members.append(_start())
                 _collect(self._members[present:], START_SECONDS)
-                team, store = self._members[:world_size], str(Path(folder) / "store")
+                processes, store = self._members[:world_size], str(Path(folder) / "store")
                 for rank, member in enumerate(
-                    team
+                    processes
                 ):  # all are there: from here on, a silent rank is a hanging one
-                    place = RankSetup(rank, world_size, store, COLLECTIVE_SECONDS)
+                    place = RankInit(rank, world_size, store, COLLECTIVE_SECONDS)
                     member.connection.send(Job(place, config, batch))
-                answers: list[Answer] = _collect(team, STEP_SECONDS)
-                for member in team:
+                answers: list[RankResult] = _collect(processes, STEP_SECONDS)
+                for member in processes:
                     member.connection.send("leave")
                 return answers
         except BaseException:
@@ -84,7 +84,7 @@ class RankTeam:
             with suppress(OSError):
                 member.connection.send(None)
         for member in self._members:
-            member.process.join(LEAVE_SECONDS)
+            member.process.join(EXIT_SECONDS)
         self._kill()
 
     def _kill(self) -> None:
@@ -95,18 +95,18 @@ class RankTeam:
         self._members = []
 
 
-def _start() -> Member:
+def _start() -> RankProcess:
     ours, theirs = context().Pipe()
     process = context().Process(target=run_rank, args=(theirs,), daemon=True)
     process.start()
     theirs.close()  # so that the process's end is seen as the end of the line
-    return Member(process, ours)
+    return RankProcess(process, ours)
 
 
-def _collect(team: Sequence[Member], seconds: float) -> list[Any]:
+def _collect(processes: Sequence[RankProcess], seconds: float) -> list[Any]:
     """One message from each rank."""
-    pending = {member.connection: rank for rank, member in enumerate(team)}
-    messages: list[Any] = [None] * len(team)
+    pending = {member.connection: rank for rank, member in enumerate(processes)}
+    messages: list[Any] = [None] * len(processes)
     failures: dict[int, Failure] = {}
     deadline = time.monotonic() + seconds
     while pending and (ready := wait(list(pending), max(0.0, deadline - time.monotonic()))):
@@ -116,10 +116,10 @@ def _collect(team: Sequence[Member], seconds: float) -> list[Any]:
             try:
                 message = connection.recv()
             except (EOFError, ConnectionResetError):
-                message = Failure(_death(team[rank].process))
+                message = Failure(_exit_reason(processes[rank].process))
             if isinstance(message, Failure):
                 failures[rank] = message
-                deadline = min(deadline, time.monotonic() + SETTLE_SECONDS)
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
             messages[rank] = message
     if failures or pending:
         raise _error(failures, sorted(pending.values()), seconds)
@@ -129,7 +129,9 @@ def _collect(team: Sequence[Member], seconds: float) -> list[Any]:
 def _error(failures: Mapping[int, Failure], silent: Sequence[int], seconds: float) -> MegatfmError:
     """Blame the cause rather than the ranks that only noticed it."""
     causes = [
-        rank for rank, failure in failures.items() if not any(sign in failure.text for sign in CONSEQUENCES)
+        rank
+        for rank, failure in failures.items()
+        if not any(sign in failure.text for sign in SECONDARY_ERRORS)
     ]
     if not causes and silent:
         waited = COLLECTIVE_SECONDS if failures else seconds
@@ -146,8 +148,8 @@ def _error(failures: Mapping[int, Failure], silent: Sequence[int], seconds: floa
     return error
 
 
-def _death(process: ForkServerProcess) -> str:
-    process.join(LEAVE_SECONDS)
+def _exit_reason(process: ForkServerProcess) -> str:
+    process.join(EXIT_SECONDS)
     code = process.exitcode
     return (
         f"the process was killed by signal {-code}"

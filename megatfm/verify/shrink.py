@@ -24,7 +24,7 @@ from megatfm.config import (
     invalid,
 )
 from megatfm.config.attention import AttentionSection
-from megatfm.config.base import Section, nested
+from megatfm.config.base import Section, unflatten
 from megatfm.errors import UsageError
 from megatfm.models import build
 from megatfm.parallel.mesh import SHARD, axis_sizes
@@ -58,8 +58,8 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
     parallel = config.parallel
     if parallel.dp_shard == -1:
         few = 2 if parallel.tp * parallel.pp * parallel.cp == 1 else 1
-        each = parallel.ep // gcd(parallel.ep, -parallel.ep_within)
-        parallel = parallel.model_copy(update={"dp_shard": -(-few // each) * each})
+        ep_multiple = parallel.ep // gcd(parallel.ep, -parallel.expert_mesh_size)
+        parallel = parallel.model_copy(update={"dp_shard": -(-few // ep_multiple) * ep_multiple})
     parallel = parallel.model_copy(update={"cuts": []})
     world_size = parallel.pp * parallel.dp_replicate * parallel.dp_shard * parallel.cp * parallel.tp
     if world_size > MAX_RANKS:
@@ -70,7 +70,7 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
     data_ranks = parallel.dp_replicate * axis_sizes(parallel, world_size)[SHARD]
     before = config.data.model_dump(include={"sequence_length", "target_length"})
     lengths = {
-        key: length and _fit(length, max(LENGTH, 2 * parallel.cp * parallel.tp), parallel.tp)
+        key: length and _shrunk_size(length, max(LENGTH, 2 * parallel.cp * parallel.tp), parallel.tp)
         for key, length in before.items()
     }
     rows = Rows(*(max(filter(None, of.values())) for of in (before, lengths)))
@@ -104,8 +104,8 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
             ),
         }
     )
-    still = [pattern for pattern in config.train.freeze if _matches(small, pattern)]
-    small = small.model_copy(update={"train": small.train.model_copy(update={"freeze": still})})
+    matching_patterns = [pattern for pattern in config.train.freeze if _matches(small, pattern)]
+    small = small.model_copy(update={"train": small.train.model_copy(update={"freeze": matching_patterns})})
     inexact = config.deepspeed.quantized
     exact = config.deepspeed.model_copy(update=dict.fromkeys(inexact, False))
     left = [
@@ -125,19 +125,19 @@ def _model(model: ModelConfig, *, heads_over: int, shards: int, stages: int, row
     kv_heads = min(model.attention.kv_heads, 2 * heads_over)  # two a rank, so that their order shows
     heads = kv_heads * (model.attention.n_heads // model.attention.kv_heads)
     head_dim = min(model.head_width, HEAD_DIM)
-    joined = model.d_model == model.attention.n_heads * model.head_width
+    is_square = model.d_model == model.attention.n_heads * model.head_width
     distinct = model.distinct_layers and min(model.distinct_layers, LAYERS)
     of_kinds = (model.blocks.index(kind) + 1 for kind in model.block)
     layers = max(LAYERS, stages, 1 + (distinct or 0), *of_kinds)  # one block more, so that two share weights
     changes: dict[str, Any] = {
-        "vocab_size": _fit(model.vocab_size or VOCABULARY, WIDTH, shards),
+        "vocab_size": _shrunk_size(model.vocab_size or VOCABULARY, WIDTH, shards),
         "n_layers": min(model.n_layers, layers),
         "n_encoder_layers": model.n_encoder_layers and min(model.n_encoder_layers, layers),
         "distinct_layers": distinct,
-        "d_model": heads * head_dim if joined else _fit(model.d_model, WIDTH, shards),
+        "d_model": heads * head_dim if is_square else _shrunk_size(model.d_model, WIDTH, shards),
         "attention.n_heads": heads,
         "attention.head_dim": model.attention.head_dim and head_dim,
-        "ffn.d_ff": _fit(model.ffn.d_ff, WIDTH, shards),
+        "ffn.d_ff": _shrunk_size(model.ffn.d_ff, WIDTH, shards),
     }
     if isinstance(model.attention, HeadsAttentionConfig):
         changes["attention.n_kv_heads"] = model.attention.n_kv_heads and kv_heads
@@ -147,15 +147,15 @@ def _model(model: ModelConfig, *, heads_over: int, shards: int, stages: int, row
         changes[f"attention.pattern.{key}"] = size
     if (generator := model.generator) is not None:
         n_heads = min(generator.n_heads, 2 * heads_over)
-        each = generator.d_model // generator.n_heads
+        ep_multiple = generator.d_model // generator.n_heads
         changes["generator"] = {
-            "d_model": n_heads * min(each, HEAD_DIM),
+            "d_model": n_heads * min(ep_multiple, HEAD_DIM),
             "n_heads": n_heads,
-            "d_ff": _fit(generator.d_ff, WIDTH, shards),
+            "d_ff": _shrunk_size(generator.d_ff, WIDTH, shards),
             "n_layers": generator.n_layers and min(generator.n_layers, layers),
         }
     changes["block"] = {kind: _block(model, kind, heads_over, shards, rows) for kind in model.block}
-    return model.changed(changes)
+    return model.with_changes(changes)
 
 
 def _sizes(attention: AttentionSection, length: int, shards: int) -> dict[str, Any]:
@@ -163,9 +163,9 @@ def _sizes(attention: AttentionSection, length: int, shards: int) -> dict[str, A
     if isinstance(attention, LatentAttentionConfig):
         width = attention.v_dim
         return {
-            "kv_rank": _fit(attention.kv_rank, RANK, shards),
-            "q_rank": attention.q_rank and _fit(attention.q_rank, RANK, shards),
-            "rope_dim": _fit(attention.rope_dim, HEAD_DIM, 2),
+            "kv_rank": _shrunk_size(attention.kv_rank, RANK, shards),
+            "q_rank": attention.q_rank and _shrunk_size(attention.q_rank, RANK, shards),
+            "rope_dim": _shrunk_size(attention.rope_dim, HEAD_DIM, 2),
             # Of another width than keys have, where it was.
             "v_dim": width and min(width, HEAD_DIM + (0 if width == attention.head_dim else 2)),
         }
@@ -184,12 +184,12 @@ def _sizes_of_pattern(pattern: Section, rows: Rows) -> dict[str, Any]:
     match pattern:
         case WindowPatternConfig():
             step = min(pattern.step, 2)
-            width = _fit(pattern.width, max(1, fourth // step), 2)
+            width = _shrunk_size(pattern.width, max(1, fourth // step), 2)
             if pattern.width * pattern.step >= before:
                 width = pattern.width * pattern.step * length // before // step
             return {"width": width, "step": step, "first": min(pattern.first, 2)}
         case LongformerPatternConfig():
-            width = _fit(pattern.width, fourth, 2)
+            width = _shrunk_size(pattern.width, fourth, 2)
             tokens = dict.fromkeys(min(token, length // 2) for token in pattern.tokens)
             return {
                 "width": width if pattern.width < before else pattern.width * length // before,
@@ -216,9 +216,9 @@ def _sizes_of_pattern(pattern: Section, rows: Rows) -> dict[str, Any]:
 
 def _block(model: ModelConfig, kind: str, heads_over: int, shards: int, rows: Rows) -> dict[str, Any]:
     """What the blocks of a kind have otherwise, with its sizes made small as the model's are."""
-    keys, own = nested(model.block[kind]), model.of_kind(kind)
+    keys, own = unflatten(model.block[kind]), model.type_config(kind)
     if "d_ff" in keys.get("ffn", {}):
-        keys["ffn"] = {**keys["ffn"], "d_ff": _fit(own.ffn.d_ff, WIDTH, shards)}
+        keys["ffn"] = {**keys["ffn"], "d_ff": _shrunk_size(own.ffn.d_ff, WIDTH, shards)}
     attention = dict(keys.get("attention", {}))
     if {"n_heads", "n_kv_heads", "head_dim"} & attention.keys():
         kv_heads = min(own.attention.kv_heads, 2 * heads_over)
@@ -234,7 +234,7 @@ def _block(model: ModelConfig, kind: str, heads_over: int, shards: int, rows: Ro
     return {**keys, **({"attention": attention} if attention else {})}
 
 
-def _fit(size: int, least: int, modulus: int) -> int:
+def _shrunk_size(size: int, least: int, modulus: int) -> int:
     """The smallest number from `least` on with the remainder of `size`; `size` itself where that is smaller."""
     return min(size, least + (size - least) % modulus)
 
@@ -256,8 +256,8 @@ def _difference(place: str, old: object, new: object) -> Iterator[str]:
     if isinstance(old, Section) and isinstance(new, Section):
         yield from _differences(place, old, new)
     elif isinstance(old, dict) and isinstance(new, dict):  # of kinds of blocks
-        for key, one in nested(old).items():
-            yield from _difference(f"{place}.{key}", one, nested(new).get(key, one))
+        for key, one in unflatten(old).items():
+            yield from _difference(f"{place}.{key}", one, unflatten(new).get(key, one))
     elif isinstance(old, str) and isinstance(new, dict):  # a pattern's name alone
         return
     elif old != new:

@@ -15,7 +15,7 @@ WAITS = ("wait_tensor", "barrier", "monitored_barrier_", "recv_")
 
 
 @dataclass(frozen=True)
-class Flow:
+class CollectiveTraffic:
     """What one kind of collective moved over one axis: calls, and bytes that this rank sends (by a ring)."""
 
     axis: str
@@ -24,7 +24,7 @@ class Flow:
     sent_bytes: int
 
 
-class Traffic(TorchDispatchMode):
+class TrafficCounter(TorchDispatchMode):
     """While entered, counts the collectives of this thread. axes: process-group name → what to call it."""
 
     def __init__(self, axes: Mapping[str, str]) -> None:
@@ -33,9 +33,11 @@ class Traffic(TorchDispatchMode):
         self._calls: Counter[tuple[str, str]] = Counter()
         self._bytes: Counter[tuple[str, str]] = Counter()
 
-    def flows(self) -> list[Flow]:
+    def flows(self) -> list[CollectiveTraffic]:
         """The collectives counted so far, sorted by axis and kind."""
-        return [Flow(*key, calls, self._bytes[key]) for key, calls in sorted(self._calls.items())]
+        return [
+            CollectiveTraffic(*key, calls, self._bytes[key]) for key, calls in sorted(self._calls.items())
+        ]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.config import Config
-from megatfm.engines.interface import OptimizerGroup, Place, Placed
+from megatfm.engines.interface import NeedsShardLocations, OptimizerGroup, ShardLocation
 from megatfm.train.build import build_model
 from megatfm.train.optimizers import optimizer_groups
-from megatfm.verify.reference import perturbed
+from megatfm.verify.reference import initialise_perturbed
 
 CLIPPED = 1e-6
 """Added to the norm by which gradients are clipped, as torch does."""
@@ -19,7 +19,7 @@ CLIPPED = 1e-6
 def plain_weights(config: Config) -> dict[str, Tensor]:
     """Name → weight [whole shape] before the step, in float64, of those that are trained."""
     model = build_model(config).double()
-    perturbed(model, config.train.seed)
+    initialise_perturbed(model, config.train.seed)
     return {name: weight.data for name, weight in model.named_parameters() if weight.requires_grad}
 
 
@@ -54,23 +54,23 @@ def _step(
         return
 
     def parts(name: str, tensor: Tensor) -> list[Tensor]:
-        return list(tensor) if name in group.stacked else [tensor]
+        return list(tensor) if name in group.stacked_names else [tensor]
 
     split = {name: parts(name, weight) for name, weight in weights.items()}
     options: list[dict[str, Any]] = []
     for names, shared in group.parameter_groups(weights):
         options.append({**shared, "params": [part for name in names for part in split[name]]})
-    optimizer = group.make(options)
+    optimizer = group.build(options)
     for shared in optimizer.param_groups:
         shared["lr"] = lr * shared["lr_ratio"]
     for name, gradient in gradients.items():
         for part, of_part in zip(split[name], parts(name, gradient), strict=True):
             part.grad = of_part.clone()
-    if isinstance(optimizer, Placed):
+    if isinstance(optimizer, NeedsShardLocations):
         whole = (0,) * 8
-        optimizer.place(
+        optimizer.set_shard_locations(
             {
-                weight: Place(name, tuple(weight.shape), whole[: weight.dim()])
+                weight: ShardLocation(name, tuple(weight.shape), whole[: weight.dim()])
                 for name, weight in weights.items()
             }
         )

@@ -11,20 +11,20 @@ from torch import Tensor
 
 from megatfm.config import Config
 from megatfm.engines.interface import PRECISIONS
-from megatfm.parallel.layout import Region
+from megatfm.parallel.layout import Chunk
 from megatfm.registry import import_plugins
 from megatfm.train.build import build_model
 from megatfm.verify.batch import Documents, random_batch
 from megatfm.verify.expected import expected_flows, unpredicted
-from megatfm.verify.ledger import Flows
-from megatfm.verify.rank import Answer
+from megatfm.verify.ledger import TrafficTable
+from megatfm.verify.rank import RankResult
 from megatfm.verify.ranks import RankTeam
 from megatfm.verify.reference import ReferenceStep, reference_step
 from megatfm.verify.shrink import shrink
-from megatfm.verify.traffic import Flow
+from megatfm.verify.traffic import CollectiveTraffic
 from megatfm.verify.update import plain_step, plain_weights
 
-BlocksOfOne = Sequence[tuple[Region, NDArray[np.floating[Any]]]]
+BlocksOfOne = Sequence[tuple[Chunk, NDArray[np.floating[Any]]]]
 """A rank's blocks of one parameter."""
 
 
@@ -34,10 +34,10 @@ class Limits:
     than this share of all gradients is measured against that share: some are zero in theory."""
 
     bound: float
-    floor: float
+    relative_floor: float
 
 
-LIMITS = {"fp64": Limits(bound=1e-9, floor=1e-6), "fp32": Limits(bound=1e-5, floor=1e-3)}
+LIMITS = {"fp64": Limits(bound=1e-9, relative_floor=1e-6), "fp32": Limits(bound=1e-5, relative_floor=1e-3)}
 """By the precision that the layout's engine computes in."""
 
 
@@ -68,12 +68,12 @@ class Comparison:
     """Of what the optimizer adds to each weight, given the layout's own gradients."""
     loss: Difference
     grad_norm: Difference
-    flows: list[Flow]
-    expected: Flows
+    flows: list[CollectiveTraffic]
+    expected: TrafficTable
     """Axis and collective → calls and bytes by the closed forms, for the rank that sends most."""
-    unpredicted: Mapping[str, str]
+    axes_without_closed_form: Mapping[str, str]
     """Axis → why there is no closed form for it."""
-    misses: Sequence[str] = ()
+    traffic_mismatches: Sequence[str] = ()
     """Flows that are not as expected, on any rank."""
 
     @property
@@ -116,15 +116,15 @@ def verify(config: Config, documents: Documents = "mixed", team: RankTeam | None
         updates=update_differences(small, answers, limits),
         loss=_worst("loss", [answer.loss for answer in answers], step.loss, limits),
         grad_norm=_worst("gradient norm", [answer.grad_norm for answer in answers], step.grad_norm, limits),
-        flows=_busiest(answers),
-        expected=_most(by_rank),
-        unpredicted=without,
-        misses=traffic_misses(answers, by_rank, without),
+        flows=_busiest_rank(answers),
+        expected=_max_over_ranks(by_rank),
+        axes_without_closed_form=without,
+        traffic_mismatches=traffic_mismatches_of(answers, by_rank, without),
     )
 
 
-def traffic_misses(
-    answers: Sequence[Answer], by_rank: Sequence[Flows], without: Collection[str] = ()
+def traffic_mismatches_of(
+    answers: Sequence[RankResult], by_rank: Sequence[TrafficTable], without: Collection[str] = ()
 ) -> list[str]:
     """A line for each flow of a rank that is not what it should be. without: axes that are not looked at."""
     found = []
@@ -140,8 +140,8 @@ def traffic_misses(
     return found
 
 
-def _most(by_rank: Sequence[Flows]) -> Flows:
-    most: Flows = {}
+def _max_over_ranks(by_rank: Sequence[TrafficTable]) -> TrafficTable:
+    most: TrafficTable = {}
     for flows in by_rank:
         for key, flow in flows.items():
             most[key] = max(flow, most.get(key, flow), key=lambda one: one[1])
@@ -149,7 +149,7 @@ def _most(by_rank: Sequence[Flows]) -> Flows:
 
 
 def gradient_differences(
-    expected: Mapping[str, Tensor], answers: Sequence[Answer], limits: Limits = LIMITS["fp64"]
+    expected: Mapping[str, Tensor], answers: Sequence[RankResult], limits: Limits = LIMITS["fp64"]
 ) -> list[Difference]:
     """‖g − r‖ / max(‖r‖, floor·‖all r‖) of each gradient, the worst first.
 
@@ -160,12 +160,12 @@ def gradient_differences(
     for name, gradient in expected.items():
         norm = float(gradient.norm())
         distance = _distance(gradient, [answer.blocks.get(name, []) for answer in answers])
-        error = _relative(distance, max(norm, limits.floor * everything))
+        error = _relative(distance, max(norm, limits.relative_floor * everything))
         found.append(Difference(name, error, norm, tuple(gradient.shape), limits.bound))
     return _worst_first(found)
 
 
-def update_differences(config: Config, answers: Sequence[Answer], limits: Limits) -> list[Difference]:
+def update_differences(config: Config, answers: Sequence[RankResult], limits: Limits) -> list[Difference]:
     """‖w − r‖ / max(‖u‖, floor·‖all u‖) of each trained weight after the step, the worst first, where r is the weight
     that the plain optimizer makes of the layout's gradients, and u = r less the weight before.
 
@@ -179,12 +179,12 @@ def update_differences(config: Config, answers: Sequence[Answer], limits: Limits
     after = plain_step(config, build_model(config), before, gradients)
     updates = {name: after[name] - weight for name, weight in before.items()}
     everything = ReferenceStep(0.0, updates).grad_norm
-    last_place = torch.finfo(PRECISIONS[config.train.precision].stored).eps / limits.bound
+    last_place = torch.finfo(PRECISIONS[config.train.precision].param_dtype).eps / limits.bound
     found = []
     for name, update in updates.items():
         norm = float(update.norm())
         distance = _distance(after[name], [answer.weights.get(name, []) for answer in answers])
-        size = max(norm, limits.floor * everything, 4 * last_place * float(after[name].norm()))
+        size = max(norm, limits.relative_floor * everything, 4 * last_place * float(after[name].norm()))
         found.append(
             Difference(
                 f"update of {name}", _relative(distance, size), norm, tuple(update.shape), limits.bound
@@ -203,7 +203,7 @@ def _assembled(like: Tensor, by_rank: Iterable[BlocksOfOne]) -> Tensor:
 
 def _distance(expected: Tensor, by_rank: Iterable[BlocksOfOne]) -> float:
     """‖all blocks − expected‖, the worst of those that several ranks hold; NaN if some element is on no rank."""
-    squares: dict[Region, float] = {}
+    squares: dict[Chunk, float] = {}
     for box, block in (one for blocks in by_rank for one in blocks):
         difference = torch.from_numpy(block) - expected[_slices(box)]
         squares[box] = _larger(squares.get(box, 0.0), float(difference.square().sum()))
@@ -232,13 +232,13 @@ def _larger(one: float, other: float) -> float:
     return one + other if one != one or other != other else max(one, other)
 
 
-def _slices(box: Region) -> tuple[slice, ...]:
+def _slices(box: Chunk) -> tuple[slice, ...]:
     return tuple(slice(offset, offset + size) for offset, size in zip(*box, strict=True))
 
 
-def _busiest(answers: Sequence[Answer]) -> list[Flow]:
+def _busiest_rank(answers: Sequence[RankResult]) -> list[CollectiveTraffic]:
     """For each axis and collective, the flow of the rank that sends most."""
-    most: dict[tuple[str, str], Flow] = {}
+    most: dict[tuple[str, str], CollectiveTraffic] = {}
     for answer in answers:
         for flow in answer.flows:
             key = flow.axis, flow.collective

@@ -63,6 +63,6 @@ def _outcome(comparison: Comparison) -> tuple[Outcome, str]:
     if wrong := comparison.wrong:
         worst = wrong[0]
         return "DIFFERENT", f"{worst.name} by {worst.error:.1e} (and {len(wrong) - 1} more)"
-    if misses := comparison.misses:
+    if misses := comparison.traffic_mismatches:
         return "DIFFERENT", f"{misses[0]} (and {len(misses) - 1} more)"
     return "agrees", f"{max(one.error for one in comparison.gradients):.1e}"

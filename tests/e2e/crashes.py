@@ -25,9 +25,10 @@ from typing import Any
 import torch
 
 from megatfm import checkpoint
-from megatfm.checkpoint.folder import step_of
-from megatfm.train.record.metrics import MEASURED
+from megatfm.checkpoint.folder import step_from_path
+from megatfm.train.record.metrics import MACHINE_DEPENDENT_KEYS
 from tests.e2e.doomed import ENGINES, Kill, fork, free_port, live, wait
+from tests.forks import last_of_each_key
 
 PHASES = ("step", "staging", "write", "metadata", "commit", "retention")
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -116,8 +117,8 @@ class Series:
             else:
                 raise AssertionError(f"never came so far: {kill}")
             self.hits[kill.phase] += 1
-            found = checkpoint.latest(run / "checkpoints", hashes=True)
-            step = step_of(found) if found else 0
+            found = checkpoint.find_latest(run / "checkpoints", hashes=True)
+            step = step_from_path(found) if found else 0
             assert step >= newest, f"step {newest} was there, and now it is {step}: {kill}"
             newest = step
         assert not self._go(run, None)
@@ -153,7 +154,7 @@ class Series:
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.world),
                 "LOCAL_WORLD_SIZE": str(self.world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
             }  # fmt: skip
-            words = ["train", self.config, f"run_dir={run}", *self.overrides]
+            words = last_of_each_key(["train", self.config, f"run_dir={run}", *self.overrides])
             counts = self.folder / f"events-{rank}.json" if run.name == "whole" else None
             mine = kill if kill and kill.rank == rank else None
             pids[fork(lambda: live(words, variables, said[rank], mine, hit, counts))] = rank  # noqa: B023
@@ -179,7 +180,9 @@ class Series:
 
 def curve(run: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in MEASURED} for line in lines]
+    return [
+        {key: value for key, value in line.items() if key not in MACHINE_DEPENDENT_KEYS} for line in lines
+    ]
 
 
 def draw_kills(

@@ -82,7 +82,7 @@ def live(
     os.environ.update(environment)
     if int(environment["WORLD_SIZE"]) >= 4:
         shard.DIRECT_BYTES = 0
-        flow._in_memory = lambda fd, size: False
+        flow._in_page_cache = lambda fd, size: False
     output = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -134,7 +134,7 @@ class Events:
 
         staging._copy = counted
         writer.commit = self._during(writer.commit, "metadata")
-        saver.retain = self._during(saver.retain, "retention")
+        saver.purge_old_checkpoints = self._during(saver.purge_old_checkpoints, "retention")
         for name in ("mkdir", "open", "write", "fsync", "rename", "unlink", "rmdir"):
             setattr(os, name, self._operation(name, getattr(os, name)))
 

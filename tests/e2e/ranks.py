@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from tests.forks import last_of_each_key
 from tests.workers import PRELOAD
 
 PR_SET_PDEATHSIG = 1
@@ -57,7 +58,7 @@ class Ranks:
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **environment,
             }  # fmt: skip
-            words = ["train", self.config, f"run_dir={self.folder}", *self.overrides]
+            words = last_of_each_key(["train", self.config, f"run_dir={self.folder}", *self.overrides])
             if rank in absent:
                 continue
             mine = fault if fault and fault.rank in (rank, -1) else None
@@ -153,7 +154,7 @@ def engine_class(name: str) -> Any:
 def plant(fault: Fault, engine: str) -> None:
     """Make this rank misbehave at the n-th call of what marks the phase; in preflight, what is checked."""
     from megatfm.checkpoint import shard
-    from megatfm.engines.pipelined import StagePasses
+    from megatfm.engines.pipelined import PipelineForwardBackward
     from megatfm.train import loop
 
     if fault.phase in ("preflight", "meeting"):
@@ -164,7 +165,7 @@ def plant(fault: Fault, engine: str) -> None:
         "step": (engine_class(engine), "forward_backward", 3),
         "tenth step": (engine_class(engine), "forward_backward", 10),
         "evaluation": (engine_class(engine), "evaluate", 2),
-        "schedule": (StagePasses, "_run_backward", 6),
+        "schedule": (PipelineForwardBackward, "_run_backward", 6),
         "save": (shard, "write", 1),
         "second save": (shard, "write", 2),
     }[fault.phase]
@@ -244,7 +245,7 @@ def gives_up_its_privileges() -> None:
 def has_little_patience() -> None:
     from megatfm.parallel import bootstrap
 
-    bootstrap.MEET_SECONDS = 5.0
+    bootstrap.RENDEZVOUS_SECONDS = 5.0
 
 
 def has_no_memory() -> None:

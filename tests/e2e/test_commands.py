@@ -14,9 +14,9 @@ import pytest
 
 from megatfm import cli
 from megatfm.commands import quickstart
-from megatfm.errors import DONE
+from megatfm.errors import EXIT_OK
 from tests.e2e.test_training import curve, run_training
-from tests.forks import Command, megatfm
+from tests.forks import ForkedCommand, megatfm
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,10 +30,10 @@ def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "small.toml").write_text(SMALL.format(corpus=corpus))
     settings = ["run_dir=run", "evaluate.max_rows=0", "evaluate.every=1000", "checkpoint.every=1000"]
     words = ["launch", "small.toml", "--nproc", "2", *settings]
-    launch = Command([*words, "train.steps=300"], folder / "said", folder)
+    launch = ForkedCommand([*words, "train.steps=300"], folder / "said", folder)
     launch.until_lines(folder / "run/metrics.jsonl", 3)
     os.kill(launch.pid, signal.SIGTERM)
-    assert launch.wait(60) == 75, launch.said
+    assert launch.wait(60) == 75, launch.output
     stopped_at = len(curve(folder / "run"))
     assert 3 <= stopped_at < 300
     more = [f"train.steps={stopped_at + 3}", 'resume.allow=["schedule"]']
@@ -94,7 +94,7 @@ def test_the_quickstart_on_a_folder_of_ones_own(texts, tmp_path):
     assert (run / "report.html").is_file()
     assert "stopped" in (run / "events.jsonl").read_text()
     with subprocess.Popen(["true"]) as started_again:
-        assert not quickstart._reached(started_again, run, 20), "it would be stopped again"
+        assert not quickstart._wait_for_step(started_again, run, 20), "it would be stopped again"
 
 
 def test_the_commands_of_the_readme_run_as_they_stand(texts, tmp_path):
@@ -118,7 +118,7 @@ def test_gzip_and_xz_agree_with_the_programs(corpus, tmp_path):
     tokenizer = tokenizers.load(corpus / "tokenizer.model")
     held_out = Corpus.open(corpus / "validation")
     ours = compressors(held_out, tokenizer)
-    blocks = (held_out.block(number) for number in range(held_out.n_blocks))
+    blocks = (held_out.read_block(number) for number in range(held_out.n_blocks))
     text = b"".join(tokenizer.decode(tokens).encode() for block in blocks for _, tokens in block)
     # zlib, which Python has, finds other matches than the gzip program: up to half a percent more bytes.
     for tool, tolerance in {"gzip": 0.01, "xz": 0.001}.items():
@@ -133,7 +133,7 @@ def test_compiled_blocks_train_the_same(workers, make_config, config_file, tmp_p
         *("train.steps=3", "data.validation={}", "train.precision=fp64", "parallel.tp=2"),
         'optimizer={name="adamw", lr=3e-3}',
     ]
-    assert workers.run(run_training, 2, make_config(*words, run="eager")) == [DONE, DONE]
+    assert workers.run(run_training, 2, make_config(*words, run="eager")) == [EXIT_OK, EXIT_OK]
     more = [f"run_dir={tmp_path / 'compiled'}", "train.compile=true"]
     command = [sys.executable, "-m", "megatfm", "launch", config_file, "--nproc", "2", *words, *more]
     compiled = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
@@ -149,7 +149,7 @@ def test_compiled_blocks_train_the_same(workers, make_config, config_file, tmp_p
         (["train", "nowhere.toml"], 2, "nowhere.toml"),
         (["train", "quickstart", "train.stepz=3"], 2, "did you mean 'steps'"),
         (["train", "quickstart"], 2, "tokenizer.model"),
-        (["launch", "quickstart", "--nproc", "3", "train.global_batch=16"], 2, "does not divide"),
+        (["launch", "quickstart", "--nproc", "3", "train.global_batch=16"], 2, "is not a multiple of"),
         (["report", "nowhere"], 2, "nowhere"),
         (["evaluate", "nowhere"], 2, "nowhere"),
         (["data", "check", "nowhere"], 2, "nowhere"),

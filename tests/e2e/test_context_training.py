@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatfm.config import Config
-from megatfm.errors import DONE, REQUEUE
+from megatfm.errors import EXIT_OK, EXIT_REQUEUE
 from megatfm.evaluate.evaluate import evaluate_run
 from megatfm.parallel import context_attention
 from tests.e2e.test_training import assert_bitwise_equal, curve, run_training, run_until
@@ -18,7 +18,7 @@ PATIENCE = 300.0  # on a busy machine; it takes a tenth
 
 def run_told_nothing(config: Config) -> int:
     """As in a process that has logged nothing yet: what is told once, it tells."""
-    context_attention._TOLD.clear()
+    context_attention._logged.clear()
     return run_training(config)
 
 
@@ -31,21 +31,24 @@ def evaluate_alone(run: Path) -> float:
 def test_two_context_ranks_train_like_one_process_stop_bit_for_bit_and_change_their_number(
     workers: Workers, make_config: Callable[..., Config], tmp_path: Path
 ) -> None:
-    assert workers.run(run_training, 1, make_config(run="whole"), timeout=PATIENCE) == [DONE]
+    assert workers.run(run_training, 1, make_config(run="whole"), timeout=PATIENCE) == [EXIT_OK]
     config = make_config("parallel.cp=2", run="cut")
-    assert workers.run(run_told_nothing, 2, config, timeout=PATIENCE) == [DONE, DONE]
+    assert workers.run(run_told_nothing, 2, config, timeout=PATIENCE) == [EXIT_OK, EXIT_OK]
     plan = (tmp_path / "cut" / "plan.txt").read_text(encoding="utf-8")
     assert "mesh  dp_replicate 1 × dp_shard 1 × cp 2 × tp 1" in plan
     log = (tmp_path / "cut" / "logs" / "rank-1.log").read_text(encoding="utf-8")
     assert log.count("attention Full(causal=True), cp 2: each rank takes some heads of all tokens") == 1
     stopped = make_config("parallel.cp=2", run="stopped")
-    assert workers.run(run_until, 2, stopped, 5, signal.SIGUSR1, timeout=PATIENCE) == [REQUEUE, REQUEUE]
-    assert workers.run(run_training, 2, stopped, timeout=PATIENCE) == [DONE, DONE]
+    assert workers.run(run_until, 2, stopped, 5, signal.SIGUSR1, timeout=PATIENCE) == [
+        EXIT_REQUEUE,
+        EXIT_REQUEUE,
+    ]
+    assert workers.run(run_training, 2, stopped, timeout=PATIENCE) == [EXIT_OK, EXIT_OK]
     assert_bitwise_equal(tmp_path / "cut", tmp_path / "stopped")
-    assert workers.run(run_until, 1, make_config(run="moved"), 5, timeout=PATIENCE) == [REQUEUE]
+    assert workers.run(run_until, 1, make_config(run="moved"), 5, timeout=PATIENCE) == [EXIT_REQUEUE]
     moved = make_config("parallel.cp=2", run="moved")
-    assert workers.run(run_until, 2, moved, 4, timeout=PATIENCE) == [REQUEUE, REQUEUE]
-    assert workers.run(run_training, 1, make_config(run="moved"), timeout=PATIENCE) == [DONE]
+    assert workers.run(run_until, 2, moved, 4, timeout=PATIENCE) == [EXIT_REQUEUE, EXIT_REQUEUE]
+    assert workers.run(run_training, 1, make_config(run="moved"), timeout=PATIENCE) == [EXIT_OK]
     # Whatever a run was laid over, one process evaluates it.
     losses = [workers.run(evaluate_alone, 1, tmp_path / run, timeout=PATIENCE)[0] for run in ("whole", "cut")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)

@@ -9,7 +9,7 @@ import pytest
 
 from megatfm.config import Config, load
 from megatfm.data import Mixture
-from megatfm.errors import DONE, UsageError
+from megatfm.errors import EXIT_OK, UsageError
 from megatfm.train.corpora import open_corpora, open_tokenizer
 from megatfm.train.loop import train
 from tests.workers import WorkerFailure
@@ -74,13 +74,13 @@ def cut_back(folder: Path, step: int) -> None:
 
 def test_warmups_and_mixtures_resume_exactly(workers: Any, mixed: Any, tmp_path: Path) -> None:
     exact = "train.precision=fp64"
-    assert workers.run(run_training, 1, mixed(exact, run="whole")) == [DONE]
+    assert workers.run(run_training, 1, mixed(exact, run="whole")) == [EXIT_OK]
     whole = lines(tmp_path / "whole")
     assert [line["tokens"] for line in whole] == [256, 512, 768, 1280, 1792, 2304, 2816, 3328]
     assert all(line["data_wait_seconds"] >= 0 for line in whole)
     for step, ranks in ((2, 1), (4, 2)):
         cut_back(tmp_path / "whole", step)
-        assert set(workers.run(run_training, ranks, mixed(exact, run="whole"))) == {DONE}
+        assert set(workers.run(run_training, ranks, mixed(exact, run="whole"))) == {EXIT_OK}
         again = lines(tmp_path / "whole")
         assert [line["tokens"] for line in again] == [line["tokens"] for line in whole]
         for one, other in zip(whole, again, strict=True):

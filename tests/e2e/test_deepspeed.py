@@ -20,11 +20,12 @@ import torch
 from megatfm import checkpoint
 from megatfm.cli import main
 from megatfm.config import Config
-from megatfm.errors import DONE, FAILED, REQUEUE
+from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE
 from megatfm.train.loop import train
 from tests.e2e.ranks import Fault, Start, free_port
 from tests.e2e.test_training import run_training, run_until
 from tests.e2e.test_trouble import curve, error_after, events, forget_after, same, watched, weights
+from tests.forks import last_of_each_key
 from tests.workers import Workers
 
 pytestmark = pytest.mark.skipif(
@@ -36,7 +37,7 @@ NATIVE = [*BASE, "parallel.zero=3"]
 
 
 def deepspeed(*more: str) -> list[str]:
-    return [*BASE, "parallel.engine=deepspeed", *more]
+    return list(map(str, last_of_each_key([*BASE, "parallel.engine=deepspeed", *more])))
 
 
 def losses(folder: Path) -> list[float]:
@@ -60,7 +61,7 @@ def test_it_trains_as_native_does_and_either_goes_on_with_the_other(
     workers: Workers, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     def run(name: str, ranks: int, overrides: list[Any]) -> None:
-        assert workers.run(train, ranks, make_config(*overrides, run=name), timeout=200) == [DONE] * ranks
+        assert workers.run(train, ranks, make_config(*overrides, run=name), timeout=200) == [EXIT_OK] * ranks
 
     native, ours = tmp_path / "native", tmp_path / "deepspeed"
     run("native", 2, NATIVE)
@@ -84,10 +85,10 @@ def test_stages_stopped_by_a_signal_are_the_run_never_stopped(
     workers: Workers, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     words = deepspeed("parallel.pp=2", "parallel.zero=1", "train.recompute=selective", "checkpoint.every=4")
-    assert workers.run(run_training, 2, make_config(*words, run="whole"), timeout=200) == [DONE] * 2
+    assert workers.run(run_training, 2, make_config(*words, run="whole"), timeout=200) == [EXIT_OK] * 2
     config = make_config(*words, run="stopped")
-    assert workers.run(run_until, 2, config, 2, signal.SIGUSR1, timeout=200) == [REQUEUE] * 2
-    assert workers.run(run_training, 2, config, timeout=200) == [DONE] * 2
+    assert workers.run(run_until, 2, config, 2, signal.SIGUSR1, timeout=200) == [EXIT_REQUEUE] * 2
+    assert workers.run(run_training, 2, config, timeout=200) == [EXIT_OK] * 2
     assert curve(tmp_path / "stopped") == curve(tmp_path / "whole")
     assert same(state(tmp_path / "stopped"), state(tmp_path / "whole")), "random states and all"
 
@@ -113,14 +114,14 @@ def test_steps_that_are_not_finite_are_skipped_and_spikes_gone_back_from_and_a_r
     faults = {rank[5]: "inf" for rank in keys} | {rank[9]: "spike" for rank in keys}
     config, run = make_config(*words), tmp_path / "run"
     for (code, read), rank in zip(workers.run(watched, 2, config, faults), keys, strict=True):
-        assert code == DONE
+        assert code == EXIT_OK
         assert read == rank[:10] + rank[10:14], "back to step 8, and on after the data of the spike"
     assert [line["step"] for line in curve(run) if line.get("skipped")] == [6]
     assert [step for step, _ in events(run, "rolled back")] == [10]
     before, last = curve(run), weights(run, 12)
     forget_after(run, 4)
     for (code, read), rank in zip(workers.run(watched, 2, config), keys, strict=True):
-        assert (code, read) == (DONE, rank[4:8] + rank[10:14])
+        assert (code, read) == (EXIT_OK, rank[4:8] + rank[10:14])
     assert curve(run) == before
     assert same(weights(run, 12), last)
 
@@ -148,7 +149,7 @@ def test_a_rank_that_dies_or_hangs_is_named(start: Start, how: str, what: str, p
     words = deepspeed("parallel.zero=3", f"train.hang_seconds={patience}")
     run = start(*words, fault=Fault(1, "step", how))
     codes = run.wait(120)
-    assert codes[0] == FAILED, (how, codes, run.said(0))
+    assert codes[0] == EXIT_FAILED, (how, codes, run.said(0))
     assert re.search(rf"error: rank 1 on \S+ at step \d, step: {what}", run.said(0)), run.said(0)
     (failed,) = [event for event in run.events() if event["event"] == "failed"]
     assert failed["ranks"] == [1]
@@ -163,18 +164,18 @@ def test_a_killed_run_that_keeps_its_state_in_files_goes_on_to_the_bit_and_under
         *("parallel.zero=3", "deepspeed.offload_optimizer=nvme", "deepspeed.offload_parameters=nvme"),
         *(f"deepspeed.nvme_path={disk}", "model.d_model=512", "model.ffn.d_ff=2048", "model.n_layers=1"),
     )
-    assert start(*words, run="whole").wait(200) == [DONE] * 2
+    assert start(*words, run="whole").wait(200) == [EXIT_OK] * 2
     killed = start(*words, fault=Fault(-1, "second save", "is_killed"))
     assert killed.wait(200) == [-signal.SIGKILL] * 2
     left = set(disk.glob(".megatfm-offload-*/*-*/"))
     assert left, "they had no time to tidy up"
     assert (tmp_path / "run/checkpoints/step-00000002").exists()
-    assert start(*words).wait(200) == [DONE] * 2
+    assert start(*words).wait(200) == [EXIT_OK] * 2
     assert left.isdisjoint(disk.glob(".megatfm-offload-*/*-*/")), "what the killed left"
     assert same(state(tmp_path / "run"), state(tmp_path / "whole"))
     forget_the_end(tmp_path / "run")
     native = [word for word in words if not word.startswith(("parallel.engine", "deepspeed."))]
-    assert workers.run(train, 2, make_config(*native, run="run"), timeout=200) == [DONE] * 2
+    assert workers.run(train, 2, make_config(*native, run="run"), timeout=200) == [EXIT_OK] * 2
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
 
 
@@ -183,7 +184,7 @@ def test_verify_compares_a_step_of_it(capsys: pytest.CaptureFixture[str]) -> Non
     words = ["optimizer.name=adamw", "parallel.zero=2", "parallel.dp_shard=2", "--engine", "deepspeed"]
     with pytest.raises(SystemExit) as ended:
         main(["verify", "quickstart", *words])
-    assert ended.value.code == DONE
+    assert ended.value.code == EXIT_OK
     assert "ZeRO 2, deepspeed in fp32" in capsys.readouterr().out
 
 

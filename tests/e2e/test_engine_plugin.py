@@ -11,7 +11,7 @@ import torch
 
 from megatfm import checkpoint
 from megatfm.config import Config
-from megatfm.errors import DONE
+from megatfm.errors import EXIT_OK
 from megatfm.train.loop import train
 from tests.workers import Workers
 
@@ -42,16 +42,16 @@ def test_it_trains_as_native_does_and_resumes_under_either(
 ) -> None:
     native: list[Any] = ["parallel.zero=0", "train.steps=8"]
     for ranks, name, overrides in ((2, "ddp", DDP), (2, "native", native)):
-        assert workers.run(run, ranks, make_config(*overrides, run=name)) == [DONE] * ranks
+        assert workers.run(run, ranks, make_config(*overrides, run=name)) == [EXIT_OK] * ranks
     assert losses(tmp_path / "ddp") == pytest.approx(losses(tmp_path / "native"), rel=1e-4)
     whole = weights(tmp_path / "ddp")
     forget_the_end(tmp_path / "ddp")
-    assert workers.run(run, 2, make_config(*DDP, run="ddp")) == [DONE] * 2
+    assert workers.run(run, 2, make_config(*DDP, run="ddp")) == [EXIT_OK] * 2
     again = weights(tmp_path / "ddp")
     assert again.keys() == whole.keys()
     assert all(torch.equal(again[name], whole[name]) for name in whole)
     (tmp_path / "ddp" / "later").rename(tmp_path / "ddp" / "later still")
     forget_the_end(tmp_path / "ddp")
     other = ["parallel.engine=native", "parallel.zero=3", "train.steps=8"]
-    assert workers.run(run, 1, make_config(*other, run="ddp")) == [DONE]
+    assert workers.run(run, 1, make_config(*other, run="ddp")) == [EXIT_OK]
     assert losses(tmp_path / "ddp") == pytest.approx(losses(tmp_path / "native"), rel=1e-4)

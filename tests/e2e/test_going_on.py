@@ -10,10 +10,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import megatfm
 from megatfm import checkpoint, cli
-from megatfm.commands.go_on import config_from
+from megatfm.commands.go_on import continue_from_config
 from megatfm.config import load_config
 from megatfm.convert.convert import convert
-from megatfm.errors import DONE, UsageError
+from megatfm.errors import EXIT_OK, UsageError
 from tests.e2e.test_training import curve, final_state, run_training
 
 STILL = ("optimizer.lr=1e-12", "train.steps=1", "schedule.warmup_steps=0", "evaluate.every=0", "log.sinks=[]")
@@ -40,14 +40,14 @@ def same_weights(run: Path, wanted: torch.nn.Module) -> None:
 def test_a_run_goes_on_from_a_hugging_face_folder(workers, corpus, foreign, tmp_path, monkeypatch):
     """Its architecture, tokenizer and weights; started again, it finds what it made of the folder."""
     words = [f"run_dir={tmp_path / 'run'}", f"data.train={corpus}/train", "train.global_batch=2", *STILL]
-    config, said = config_from(foreign, None, words)
+    config, said = continue_from_config(foreign, None, words)
     assert "LlamaForCausalLM" in said[0]
-    assert workers.run(run_training, 1, config) == [DONE]
+    assert workers.run(run_training, 1, config) == [EXIT_OK]
     same_weights(tmp_path / "run", megatfm.load(foreign))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert config_from(foreign, None, words) == (config, [])
+    assert continue_from_config(foreign, None, words) == (config, [])
     with pytest.raises(UsageError, match="of which one process makes a folder of ours: run `megatfm convert"):
-        config_from(foreign, None, [f"run_dir={tmp_path / 'other'}", *words[1:]])
+        continue_from_config(foreign, None, [f"run_dir={tmp_path / 'other'}", *words[1:]])
 
 
 def test_what_came_with_the_model_is_there_on_the_way_back(workers, corpus, foreign, tmp_path):
@@ -61,9 +61,9 @@ def test_what_came_with_the_model_is_there_on_the_way_back(workers, corpus, fore
         (foreign / f"{key}.json").write_text(json.dumps(values))
     words = [f"run_dir={tmp_path / 'run'}", f"data.train={corpus}/train", "train.global_batch=2", *STILL]
     for more in ([], ["train.steps=2", "resume.allow=schedule"]):
-        config, _ = config_from(foreign, None, [*words, *more])
-        assert workers.run(run_training, 1, config) == [DONE]
-    assert checkpoint.latest(tmp_path / "run/checkpoints").name == "step-00000002"
+        config, _ = continue_from_config(foreign, None, [*words, *more])
+        assert workers.run(run_training, 1, config) == [EXIT_OK]
+    assert checkpoint.find_latest(tmp_path / "run/checkpoints").name == "step-00000002"
     convert(tmp_path / "run", tmp_path / "back", "hf")
     back = {key: json.loads((tmp_path / "back" / f"{key}.json").read_text()) for key in about}
     assert back["generation_config"] == about["generation_config"]
@@ -76,7 +76,7 @@ def test_a_config_of_one_s_own_goes_on_from_it_on_several_processes(foreign, con
     words = ["launch", str(config_file), "--from", str(foreign), "--nproc", "2", f"run_dir={run}"]
     with pytest.raises(SystemExit) as left:
         cli.main([*words, "optimizer.matrix_lr=1e-12", *STILL])
-    assert left.value.code == DONE
+    assert left.value.code == EXIT_OK
     config = load_config(run)
     assert (config.model.d_model, config.optimizer.name) == (24, "muon")
     same_weights(run, megatfm.load(foreign))
@@ -86,7 +86,7 @@ def test_a_converted_folder_as_a_config_starts_from_its_weights(workers, corpus,
     """It started from random ones, without a word."""
     convert(foreign, tmp_path / "imported", "megatfm")
     words = [f"run_dir={tmp_path / 'run'}", f"data.train={corpus}/train", "train.global_batch=2", *STILL]
-    assert workers.run(run_training, 1, load_config(tmp_path / "imported", words)) == [DONE]
+    assert workers.run(run_training, 1, load_config(tmp_path / "imported", words)) == [EXIT_OK]
     same_weights(tmp_path / "run", megatfm.load(foreign))
     with pytest.raises(UsageError, match=r"no config: go on from it with `megatfm train --from .*foreign"):
         load_config(foreign)
@@ -96,23 +96,25 @@ def test_a_refused_config_leaves_no_folder(foreign, corpus, config_file, tmp_pat
     run = tmp_path / "runs" / "refused"
     words = [f"run_dir={run}", f"data.train={corpus}/train"]
     with pytest.raises(UsageError, match="steps"):
-        config_from(foreign, None, [*words, "train.steps=-1"])
+        continue_from_config(foreign, None, [*words, "train.steps=-1"])
     assert not run.exists()
     run.mkdir(parents=True)
     (run / "mine").touch()
     with pytest.raises(UsageError, match="tokenizer"):
-        config_from(foreign, str(config_file), [*words, f"data.tokenizer={corpus}/none.model"])
+        continue_from_config(foreign, str(config_file), [*words, f"data.tokenizer={corpus}/none.model"])
     assert [path.name for path in run.iterdir()] == ["mine"]
 
 
 def test_a_run_goes_on_from_a_run(workers, make_config, corpus, tmp_path):
     """With its recipe; what was about the other run is not taken over."""
     workers.run(run_training, 1, make_config("train.steps=2", "data.workers=1", run="first"))
-    config, _ = config_from(
+    config, _ = continue_from_config(
         tmp_path / "first/checkpoints/step-00000002", None, [f"data.train={corpus}/train", "name=x"]
     )
     assert (config.name, config.train.init_from) == ("x", f"{tmp_path}/first/checkpoints/step-00000002")
-    config, _ = config_from(tmp_path / "first", None, [f"data.train={corpus}/validation", "train.steps=3"])
+    config, _ = continue_from_config(
+        tmp_path / "first", None, [f"data.train={corpus}/validation", "train.steps=3"]
+    )
     assert (config.name, config.run_dir, config.data.validation) == ("from-first", None, {})
     assert (config.optimizer.name, config.data.workers, config.train.steps) == ("muon", 1, 3)
     words = [
@@ -121,10 +123,10 @@ def test_a_run_goes_on_from_a_run(workers, make_config, corpus, tmp_path):
         f"data.train={corpus}/train",
         *STILL,
     ]
-    assert workers.run(run_training, 1, config_from(tmp_path / "first", None, words)[0]) == [DONE]
+    assert workers.run(run_training, 1, continue_from_config(tmp_path / "first", None, words)[0]) == [EXIT_OK]
     same_weights(tmp_path / "second", megatfm.load(tmp_path / "first"))
     with pytest.raises(UsageError, match=r"give data\.train=CORPUS/train"):
-        config_from(tmp_path / "first", None, ["train.steps=1"])
+        continue_from_config(tmp_path / "first", None, ["train.steps=1"])
 
 
 def test_the_command_takes_a_model_with_and_without_a_config(
@@ -158,7 +160,7 @@ def test_another_tokenizer_than_the_model_s_is_refused(foreign, corpus, tmp_path
     with pytest.raises(
         UsageError, match=r"other\.json: not the tokenizer of .*: prepare the text with that one"
     ):
-        config_from(foreign, None, words)
+        continue_from_config(foreign, None, words)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -167,7 +169,7 @@ def test_a_branch_goes_on_as_the_run_did(workers, make_config, tmp_path, ranks):
     workers.run(run_training, ranks, make_config("checkpoint.keep=9", run="trunk"))
     words = f"train.branch_from={tmp_path / 'trunk'}@4"
     branch = make_config(words, run="branch")
-    assert workers.run(run_training, ranks, branch) == [DONE] * ranks
+    assert workers.run(run_training, ranks, branch) == [EXIT_OK] * ranks
     one, other = final_state(tmp_path / "trunk"), final_state(tmp_path / "branch")
     assert one.keys() == other.keys()
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())

@@ -12,7 +12,7 @@ import pytest
 
 from megatfm import checkpoint
 from megatfm.checkpoint import metadata
-from megatfm.errors import DONE, FAILED, REQUEUE
+from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE
 from tests.e2e.ranks import Fault, Start
 
 HOST = socket.gethostname()
@@ -32,7 +32,7 @@ def closed() -> Iterator[list[Path]]:
 
 def test_leftovers_and_a_checkpoint_without_permission_stop_nobody(start: Start, closed: list[Path]) -> None:
     first = start(*QUICK, "train.steps=8")
-    assert first.wait(120) == [DONE, DONE], first.said(0)
+    assert first.wait(120) == [EXIT_OK, EXIT_OK], first.said(0)
     folder = first.folder / "checkpoints"
     newest, before = folder / "step-00000008", folder / "step-00000004"
     partial, stuck = folder / ".step-00000012.partial-0123abcd", folder / ".step-00000001.removed-0123abcd"
@@ -45,7 +45,7 @@ def test_leftovers_and_a_checkpoint_without_permission_stop_nobody(start: Start,
     for path in closed:
         path.chmod(0)
     again = start(*QUICK, "train.steps=8", fault=UNPRIVILEGED)
-    assert again.wait(120) == [DONE, DONE], again.said(0)
+    assert again.wait(120) == [EXIT_OK, EXIT_OK], again.said(0)
     log = (first.folder / "logs" / "rank-0.log").read_text()
     assert f"{newest.name} is not used: cannot read {newest}/metadata.json: Permission denied" in log
     assert f"what a killed save left stays: cannot remove {stuck}" in log
@@ -69,13 +69,13 @@ CLOSED = {
 
 def test_what_can_not_be_gone_on_from_says_why(start: Start, closed: list[Path]) -> None:
     first = start(*QUICK, "train.steps=4")
-    assert first.wait(120) == [DONE, DONE], first.said(0)
+    assert first.wait(120) == [EXIT_OK, EXIT_OK], first.said(0)
     for name, said in CLOSED.items():
         closed.append(first.folder / name)
         mode = closed[-1].stat().st_mode
         closed[-1].chmod(0)
         again = start(*QUICK, "train.steps=4", fault=UNPRIVILEGED)
-        assert again.wait(120) == [FAILED, FAILED], again.said(0)
+        assert again.wait(120) == [EXIT_FAILED, EXIT_FAILED], again.said(0)
         closed[-1].chmod(mode)
         for rank in range(2):
             last = again.said(rank).splitlines()[-1]
@@ -95,7 +95,7 @@ def test_a_run_directory_that_is_taken_away_ends_the_run_and_is_not_made_again(
     if successor:
         (run.folder / "checkpoints").mkdir(parents=True)
         (run.folder / "lock").write_text("another's")
-    assert run.wait(60) == [FAILED, FAILED]
+    assert run.wait(60) == [EXIT_FAILED, EXIT_FAILED]
     for rank in range(2):
         assert "removed, moved or replaced while it was trained in" in run.said(rank), run.said(rank)
         assert "Traceback" not in run.said(rank)
@@ -105,11 +105,11 @@ def test_a_run_directory_that_is_taken_away_ends_the_run_and_is_not_made_again(
 
 def test_a_link_in_the_place_of_a_checkpoint_is_refused_at_the_start(start: Start) -> None:
     first = start(*QUICK, "train.steps=4")
-    assert first.wait(120) == [DONE, DONE], first.said(0)
+    assert first.wait(120) == [EXIT_OK, EXIT_OK], first.said(0)
     link = first.folder / "checkpoints" / "step-00000008"
     link.symlink_to(first.folder / "checkpoints" / "step-00000004")
     again = start(*QUICK, "train.steps=12")
-    assert again.wait(120) == [FAILED, FAILED]
+    assert again.wait(120) == [EXIT_FAILED, EXIT_FAILED]
     for rank in range(2):
         assert f"{link} is a symbolic link: put the checkpoint itself there" in again.said(rank)
     assert "resumed" not in [line["event"] for line in again.events()]
@@ -117,7 +117,7 @@ def test_a_link_in_the_place_of_a_checkpoint_is_refused_at_the_start(start: Star
 
 def test_a_model_for_which_there_is_no_memory_is_one_line(start: Start) -> None:
     run = start(fault=Fault(-1, "startup", "asks_for_too_much"))
-    assert run.wait(120) == [FAILED, FAILED]
+    assert run.wait(120) == [EXIT_FAILED, EXIT_FAILED]
     said = run.said(0)
     assert "is out of memory: it held" in said
     assert "Traceback" not in said
@@ -126,13 +126,13 @@ def test_a_model_for_which_there_is_no_memory_is_one_line(start: Start) -> None:
 def test_a_checkpoint_of_a_step_that_is_no_number_is_one_line(start: Start) -> None:
     """With the right hash, as an accident never has it."""
     first = start(*QUICK, "train.steps=4")
-    assert first.wait(120) == [DONE, DONE], first.said(0)
+    assert first.wait(120) == [EXIT_OK, EXIT_OK], first.said(0)
     path = first.folder / "checkpoints" / "step-00000004"
     content = metadata.read(path)
     content.state["step"] = "four"
     (path / metadata.FILENAME).write_bytes(metadata.encode(content))
     again = start(*QUICK, "train.steps=8")
-    assert again.wait(120) == [FAILED, FAILED]
+    assert again.wait(120) == [EXIT_FAILED, EXIT_FAILED]
     assert f"{path}: not a checkpoint of a run: its step is 'four'" in again.said(0)
     assert "Traceback" not in again.said(0)
 
@@ -154,5 +154,5 @@ cli.main(sys.argv[1:])
 def test_a_signal_while_it_starts_is_heard_as_soon_as_it_can_be(config_file: Path, tmp_path: Path) -> None:
     words = ["train", str(config_file), f"run_dir={tmp_path / 'run'}"]
     done = subprocess.run([sys.executable, "-c", IMPATIENT, *words], capture_output=True, text=True)
-    assert done.returncode == REQUEUE, done.stderr
+    assert done.returncode == EXIT_REQUEUE, done.stderr
     assert json.loads((tmp_path / "run" / "events.jsonl").read_text().splitlines()[-1])["event"] == "stopped"

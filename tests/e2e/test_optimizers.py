@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatfm.errors import DONE, REQUEUE
+from megatfm.errors import EXIT_OK, EXIT_REQUEUE
 from tests.e2e.test_training import curve, final_state, run_training, run_until
 
 
@@ -11,10 +11,10 @@ from tests.e2e.test_training import curve, final_state, run_training, run_until
 def test_stopped_and_resumed_is_bitwise_the_run_never_stopped(workers, make_config, tmp_path, name):
     """Evaluations and saves lie in between, at which schedule-free weights are exchanged for their average."""
     options = [f'optimizer={{name="{name}", lr=3e-3}}', 'schedule={name="constant", warmup_steps=2}']
-    assert workers.run(run_training, 2, make_config(*options, run="whole")) == [DONE, DONE]
+    assert workers.run(run_training, 2, make_config(*options, run="whole")) == [EXIT_OK, EXIT_OK]
     config = make_config(*options, run="stopped")
-    assert workers.run(run_until, 2, config, 5) == [REQUEUE, REQUEUE]
-    assert workers.run(run_training, 2, config) == [DONE, DONE]
+    assert workers.run(run_until, 2, config, 5) == [EXIT_REQUEUE, EXIT_REQUEUE]
+    assert workers.run(run_training, 2, config) == [EXIT_OK, EXIT_OK]
     assert curve(tmp_path / "whole") == curve(tmp_path / "stopped")
     whole, stopped = final_state(tmp_path / "whole"), final_state(tmp_path / "stopped")
     assert whole.keys() == stopped.keys()

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from megatfm import checkpoint
-from megatfm.errors import DONE, FAILED, LOCKED, REQUEUE
+from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, LOCKED
 from tests.e2e.ranks import Fault, Ranks, Start
-from tests.forks import Command
+from tests.forks import ForkedCommand
 
 HANG = 6.0
 HOST = socket.gethostname()
@@ -51,8 +51,8 @@ def test_a_rank_that_ends_ends_all_at_once_and_is_named(start: Start, cases: lis
     }
     for (how, (rank, phase)), run in runs.items():
         codes = run.wait(60)
-        assert codes[1 - rank] == FAILED, (phase, codes, run.said(1 - rank))
-        assert codes[rank] == {"raises": FAILED, "exits": 3, "is_killed": -9}[how], phase
+        assert codes[1 - rank] == EXIT_FAILED, (phase, codes, run.said(1 - rank))
+        assert codes[rank] == {"raises": EXIT_FAILED, "exits": 3, "is_killed": -9}[how], phase
         said = run.said(1 - rank)
         (failed,) = [event for event in run.events() if event["event"] == "failed"]
         if (how, phase) == ("raises", "save"):  # where the store lets all ranks fail alike, and says why
@@ -78,7 +78,7 @@ def test_a_stage_that_raises_in_the_middle_of_a_schedule_ends_all_at_once_and_is
     run = start(*layout, ranks=ranks, fault=Fault(rank, "schedule", "raises"))
     run.processes[rank].join(120)
     ended = time.monotonic()
-    assert run.wait(30) == [FAILED] * ranks, [run.said(each)[-300:] for each in range(ranks)]
+    assert run.wait(30) == [EXIT_FAILED] * ranks, [run.said(each)[-300:] for each in range(ranks)]
     assert time.monotonic() - ended < 20
     (failed,) = [event for event in run.events() if event["event"] == "failed"]
     assert failed["ranks"] == [rank]
@@ -103,7 +103,7 @@ def test_a_rank_that_hangs_is_named_within_the_time_that_is_set(start: Start, ca
     }
     for (how, (rank, phase)), run in runs.items():
         codes = run.wait(HANG + 60, without=[rank] if how == "is_stopped" else [])
-        assert codes[1 - rank] == FAILED, (phase, codes, run.said(1 - rank))
+        assert codes[1 - rank] == EXIT_FAILED, (phase, codes, run.said(1 - rank))
         said = run.said(1 - rank)
         what = "has not moved for" if how in ("sleeps", "sticks_in_c") else "no sign of life for"
         named = rf"error: rank {rank} on {HOST} at step \d+, {SEEN_IN[phase]}: {what} (\d+) s"
@@ -116,7 +116,7 @@ def test_a_rank_that_hangs_is_named_within_the_time_that_is_set(start: Start, ca
         assert f"The stacks of rank {1 - rank}, at step" in log, "of those who wait, too"
         assert "most recent call first" in log
         if how != "is_stopped":
-            assert codes[rank] == FAILED, phase
+            assert codes[rank] == EXIT_FAILED, phase
             log = (run.folder / "logs" / f"rank-{rank}.log").read_text()
             assert f"in {how}" in log, (phase, "the stack of the rank that hangs", log)
 
@@ -125,7 +125,7 @@ def test_a_rank_that_hangs_is_named_within_the_time_that_is_set(start: Start, ca
 def test_a_disk_that_fills_up_in_the_middle_of_a_save_ends_all_ranks(start: Start, mode: str) -> None:
     full = Fault(1, "second save", "has_no_room_for_a_file")
     run = start(f"checkpoint.mode={mode}", "log.sinks=[]", fault=full)
-    assert run.wait(60) == [FAILED, FAILED], run.said(0)
+    assert run.wait(60) == [EXIT_FAILED, EXIT_FAILED], run.said(0)
     refused = rf"rank 1 on {HOST}: cannot write \S+/rank-00001-000\.safetensors: File too large"
     for rank in range(2):
         said = run.said(rank)
@@ -133,7 +133,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_save_ends_all_ranks(start: Star
     assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step-00000003"]
     checkpoint.verify(run.folder / "checkpoints" / "step-00000003")
     again = start("train.steps=7", 'resume.allow=["schedule"]')
-    assert again.wait(60) == [DONE, DONE], again.said(0)
+    assert again.wait(60) == [EXIT_OK, EXIT_OK], again.said(0)
 
 
 def test_a_run_goes_on_from_node_local_checkpoints_without_one_of_its_nodes(
@@ -145,7 +145,7 @@ def test_a_run_goes_on_from_node_local_checkpoints_without_one_of_its_nodes(
         "checkpoint.local_every=2", f"checkpoint.local={tmp_path}/node-$RANK",
     )  # fmt: skip
     whole = start(*often, run="whole")
-    assert whole.wait(90) == [DONE, DONE], whole.said(0)
+    assert whole.wait(90) == [EXIT_OK, EXIT_OK], whole.said(0)
     run = start(
         *often, fault=Fault(-1, "tenth step", "is_killed")
     )  # when step 6 is saved for sure, and 8 perhaps
@@ -156,7 +156,7 @@ def test_a_run_goes_on_from_node_local_checkpoints_without_one_of_its_nodes(
     assert not list((run.folder / "checkpoints").glob("step-*"))
     shutil.rmtree(tmp_path / "node-1")
     again = start(*often)
-    assert again.wait(90) == [DONE, DONE], again.said(0)
+    assert again.wait(90) == [EXIT_OK, EXIT_OK], again.said(0)
     (resumed,) = [event["detail"] for event in again.events() if event["event"] == "resumed"]
     assert int(resumed.removeprefix("from step-")) >= 6
     last = "checkpoints/step-00000016"
@@ -175,7 +175,7 @@ def test_a_rank_that_never_comes_is_named(start: Start) -> None:
     run = start(
         "train.hang_seconds=5", ranks=3, absent=(1,), fault=Fault(-1, "meeting", "has_little_patience")
     )
-    assert run.wait(60) == [FAILED, FAILED]
+    assert run.wait(60) == [EXIT_FAILED, EXIT_FAILED]
     said = "error: rank 1 of 3 never came, within 5 s: see its log, or the machine that it should run on\n"
     assert run.said(0).endswith(said)
 
@@ -187,13 +187,13 @@ def test_one_interrupt_saves_and_a_second_ends_a_rank_that_is_stuck(start: Start
     twice = start(run="twice", fault=Fault(1, "step", "is_interrupted_twice"))
     quiet.wait_for_step(2)
     quiet.signal(0, signal.SIGINT)
-    assert quiet.wait(60) == [REQUEUE, REQUEUE], quiet.said(0)
+    assert quiet.wait(60) == [EXIT_REQUEUE, EXIT_REQUEUE], quiet.said(0)
     steps = (quiet.folder / "metrics.jsonl").read_bytes().count(b"\n")
     checkpoint.verify(quiet.folder / f"checkpoints/step-{steps:08d}")
-    assert twice.wait(60) == [FAILED, 128 + signal.SIGINT], twice.said(0)
+    assert twice.wait(60) == [EXIT_FAILED, 128 + signal.SIGINT], twice.said(0)
     assert f"error: rank 1 on {HOST} at step 2, step: failed: KeyboardInterrupt" in twice.said(0)
     assert not (twice.folder / "checkpoints").exists(), "stopped at once, without saving"
-    assert early.wait(60) == [REQUEUE, REQUEUE], early.said(0)
+    assert early.wait(60) == [EXIT_REQUEUE, EXIT_REQUEUE], early.said(0)
     assert not (early.folder / "checkpoints").exists(), "asked before the first step: nothing to save"
     assert not (early.folder / "metrics.jsonl").exists()
     stuck.wait_for_step(2)
@@ -201,7 +201,7 @@ def test_one_interrupt_saves_and_a_second_ends_a_rank_that_is_stuck(start: Start
         stuck.signal(1, signal.SIGINT)
         time.sleep(0.3)
     begun = time.monotonic()
-    assert stuck.wait(60) == [FAILED, 128 + signal.SIGINT], stuck.said(0)
+    assert stuck.wait(60) == [EXIT_FAILED, 128 + signal.SIGINT], stuck.said(0)
     assert time.monotonic() - begun < 20
     assert "rank 1 on" in stuck.said(0)
 
@@ -244,14 +244,14 @@ def test_torchrun_restarts_and_the_run_gives_up_when_nothing_is_gained(
         "resilience.max_failures=1",
     ]
     agent = ["--standalone", "--nproc-per-node=1", "--max-restarts=1", "--monitor-interval=0.1"]
-    torchrun = Command(
+    torchrun = ForkedCommand(
         [*agent, "-m", "megatfm", "train", *words],
         tmp_path / "said",
         environment={**os.environ, "PYTHONPATH": str(tmp_path)},
         program="torch.distributed.run",
     )
     assert torchrun.wait(120) != 0
-    said = torchrun.said
+    said = torchrun.output
     assert "never gets far" in said
     assert "1 restarts in a row gained no checkpoint beyond step 0 (resilience.max_failures)" in said
 
@@ -261,7 +261,7 @@ def test_torchrun_restarts_and_the_run_gives_up_when_nothing_is_gained(
 
 def ends_with(run: Ranks, *words: str) -> None:
     codes = run.wait(60)
-    assert codes == [FAILED] * len(codes)
+    assert codes == [EXIT_FAILED] * len(codes)
     for rank in range(len(codes)):
         said = run.said(rank)
         assert "the check before training failed" in said
@@ -279,7 +279,7 @@ def test_before_training_what_is_broken_is_named_with_its_rank(start: Start) -> 
     ends_with(disk, f"rank 1 on {HOST}", str(disk.folder), "File too large")
     ends_with(memory, f"rank 1 on {HOST}", "gradients and optimizer state need")
     ends_with(total, f"rank 0 on {HOST}, rank 1 on {HOST}: a sum over the axis dp_shard came out wrong")
-    assert slow.wait(60) == [DONE, DONE], "slow is no reason not to train"
+    assert slow.wait(60) == [EXIT_OK, EXIT_OK], "slow is no reason not to train"
     said = [event["detail"] for event in slow.events() if event["event"] == "slow"]
     words = f"rank 1 on {HOST} is slow: writing and syncing a file took"
     assert any(event.startswith(words) for event in said), said  # a busy machine may be slow elsewhere too

@@ -9,7 +9,7 @@ import torch
 
 from megatfm import checkpoint
 from megatfm.config import Config
-from megatfm.errors import DONE
+from megatfm.errors import EXIT_OK
 from tests.e2e.test_training import curve, run_training
 from tests.workers import Workers
 
@@ -61,7 +61,7 @@ def test_the_newest_whole_one_of_either_tier_is_taken(
         local = [f"checkpoint.local={tmp_path / name}-nodes/node-$RANK", "checkpoint.local_every=3"]
         return make_config("parallel.dp_shard=2", "evaluate.every=0", *local, run=name)
 
-    assert workers.run(run_training, 2, config("whole")) == [DONE, DONE]
+    assert workers.run(run_training, 2, config("whole")) == [EXIT_OK, EXIT_OK]
     whole = tmp_path / "whole"
     assert len(on_nodes(tmp_path / "whole-nodes", 9)) == 2
     assert not on_nodes(tmp_path / "whole-nodes", 12), "both rules name it: it goes to the shared disk"
@@ -71,7 +71,7 @@ def test_the_newest_whole_one_of_either_tier_is_taken(
         shutil.copytree(whole, run)
         shutil.copytree(tmp_path / "whole-nodes", nodes)
         happens(run / "checkpoints", nodes)
-        assert workers.run(run_training, 2, config(run.name)) == [DONE, DONE], happens
+        assert workers.run(run_training, 2, config(run.name)) == [EXIT_OK, EXIT_OK], happens
         events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
         (resumed,) = [event["detail"] for event in events if event["event"] == "resumed"]
         assert resumed == f"from step-{step:08d}", happens

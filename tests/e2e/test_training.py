@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from megatfm import checkpoint
 from megatfm.config import Config, load_config
-from megatfm.errors import DONE, REQUEUE, MegatfmError, UsageError
+from megatfm.errors import EXIT_OK, EXIT_REQUEUE, MegatfmError, UsageError
 from megatfm.train.loop import train
-from megatfm.train.record.metrics import MEASURED
+from megatfm.train.record.metrics import MACHINE_DEPENDENT_KEYS
 from tests.e2e.ranks import engine_class
 from tests.workers import THREADS, WorkerFailure
 
@@ -47,11 +47,13 @@ def run_until(config: Config, step: int, name: signal.Signals = signal.SIGTERM) 
 def curve(folder: Path) -> list[dict[str, object]]:
     """The metrics that don't depend on the clock."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in MEASURED} for line in lines]
+    return [
+        {key: value for key, value in line.items() if key not in MACHINE_DEPENDENT_KEYS} for line in lines
+    ]
 
 
 def final_state(folder: Path) -> dict[str, torch.Tensor]:
-    newest = checkpoint.latest(folder / "checkpoints", hashes=True)
+    newest = checkpoint.find_latest(folder / "checkpoints", hashes=True)
     assert newest is not None
     assert newest.name == "step-00000012"
     return checkpoint.read_tensors(newest)
@@ -81,28 +83,30 @@ HALF = ["train.precision=fp16", "train.recompute=full", "log.norms_every=4"]
     ids=["zero3 on 2", "tp2", "zero1 on 2, float16, recomputed", "zero0 on 2"],
 )
 def test_stopped_and_resumed_is_bitwise_the_run_never_stopped(workers, make_config, tmp_path, layout, name):
-    assert workers.run(run_training, 2, make_config(*layout, run="whole")) == [DONE, DONE]
+    assert workers.run(run_training, 2, make_config(*layout, run="whole")) == [EXIT_OK, EXIT_OK]
     config = make_config(*layout, run="stopped")
-    assert workers.run(run_until, 2, config, 5, name) == [REQUEUE, REQUEUE], "both stop on one rank's signal"
+    assert workers.run(run_until, 2, config, 5, name) == [EXIT_REQUEUE, EXIT_REQUEUE], (
+        "both stop on one rank's signal"
+    )
     assert len(curve(tmp_path / "stopped")) == 5
-    newest = checkpoint.latest(tmp_path / "stopped/checkpoints", hashes=True)
+    newest = checkpoint.find_latest(tmp_path / "stopped/checkpoints", hashes=True)
     assert newest is not None
     assert newest.name == "step-00000005", "saved where it stopped"
-    assert workers.run(run_training, 2, config) == [DONE, DONE]
+    assert workers.run(run_training, 2, config) == [EXIT_OK, EXIT_OK]
     assert [line["step"] for line in curve(tmp_path / "stopped")] == list(range(1, 13))
     assert_bitwise_equal(tmp_path / "whole", tmp_path / "stopped")
 
 
 def test_killed_between_checkpoints_resumes_bitwise(workers, make_config, tmp_path):
     """What a SIGKILL leaves: metrics ahead of the last checkpoint, and a half-written save."""
-    assert workers.run(run_training, 2, make_config(run="whole")) == [DONE, DONE]
+    assert workers.run(run_training, 2, make_config(run="whole")) == [EXIT_OK, EXIT_OK]
     config = make_config(run="killed")
-    assert workers.run(run_training, 2, config) == [DONE, DONE]
+    assert workers.run(run_training, 2, config) == [EXIT_OK, EXIT_OK]
     for path in sorted((tmp_path / "killed/checkpoints").iterdir())[1:]:
         path.rename(path.with_name(f".{path.name}.partial-0000"))
     (left,) = (path for path in (tmp_path / "killed/checkpoints").iterdir() if path.name.startswith("step-"))
     assert left.name == "step-00000008"
-    assert workers.run(run_training, 2, config) == [DONE, DONE]
+    assert workers.run(run_training, 2, config) == [EXIT_OK, EXIT_OK]
     assert_bitwise_equal(tmp_path / "whole", tmp_path / "killed")
 
 
@@ -114,8 +118,8 @@ def test_resumes_on_another_number_of_ranks(workers, make_config, tmp_path, firs
     ]  # drawn by sample and position, not by rank
     workers.run(run_training, 1, make_config(*dropout, run="whole"))
     config = make_config(*dropout, run="moved")
-    assert workers.run(run_until, first, config, 5) == [REQUEUE] * first
-    assert workers.run(run_training, second, config) == [DONE] * second
+    assert workers.run(run_until, first, config, 5) == [EXIT_REQUEUE] * first
+    assert workers.run(run_training, second, config) == [EXIT_OK] * second
     whole, moved = curve(tmp_path / "whole"), curve(tmp_path / "moved")
     assert [line["step"] for line in moved] == list(range(1, 13))
     for line, other in zip(whole, moved, strict=True):
@@ -139,9 +143,9 @@ def resumes(folder: Path) -> list[str]:
 
 def test_a_resume_on_another_kind_of_machine_goes_on_and_says_so(workers, make_config, tmp_path):
     config = make_config(run="moved")
-    assert workers.run(run_until, 1, config, 3) == [REQUEUE]
-    assert workers.run(run_until, 1, config, 3) == [REQUEUE]
-    assert workers.run(run_with_another_thread, 1, config) == [DONE]
+    assert workers.run(run_until, 1, config, 3) == [EXIT_REQUEUE]
+    assert workers.run(run_until, 1, config, 3) == [EXIT_REQUEUE]
+    assert workers.run(run_with_another_thread, 1, config) == [EXIT_OK]
     here, elsewhere = resumes(tmp_path / "moved")
     assert here == "from step-00000003", "the same machine is nothing to talk about"
     assert elsewhere == (
@@ -156,9 +160,9 @@ def test_a_resume_on_another_kind_of_machine_goes_on_and_says_so(workers, make_c
 
 def test_a_finished_run_does_nothing_more(workers, make_config, tmp_path):
     config = make_config("train.steps=4", run="done")
-    assert workers.run(run_training, 1, config) == [DONE]
+    assert workers.run(run_training, 1, config) == [EXIT_OK]
     before = curve(tmp_path / "done")
-    assert workers.run(run_training, 1, config) == [DONE]
+    assert workers.run(run_training, 1, config) == [EXIT_OK]
     assert curve(tmp_path / "done") == before
 
 
@@ -197,7 +201,7 @@ def test_a_changed_run_is_refused_with_a_diff_unless_allowed(workers, make_confi
     kind, message = workers.run(error_of, 1, make_config(*both))[0]
     assert "resume.allow=optimizer,schedule" in message
     allowed = make_config(*both, 'resume.allow=["optimizer", "schedule"]')
-    assert workers.run(run_training, 1, allowed) == [DONE]
+    assert workers.run(run_training, 1, allowed) == [EXIT_OK]
 
 
 def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(workers, make_config, tmp_path):
@@ -208,7 +212,7 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(workers, make_c
     content = bytearray(file.read_bytes())
     content[-100] ^= 1
     file.write_bytes(content)
-    assert workers.run(run_training, 1, config) == [DONE]
+    assert workers.run(run_training, 1, config) == [EXIT_OK]
     assert "step-00000012 is not used" in (tmp_path / "hurt/logs/rank-0.log").read_text()
     again = final_state(tmp_path / "hurt")
     assert all(torch.equal(tensor, again[name]) for name, tensor in whole.items())
@@ -301,20 +305,20 @@ def error_on_a_full_disk(config: Config, files: int) -> tuple[str, str]:
 
 def test_a_full_disk_keeps_the_old_checkpoint(workers, make_config, tmp_path):
     config = make_config(run="full")
-    assert workers.run(run_until, 1, config, 5) == [REQUEUE]
+    assert workers.run(run_until, 1, config, 5) == [EXIT_REQUEUE]
     old = sorted(path.name for path in (tmp_path / "full/checkpoints").iterdir())
     kind, message = workers.run(error_on_a_full_disk, 1, config, 60_000)[0]
     assert kind == MegatfmError.__name__
     assert "\n" not in message
     assert sorted(path.name for path in (tmp_path / "full/checkpoints").iterdir()) == old
-    assert workers.run(run_training, 1, config) == [DONE]
+    assert workers.run(run_training, 1, config) == [EXIT_OK]
 
 
 def test_a_layout_that_was_fitted_to_fewer_processes_is_not_the_run_s_for_good(
     workers, make_config, tmp_path
 ):
     config = make_config("resilience.elastic=true", "parallel.dp_replicate=2", "train.steps=2", run="fitted")
-    assert workers.run(run_training, 1, config) == [DONE]
+    assert workers.run(run_training, 1, config) == [EXIT_OK]
     assert load_config(tmp_path / "fitted").parallel == config.parallel
     events = [json.loads(line) for line in (tmp_path / "fitted/events.jsonl").read_text().splitlines()]
     assert "parallel.dp_replicate 2 → 1" in events[0]["detail"]
@@ -328,7 +332,7 @@ def test_a_sink_that_there_is_not_leaves_nothing(workers, make_config, tmp_path)
 
 
 def test_a_refused_resume_is_one_line_in_the_log(workers, make_config, tmp_path):
-    assert workers.run(run_training, 1, make_config("train.steps=1", "schedule.warmup_steps=1")) == [DONE]
+    assert workers.run(run_training, 1, make_config("train.steps=1", "schedule.warmup_steps=1")) == [EXIT_OK]
     with pytest.raises(WorkerFailure, match=r"resume\.allow=seed"):
         workers.run(run_training, 1, make_config("train.steps=1", "schedule.warmup_steps=1", "train.seed=5"))
     log = (tmp_path / "run/logs/rank-0.log").read_text()

@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from megatfm import checkpoint
 from megatfm.config import Config
-from megatfm.engines.interface import Sums
-from megatfm.errors import DONE, MegatfmError
+from megatfm.engines.interface import LossTotals
+from megatfm.errors import EXIT_OK, MegatfmError
 from megatfm.train.loop import train
-from megatfm.train.record.metrics import MEASURED
+from megatfm.train.record.metrics import MACHINE_DEPENDENT_KEYS
 from tests.e2e.ranks import engine_class
 from tests.workers import Workers
 
@@ -39,7 +39,9 @@ def watched(config: Config, faults: Mapping[str, str] = {}) -> tuple[int | str, 
     patched, read = engine_class(config.parallel.engine), []
     genuine = patched.forward_backward
 
-    def faulty(engine: Any, microbatches: Sequence[Mapping[str, Any]], objective: Any, **how: Any) -> Sums:
+    def faulty(
+        engine: Any, microbatches: Sequence[Mapping[str, Any]], objective: Any, **how: Any
+    ) -> LossTotals:
         stats = genuine(engine, microbatches, objective, **how)
         read.append(batch_key(microbatches))
         fault = faults.get(read[-1])
@@ -61,7 +63,9 @@ def watched(config: Config, faults: Mapping[str, str] = {}) -> tuple[int | str, 
 
 def curve(folder: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in MEASURED} for line in lines]
+    return [
+        {key: value for key, value in line.items() if key not in MACHINE_DEPENDENT_KEYS} for line in lines
+    ]
 
 
 def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
@@ -94,7 +98,7 @@ def test_a_step_that_is_not_finite_is_skipped_by_all_ranks_and_skipped_again_on_
     keys = [read for _, read in workers.run(watched, ranks, make_config(*plain, run="whole"))]
     bad = {rank_keys[5]: fault for rank_keys in keys}
     config = make_config(*plain)
-    assert [code for code, _ in workers.run(watched, ranks, config, bad)] == [DONE] * ranks
+    assert [code for code, _ in workers.run(watched, ranks, config, bad)] == [EXIT_OK] * ranks
     run = tmp_path / "run"
     assert [line["step"] for line in curve(run)] == list(range(1, 9))
     assert [line["step"] for line in curve(run) if line.get("skipped")] == [6]
@@ -108,7 +112,7 @@ def test_a_step_that_is_not_finite_is_skipped_by_all_ranks_and_skipped_again_on_
     # A resume repeats the decision, also where this time the numbers are sound.
     before, last = curve(run), weights(run, 8)
     forget_after(run, 4)
-    assert [code for code, _ in workers.run(watched, ranks, config)] == [DONE] * ranks
+    assert [code for code, _ in workers.run(watched, ranks, config)] == [EXIT_OK] * ranks
     assert same(weights(run, 8), last)
     if fault == "inf":
         assert curve(run) == before
@@ -136,7 +140,7 @@ def test_a_spike_is_gone_back_from_its_data_skipped_and_every_resume_repeats_it(
     ((_, keys),) = workers.run(watched, 1, make_config(*ROLLBACK, "train.steps=20", run="whole"))
     config, run = make_config(*ROLLBACK), tmp_path / "run"
     ((code, read),) = workers.run(watched, 1, config, {keys[9]: "spike"})  # the tenth step's
-    assert code == DONE
+    assert code == EXIT_OK
     assert read == keys[:10] + keys[10:18], "back to step 8, and on after the data of the spike"
     assert [line["step"] for line in curve(run)] == list(range(1, 17)), "each step once"
     assert max(line["loss"] for line in curve(run)) < 100
@@ -149,7 +153,7 @@ def test_a_spike_is_gone_back_from_its_data_skipped_and_every_resume_repeats_it(
     for kept, expected in ((12, keys[14:18]), (8, keys[10:18]), (4, keys[4:8] + keys[10:18])):
         forget_after(run, kept)
         ((code, read),) = workers.run(watched, 1, config)
-        assert (code, read) == (DONE, expected), kept
+        assert (code, read) == (EXIT_OK, expected), kept
         assert curve(run) == before
         assert same(weights(run, 16), last)
 
@@ -160,7 +164,7 @@ def test_rollbacks_are_bounded_and_without_a_checkpoint_a_spike_is_only_reported
     ((_, keys),) = workers.run(watched, 1, make_config(*ROLLBACK, "train.steps=20", run="whole"))
     early = make_config(*ROLLBACK, "checkpoint.every=16", run="early")
     ((code, _),) = workers.run(watched, 1, early, {keys[9]: "spike"})
-    assert code == DONE
+    assert code == EXIT_OK
     ((step, said),) = events(tmp_path / "early", "spike")
     assert step == 10
     assert "deviations above the median" in said
@@ -186,7 +190,7 @@ def error_after(config: Config, fault: str, rank: int, step: int) -> str:
     def flip(tensor: torch.Tensor) -> None:
         tensor.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
 
-    def forward_backward(engine: Any, *batch: Any, **how: Any) -> Sums:
+    def forward_backward(engine: Any, *batch: Any, **how: Any) -> LossTotals:
         nonlocal calls
         calls += 1
         stats = backward(engine, *batch, **how)
@@ -253,10 +257,10 @@ def test_a_run_goes_on_with_fewer_ranks_where_that_is_allowed(
 ) -> None:
     fixed = ["parallel.dp_shard=2", "train.micro_batch=4"]
     ((code, _), _) = workers.run(watched, 2, make_config(*fixed, "train.steps=4"))
-    assert code == DONE
+    assert code == EXIT_OK
     longer = [*fixed, 'resume.allow=["schedule"]', "train.steps=8"]
     ((said, _),) = workers.run(watched, 1, make_config(*longer))
     assert "does not fit 1 process" in str(said)
     ((code, _),) = workers.run(watched, 1, make_config(*longer, "resilience.elastic=true"))
-    assert code == DONE
+    assert code == EXIT_OK
     assert [line["step"] for line in curve(tmp_path / "run")] == list(range(1, 9))

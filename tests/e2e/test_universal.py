@@ -14,9 +14,9 @@ from megatfm import checkpoint
 from megatfm.cli import main
 from megatfm.config import Config, load
 from megatfm.convert.convert import convert
-from megatfm.convert.table import to_theirs
+from megatfm.convert.table import to_hf
 from megatfm.convert.universal import UniversalFolder, from_universal
-from megatfm.errors import DONE, UsageError
+from megatfm.errors import EXIT_OK, UsageError
 from megatfm.train.loop import train
 from tests.workers import Workers
 
@@ -100,8 +100,8 @@ def test_every_bit_of_weights_and_of_adam_s_state_goes_over_and_a_run_goes_on(
     rules = UniversalFolder(source, like).rules
     for key, wanted in theirs.items():
         prefix, suffix = ("model.", "") if key == "fp32" else ("optimizer.", f".{key}")
-        mine = {n: stored[f"{prefix}{n}{suffix}"] for rule in rules for n in rule.ours}
-        back = to_theirs(rules, mine)
+        mine = {n: stored[f"{prefix}{n}{suffix}"] for rule in rules for n in rule.megatfm}
+        back = to_hf(rules, mine)
         assert back.keys() == wanted.keys()
         assert [name for name in wanted if not torch.equal(back[name], wanted[name])] == []
     assert {t.item() for name, t in stored.items() if name.endswith(".step")} == {float(STEPS)}
@@ -125,7 +125,7 @@ def test_every_bit_of_weights_and_of_adam_s_state_goes_over_and_a_run_goes_on(
             ),
         ],
     )
-    assert workers.run(train, 2, config, timeout=200) == [DONE] * 2
+    assert workers.run(train, 2, config, timeout=200) == [EXIT_OK] * 2
     after = checkpoint.read_tensors(tmp_path / f"run/checkpoints/step-{STEPS + 1:08d}")
     assert {t.item() for name, t in after.items() if name.endswith(".step")} == {float(STEPS + 1)}
 

@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 
 from megatfm import keyed
 from megatfm.config import Config
-from megatfm.data.block import pack
-from megatfm.data.packing import Packing
+from megatfm.data.block import pack_in_memory
+from megatfm.data.packing import PackingConfig
 from megatfm.layers.moe import MoE
-from megatfm.objectives import Objective, SpecialTokens, make
+from megatfm.objectives import Objective, SpecialTokens, build_objective
 from megatfm.parallel import bootstrap
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine
-from megatfm.train.schedules import factor
+from megatfm.train.schedules import schedule_factor
 from tests.workers import Workers
 
 FOLDER = Path(__file__).parent
@@ -54,7 +54,7 @@ def next_words() -> NDArray[np.int64]:
 def document(number: int, length: int) -> NDArray[np.int64]:
     """A text on one topic, in which each token follows from the one before, seven times in eight."""
     follows = next_words()
-    noise = keyed.raw(length + 1, "golden", "document", number)
+    noise = keyed.random_uint64(length + 1, "golden", "document", number)
     words = (noise[1:] % np.uint64(WORDS)).astype(np.int64)
     expected = noise[1:] >> np.uint64(61) != 0
     for place in range(1, length):
@@ -72,8 +72,10 @@ def batch(config: Config, objective: Objective, step: int) -> dict[str, torch.Te
         start = first + 10 * number
         documents = [document(start + i, lengths[0] // 2 - 4) for i in range(4)]
         across = config.data.attend_across_documents
-        how = Packing(objective, lengths[: len(objective.sides)], seed=0, as_one_document=across)
-        packed = pack(documents, how, first=start)
+        how = PackingConfig(
+            objective, lengths[: len(objective.field_prefixes)], seed=0, attend_across_documents=across
+        )
+        packed = pack_in_memory(documents, how, first=start)
         rows.append(packed.row(0))
     fields = {name: torch.from_numpy(np.stack([row[name] for row in rows])) for name in rows[0]}
     positions = step * config.train.global_batch + np.arange(config.train.global_batch)
@@ -91,7 +93,7 @@ def curves(
     config = Config.model_validate(values)
     engine = build_engine(config, build_mesh(config.parallel, 1, "cpu"), torch.device("cpu"), precision)
     lengths = tuple(n for n in (config.data.sequence_length, config.data.target_length) if n)
-    objective = make(config.objective, config.model, SPECIAL, lengths)
+    objective = build_objective(config.objective, config.model, SPECIAL, lengths)
     mixtures = [module for module in engine.model.modules() if isinstance(module, MoE)]
     found: Curves = {}
     if config.model.family == "electra":
@@ -106,7 +108,7 @@ def curves(
         if mixtures:
             loads = [mixture.observed["load"].double() for mixture in mixtures]
             found.setdefault("busiest", []).append(max(float(load.max() / load.mean()) for load in loads))
-        rate = config.optimizer.lr * lr_factor * factor(config.schedule, step, config.train.steps)
+        rate = config.optimizer.lr * lr_factor * schedule_factor(config.schedule, step, config.train.steps)
         engine.step(rate, config.optimizer.clip)
     return found
 
@@ -161,7 +163,7 @@ def check_float32(workers: Workers, preset: str, config: dict[str, Any]) -> None
 
 def write(models: dict[str, tuple[dict[str, Any], int]]) -> None:
     """Accept a change: preset → its config, and how many steps are golden."""
-    with bootstrap.joined(device="cpu"):
+    with bootstrap.distributed_session(device="cpu"):
         for preset, (config, steps) in models.items():
             found = curves(config, steps=steps)
             golden(preset).write_text(json.dumps(found, indent=1) + "\n")

@@ -19,9 +19,9 @@ from megatfm.models import build
 from megatfm.objectives import Causal, SpecialTokens
 from megatfm.parallel import bootstrap
 from megatfm.parallel.mesh import build_mesh
-from megatfm.parallel.plan import lay
+from megatfm.parallel.plan import parallelize
 from megatfm.train.optimizers import optimizer_groups
-from megatfm.train.schedules import factor
+from megatfm.train.schedules import schedule_factor
 from tests.golden.curves import FIRST, SEEN, TOLERANCE
 from tests.workers import Workers
 
@@ -32,7 +32,7 @@ STEPS, ROWS, LENGTH, VOCABULARY = 40, 8, 32, 64
 def batch(step: int) -> dict[str, torch.Tensor]:
     """Text in which each token follows from the one before, three times in four."""
     follows = keyed.permutation(VOCABULARY, "golden", "follows")
-    noise = keyed.raw(ROWS * (LENGTH + 1), "golden", step).reshape(ROWS, LENGTH + 1)
+    noise = keyed.random_uint64(ROWS * (LENGTH + 1), "golden", step).reshape(ROWS, LENGTH + 1)
     tokens = (noise % np.uint64(VOCABULARY)).astype(np.int64)
     for place in range(1, LENGTH + 1):
         expected = noise[:, place] >> np.uint64(62) != 0
@@ -71,7 +71,7 @@ def curve(lr: float, precision: str, steps: int = STEPS) -> list[float]:
     with torch.device("meta"):
         model = build(config)
     optimizers = optimizer_groups(optimizer, model)
-    layout = lay(model, mesh, sequence_parallel=True)
+    layout = parallelize(model, mesh, sequence_parallel=True)
     engine = NativeEngine(
         model,
         layout,
@@ -84,7 +84,7 @@ def curve(lr: float, precision: str, steps: int = STEPS) -> list[float]:
     objective, losses = Causal(SpecialTokens(bos=0, eos=1, pad=2)), []
     for step in range(1, steps + 1):
         losses.append(engine.forward_backward([batch(step)], objective).loss)
-        engine.step(lr * factor(CosineSchedule(warmup_steps=4), step, STEPS), clip=1.0)
+        engine.step(lr * schedule_factor(CosineSchedule(warmup_steps=4), step, STEPS), clip=1.0)
     return losses
 
 
@@ -103,5 +103,5 @@ def test_in_float32_the_first_steps_are_the_same(workers: Workers) -> None:
 
 
 if __name__ == "__main__":
-    with bootstrap.joined(device="cpu"):
+    with bootstrap.distributed_session(device="cpu"):
         GOLDEN.write_text(json.dumps(golden_curve(3e-3), indent=1) + "\n")

@@ -17,7 +17,7 @@ import pytest
 import megatfm
 from megatfm.config import Config, load_config
 from megatfm.config.key_migrations import RENAMED_VALUES, migrate
-from megatfm.errors import DONE
+from megatfm.errors import EXIT_OK
 from megatfm.train import resume
 from megatfm.train.loop import train
 from tests.golden.curves import TOLERANCE
@@ -53,7 +53,7 @@ def test_a_stored_config_keeps_its_values_and_is_that_of_the_same_recipe_today(p
     preset, _, variant = path.stem.partition("+")
     today = stored_config(preset, variants()[variant] if variant else [])
     found = resume.ResumePoint(path, facts(stored))
-    assert resume.check(found, facts(today), []) == []
+    assert resume.check_compatible(found, facts(today), []) == []
 
 
 def test_every_part_is_among_them() -> None:
@@ -70,7 +70,7 @@ def test_a_stored_run_resumes_and_its_weights_open(workers: Workers, run: Path, 
     for name in ("run", "corpus"):  # the tree of the repository stays as it is
         shutil.copytree(run.parent / name, tmp_path / name)
     recorded = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert workers.run(go_on, 1, tmp_path / "run", tmp_path / "corpus") == [DONE]
+    assert workers.run(go_on, 1, tmp_path / "run", tmp_path / "corpus") == [EXIT_OK]
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
     assert "resumed" in [event["event"] for event in events]
     again = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]

@@ -13,18 +13,18 @@ from torch import Tensor
 
 from megatfm.checkpoint import Saver, read_tensors
 from megatfm.config import ModelConfig, ParallelConfig
-from megatfm.engines.native.data_parallel import Sharing
+from megatfm.engines.native.data_parallel import ZeroOptions
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.native.graphed import CudaGraphs
 from megatfm.errors import MegatfmError
 from megatfm.models import build
-from megatfm.models.fp8 import multiply_in_fp8
-from megatfm.ops.cross_entropy import IGNORE, LogitVariant, cross_entropy, cross_entropy_reference
+from megatfm.models.fp8 import convert_to_fp8
+from megatfm.ops.cross_entropy import IGNORE, LogitOptions, cross_entropy, cross_entropy_reference
 from megatfm.ops.fp8 import multiplies_fp8
 from megatfm.parallel.mesh import build_mesh
-from megatfm.parallel.plan import lay
+from megatfm.parallel.plan import parallelize
 from megatfm.train.optimizers import optimizer_groups
-from megatfm.train.watching.memory import explained, record_allocations
+from megatfm.train.watching.memory import explain_out_of_memory, record_allocations
 from tests.parity.test_layouts import (
     ADAMW,
     CAUSAL,
@@ -54,21 +54,23 @@ BOUNDS = {"fp32": 1e-4, "bf16": 4e-2, "fp16": 1e-2}
 """‖g − r‖ / max(‖r‖, 1e-2 · ‖all gradients‖): float32 as on a CPU, the others by their 8 and 11 bits."""
 
 
-WIDE = MODEL.changed({"d_model": 256, "attention.n_heads": 4, "attention.n_kv_heads": 2, "ffn.d_ff": 640})
+WIDE = MODEL.with_changes(
+    {"d_model": 256, "attention.n_heads": 4, "attention.n_kv_heads": 2, "ffn.d_ff": 640}
+)
 """Heads of 64, as real models have them."""
-DEEP = WIDE.changed({"n_layers": 4})
+DEEP = WIDE.with_changes({"n_layers": 4})
 """With two blocks between the first and the last."""
 REAL = {
     "packed rows of 256": (WIDE, 256),
     # Rows of 64 beyond a multiple of 128, where a fused backward pass of torch is known to have given NaN on H100s.
     "packed rows of 1,088": (WIDE, 1088),
     "a window in rows of 1,088": (
-        WIDE.changed({"attention.pattern": {"name": "window", "width": 200}}),
+        WIDE.with_changes({"attention.pattern": {"name": "window", "width": 200}}),
         1088,
     ),
-    "a soft cap in rows of 1,088": (WIDE.changed({"attention.softcap": 20.0}), 1088),
-    "dropped probabilities in rows of 256": (WIDE.changed({"attention.dropout": 0.1}), 256),
-    "ALiBi in rows of 256": (WIDE.changed({"position": {"name": "alibi"}}), 256),
+    "a soft cap in rows of 1,088": (WIDE.with_changes({"attention.softcap": 20.0}), 1088),
+    "dropped probabilities in rows of 256": (WIDE.with_changes({"attention.dropout": 0.1}), 256),
+    "ALiBi in rows of 256": (WIDE.with_changes({"position": {"name": "alibi"}}), 256),
 }
 
 
@@ -81,12 +83,12 @@ def engine_on(
     with torch.device("meta"):
         model = build(model_config)
     if how:
-        multiply_in_fp8(model, rowwise=how == "rowwise")
+        convert_to_fp8(model, rowwise=how == "rowwise")
     groups = optimizer_groups(ADAMW, model)
-    layout = lay(model, mesh, sequence_parallel=True)
+    layout = parallelize(model, mesh, sequence_parallel=True)
     return NativeEngine(
         model, layout, mesh, device=torch.device(device), precision=precision, seed=7, optimizers=groups,
-        sharing=Sharing(parallel.zero), **options,
+        sharing=ZeroOptions(parallel.zero), **options,
     )  # fmt: skip
 
 
@@ -205,20 +207,20 @@ def test_a_save_is_of_the_step_that_it_was_made_in(tmp_path: Path) -> None:
                 busy = (busy @ busy).clamp(-1, 1)
             for tensor in (weights, turned):
                 tensor.add_(1)
-            saver.save(step, {"weights": weights, "turned": turned}, {}, copied=False)
-            saver.settle()
+            saver.save(step, {"weights": weights, "turned": turned}, {}, wait_for_staging=False)
+            saver.wait_for_staging()
             for tensor in (weights, turned):
                 tensor.add_(100)
-            saver.finish()
+            saver.wait_for_save()
             for name, read in read_tensors(tmp_path / f"step-{step:08}").items():
                 assert bool((read == 101 * step - 100).all()), name
     assert bool((weights == 303).all())
 
 
 @on_a_gpu
-@pytest.mark.parametrize("variant", [LogitVariant(), LogitVariant(5.0, 0.1)])
+@pytest.mark.parametrize("variant", [LogitOptions(), LogitOptions(5.0, 0.1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_cross_entropy_by_its_kernel(variant: LogitVariant, dtype: torch.dtype) -> None:
+def test_the_cross_entropy_by_its_kernel(variant: LogitOptions, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = (300, 64), (10_001, 64)
     given = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
@@ -242,7 +244,7 @@ def test_running_out_of_memory_leaves_a_snapshot(tmp_path: Path) -> None:
     """It says which lines of Python the memory went to: those of this file, too."""
     record_allocations()
     held = torch.ones(2**20, device="cuda")
-    with pytest.raises(MegatfmError, match="what is in it: "), explained(tmp_path, 0):
+    with pytest.raises(MegatfmError, match="what is in it: "), explain_out_of_memory(tmp_path, 0):
         torch.empty(2**50, dtype=torch.uint8, device="cuda")
     assert Path(__file__).name.encode() in (tmp_path / "memory" / "rank-0.pickle").read_bytes()
     assert held.all()

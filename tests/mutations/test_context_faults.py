@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatfm.config import ParallelConfig
 from megatfm.layers.attention.patterns import BigBird, Window
-from megatfm.layers.part import Part
+from megatfm.layers.part import SequenceShard
 from megatfm.models import xlnet
 from megatfm.ops.attention import blocks
 from megatfm.parallel import (
@@ -35,7 +35,7 @@ BELOW_ATTENTION = {"*.embedding.tokens.weight", "*.layers.0.attn*", "*.layers.1.
 
 
 def a_ring_step_is_skipped(patch: Patch) -> None:
-    patch.setattr(context_attention, "merged", lambda out, lse, *_: (out, lse))
+    patch.setattr(context_attention, "merge_partial", lambda out, lse, *_: (out, lse))
 
 
 def gradients_of_keys_stay_with_the_last_rank(patch: Patch) -> None:
@@ -43,13 +43,13 @@ def gradients_of_keys_stay_with_the_last_rank(patch: Patch) -> None:
 
     @dataclass
     class Lost:
-        flight: context_exchange.Flight
+        flight: context_exchange.P2PExchange
 
         def wait(self) -> list[Tensor]:
             return [torch.zeros_like(came) for came in self.flight.wait()]
 
     def shift(x: Tensor, contexts: Any, hows: Any) -> Any:
-        here = contexts.places(test_layouts.LENGTH)[contexts.rank]
+        here = contexts.token_indices(test_layouts.LENGTH)[contexts.rank]
         is_home = bool(hows) and torch.equal(hows[0].places, here)
         flight = real(x, contexts, hows)
         return Lost(flight) if is_home else flight
@@ -60,33 +60,33 @@ def gradients_of_keys_stay_with_the_last_rank(patch: Patch) -> None:
 def gradients_of_fetched_keys_stay(patch: Patch) -> None:
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         laid = torch.empty_like(g)
-        laid[:, :, ctx.wanted.order] = g
-        return laid[:, :, : g.shape[2] - sum(map(len, ctx.wanted.gets))].clone(), None
+        laid[:, :, ctx.wanted.permutation] = g
+        return laid[:, :, : g.shape[2] - sum(map(len, ctx.wanted.recv_indices))].clone(), None
 
     patch_backward(patch, context_exchange._Fetch, backward)
 
 
 def a_halo_is_one_short(patch: Patch) -> None:
-    real = Window.reach
-    patch.setattr(Window, "reach", lambda self, first, last, n: real(self, first + 1, last, n))
+    real = Window.key_ranges
+    patch.setattr(Window, "key_ranges", lambda self, first, last, n: real(self, first + 1, last, n))
 
 
 def a_random_block_of_the_wrong_head(patch: Patch) -> None:
     """The next one's, where keys came from other ranks."""
-    real = BigBird.sees_of
+    real = BigBird.mask_mod_for_lengths
 
     def sees_of(self: BigBird, q: Tensor, k: Tensor, heads: Tensor, lengths: Tensor) -> Tensor:
         return real(self, q, k, (heads + 1) % self.n_heads, lengths)
 
-    patch.setattr(BigBird, "sees_of", sees_of)
+    patch.setattr(BigBird, "mask_mod_for_lengths", sees_of)
 
 
 def a_wide_query_is_answered_by_one_rank_alone(patch: Patch) -> None:
-    patch.setattr(context_wide, "merged", lambda out, lse, *_: (out, lse))
+    patch.setattr(context_wide, "merge_partial", lambda out, lse, *_: (out, lse))
 
 
 def gradients_of_wide_queries_stay(patch: Patch) -> None:
-    patch.setattr(context_wide, "all_sum", lambda g, group: g)
+    patch.setattr(context_wide, "all_reduce_no_grad", lambda g, group: g)
 
 
 def a_stretch_is_not_summed(patch: Patch) -> None:
@@ -94,13 +94,15 @@ def a_stretch_is_not_summed(patch: Patch) -> None:
 
 
 def a_document_s_boundary_is_lost_at_a_cut(patch: Patch) -> None:
-    real = Part.document_numbers
+    real = SequenceShard.document_ids
 
-    def numbers(self: Part, **options: Any) -> Any:
-        there = self.looked_at is not None and not torch.equal(self.looked_at, self.places)
+    def numbers(self: SequenceShard, **options: Any) -> Any:
+        there = self.key_token_indices is not None and not torch.equal(
+            self.key_token_indices, self.token_indices
+        )
         return None if there else real(self, **options)
 
-    patch.setattr(Part, "document_numbers", numbers)
+    patch.setattr(SequenceShard, "document_ids", numbers)
 
 
 def gradients_are_not_summed_over_contexts(patch: Patch) -> None:
@@ -108,29 +110,31 @@ def gradients_are_not_summed_over_contexts(patch: Patch) -> None:
 
 
 def dropout_counts_tokens_from_the_cut(patch: Patch) -> None:
-    patch.setattr(Part, "indices", property(lambda self: torch.arange(len(self.places))))
+    patch.setattr(SequenceShard, "indices", property(lambda self: torch.arange(len(self.token_indices))))
 
 
 def a_bias_counts_from_the_cut(patch: Patch) -> None:
-    real = blocks.of_blocks
-    patch.setattr(blocks, "of_blocks", lambda *where: real(*where[:-2], None, where[-1]))
+    real = blocks.block_indices
+    patch.setattr(blocks, "block_indices", lambda *where: real(*where[:-2], None, where[-1]))
 
 
 def gradients_of_a_bias_are_of_the_last_step_alone(patch: Patch) -> None:
-    real = context_attention.part_backward
+    real = context_attention.partial_attention_backward
 
     def backward(*given: Any) -> Any:
         *rest, of_bias = given
         return real(*rest, of_bias.zero_())
 
-    patch.setattr(context_attention, "part_backward", backward)
+    patch.setattr(context_attention, "partial_attention_backward", backward)
 
 
 def a_token_beside_a_span_is_lost_at_a_cut(patch: Patch) -> None:
     real = context_tokens.fetch
 
     def fetch(x: Tensor, wanted: Any) -> Tensor:
-        own = torch.isin(wanted.looked_at, wanted.contexts.places(test_layouts.LENGTH)[wanted.contexts.rank])
+        own = torch.isin(
+            wanted.indices, wanted.contexts.token_indices(test_layouts.LENGTH)[wanted.contexts.rank]
+        )
         return real(x, wanted) * own[:, None]
 
     patch.setattr(context_tokens, "fetch", fetch)
@@ -151,30 +155,30 @@ def queries_of_a_stream_count_from_the_cut(patch: Patch) -> None:
 
 
 def parts_of_a_row_count_alike_in_its_slots(patch: Patch) -> None:
-    real = context_slots.gather_shards
+    real = context_slots.all_gather
 
     def gather(x: Tensor, dim: int, group: Any) -> Tensor:
         return real(x if dim else torch.zeros_like(x), dim, group)
 
-    patch.setattr(context_slots, "gather_shards", gather)
+    patch.setattr(context_slots, "all_gather", gather)
 
 
 def gradients_of_slots_are_of_one_rank_s_tokens(patch: Patch) -> None:
-    real = context_slots.gather_shards
+    real = context_slots.all_gather
 
     def gather(x: Tensor, dim: int, group: Any) -> Tensor:
-        return collectives.gather_replicated(x, dim, group) if dim else real(x, dim, group)
+        return collectives.all_gather_replicated(x, dim, group) if dim else real(x, dim, group)
 
-    patch.setattr(context_slots, "gather_shards", gather)
+    patch.setattr(context_slots, "all_gather", gather)
 
 
 def gradients_of_the_sums_of_slots_stay(patch: Patch) -> None:
-    real = context_slots.gather_shards
+    real = context_slots.all_gather
 
     def gather(x: Tensor, dim: int, group: Any) -> Tensor:
-        return real(x, dim, group) if dim else collectives.gather_replicated(x, dim, group)
+        return real(x, dim, group) if dim else collectives.all_gather_replicated(x, dim, group)
 
-    patch.setattr(context_slots, "gather_shards", gather)
+    patch.setattr(context_slots, "all_gather", gather)
 
 
 FAULTS: dict[Callable[[Patch], None], tuple[str, set[str]]] = {

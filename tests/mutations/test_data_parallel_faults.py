@@ -30,16 +30,16 @@ Patch = pytest.MonkeyPatch
 def last_microbatch_is_not_reduced(patch: Patch) -> None:
     real = FullySharded.begin
 
-    def begin(self: FullySharded, last: bool) -> None:
+    def begin(self: FullySharded, is_last: bool) -> None:
         self._calls = getattr(self, "_calls", 0) + 1  # type: ignore[attr-defined]
-        real(self, last=self._calls == 1)  # type: ignore[attr-defined]
+        real(self, is_last=self._calls == 1)  # type: ignore[attr-defined]
 
     patch.setattr(FullySharded, "begin", begin)
 
 
 def shards_are_the_neighbour_s(patch: Patch) -> None:
-    real = Bucket.unpack_own
-    patch.setattr(Bucket, "unpack_own", lambda self, row, rank: real(self, row.roll(1), rank))
+    real = Bucket.unpack_shard
+    patch.setattr(Bucket, "unpack_shard", lambda self, row, rank: real(self, row.roll(1), rank))
 
 
 def rows_are_dealt_off_by_one(patch: Patch) -> None:
@@ -52,8 +52,8 @@ def rows_are_dealt_off_by_one(patch: Patch) -> None:
 
 
 def replicas_are_not_summed(patch: Patch) -> None:
-    real = Mesh.sum
-    patch.setattr(Mesh, "sum", lambda self, t, axes: real(self, t, [] if t.numel() > 100 else axes))
+    real = Mesh.all_reduce_
+    patch.setattr(Mesh, "all_reduce_", lambda self, t, axes: real(self, t, [] if t.numel() > 100 else axes))
 
 
 def whole_gradients_are_averaged(patch: Patch) -> None:
@@ -71,11 +71,11 @@ def whole_gradients_are_averaged(patch: Patch) -> None:
 
 def buckets_are_sent_before_they_are_complete(patch: Patch) -> None:
     def complete(self: Replicated, place: int, parameter: Tensor) -> None:
-        if self._missing and len(self._flying) < len(self._buckets):
-            self._send_next()
+        if self._awaited and len(self._pending_gradients) < len(self._buckets):
+            self._start_next_reduction()
 
     patch.setattr(replicated, "BUCKET_ELEMENTS", 5000)
-    patch.setattr(Replicated, "_complete", complete)
+    patch.setattr(Replicated, "_on_gradient_ready", complete)
 
 
 def weights_are_not_gathered_after_a_step(patch: Patch) -> None:
@@ -92,8 +92,8 @@ def weights_are_not_gathered_after_a_step(patch: Patch) -> None:
 def gathered_weights_are_kept_over_a_step(patch: Patch) -> None:
     real = FullySharded.begin
 
-    def begin(self: FullySharded, last: bool) -> None:
-        real(self, last)
+    def begin(self: FullySharded, is_last: bool) -> None:
+        real(self, is_last)
         for stage in self._stages:
             stage.set_reshard_after_backward(False)  # type: ignore[operator]
 
@@ -127,14 +127,14 @@ def the_scale_is_not_lowered(patch: Patch) -> None:
 
 
 def gradients_add_up_in_bfloat16(patch: Patch) -> None:
-    real = replicated.materialise
+    real = replicated.materialize
 
     def materialise(stage: Any, precision: Any, device: Any) -> None:
         real(stage, precision, device)
         for parameter in stage.parameters():
-            parameter.grad_dtype = precision.computed
+            parameter.grad_dtype = precision.compute_dtype
 
-    patch.setattr(replicated, "materialise", materialise)
+    patch.setattr(replicated, "materialize", materialise)
 
 
 def gradients_differ(layout: str) -> bool:
@@ -183,10 +183,10 @@ def dropout_differs(layout: str) -> bool:
         clean.setattr(dropout, "rng_keys_of", lambda sequence: sequence.rng_keys)
         reference = test_families.build(config).double().train()
         test_families.initialise(reference, 7)
-        terms = test_families.PassOn([])(reference, batch)
-    objective = test_families.PassOn(list(terms))
-    counts = objective.counts(batch)
-    wanted = sum(objective.weights[n] * float(t.detach()) / int(counts[n]) for n, t in terms.items())
+        terms = test_families.PassThroughObjective([])(reference, batch)
+    objective = test_families.PassThroughObjective(list(terms))
+    counts = objective.target_counts(batch)
+    wanted = sum(objective.loss_weights[n] * float(t.detach()) / int(counts[n]) for n, t in terms.items())
     engine = test_layouts.make_engine(config, LAYOUTS[layout], ADAMW)
     stats = engine.forward_backward(test_layouts.microbatches(engine, batch), objective)
     return abs(stats.loss - wanted) > 1e-9 * wanted

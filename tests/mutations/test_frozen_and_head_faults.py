@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.config import ParallelConfig
-from megatfm.engines.losses import LossSums, Shares
+from megatfm.engines.losses import LossAccumulator, TermWeights
 from megatfm.engines.native.engine import NativeEngine
-from megatfm.engines.pipelined import StagePasses
+from megatfm.engines.pipelined import PipelineForwardBackward
 from megatfm.models import build
 from megatfm.parallel import styles
-from megatfm.parallel.style import Own, Ranks
+from megatfm.parallel.style import TensorParallelGroup, layouts
 from tests.parity.test_families import MODELS
 from tests.parity.test_frozen import FREEZE, wrong
 from tests.workers import Workers
@@ -56,45 +56,45 @@ def frozen_weights_creep(patch: Patch) -> None:
 
 def a_head_s_term_is_summed_over_copies(patch: Patch) -> None:
     """Ranks that compute a head alike each have all of its loss."""
-    real = styles.WHOLE_INPUT.install
+    real = styles.WHOLE_INPUT.apply
     assert real is not None
 
-    def install(module: nn.Module, ranks: Ranks, own: Own) -> None:
+    def install(module: nn.Module, ranks: TensorParallelGroup, own: layouts) -> None:
         real(module, ranks, own)
         module.register_forward_hook(lambda _, __, output: output * ranks.group.size())
 
-    patch.setitem(styles.STYLES._parts, styles.WHOLE_INPUT.name, replace(styles.WHOLE_INPUT, install=install))
+    patch.setitem(styles.STYLES._parts, styles.WHOLE_INPUT.name, replace(styles.WHOLE_INPUT, apply=install))
 
 
 def the_last_stage_forgets_a_head(patch: Patch) -> None:
-    real = StagePasses._call
+    real = PipelineForwardBackward._call
 
-    def call(self: StagePasses, *args: Any) -> Any:
+    def call(self: PipelineForwardBackward, *args: Any) -> Any:
         gives, terms = real(self, *args)
         return gives, {name: term * (name != "sentence") for name, term in terms.items()}
 
-    patch.setattr(StagePasses, "_call", call)
+    patch.setattr(PipelineForwardBackward, "_call", call)
 
 
 def a_head_s_targets_are_counted_here_only(patch: Patch) -> None:
-    real = LossSums.count
+    real = LossAccumulator.count
 
-    def count(self: LossSums, batches: Any) -> None:
+    def count(self: LossAccumulator, batches: Any) -> None:
         real(self, batches)
         tensors = [{name: torch.as_tensor(values) for name, values in batch.items()} for batch in batches]
-        own = sum(int(self._objective.counts(batch)["boundary"]) for batch in tensors)
+        own = sum(int(self._objective.target_counts(batch)["boundary"]) for batch in tensors)
         self._counts[self._places["boundary"]] = own
 
-    patch.setattr(LossSums, "count", count)
+    patch.setattr(LossAccumulator, "count", count)
 
 
 def a_head_s_term_weighs_twice(patch: Patch) -> None:
-    real = Shares.__call__
+    real = TermWeights.__call__
 
-    def weigh(self: Shares, terms: Mapping[str, Tensor]) -> Tensor:
+    def weigh(self: TermWeights, terms: Mapping[str, Tensor]) -> Tensor:
         return real(self, {name: term * (1 + (name == "boundary")) for name, term in terms.items()})
 
-    patch.setattr(Shares, "__call__", weigh)
+    patch.setattr(TermWeights, "__call__", weigh)
 
 
 STILL = {

@@ -20,7 +20,7 @@ from megatfm.verify.batch import random_batch
 from megatfm.verify.expected import expected_flows
 from megatfm.verify.rank import _step
 from megatfm.verify.shrink import shrink
-from megatfm.verify.verify import traffic_misses
+from megatfm.verify.verify import traffic_mismatches_of
 from tests.parity.test_families import MODELS
 from tests.parity.test_traffic import config_of
 from tests.workers import Workers
@@ -32,12 +32,12 @@ def a_window_reaches_eight_times_as_far(patch: Patch) -> None:
     def reach(self: Window, first: int, last: int, length: int) -> Any:
         return ((first - 8 * self.left, last + 8 * self.right),)
 
-    patch.setattr(Window, "reach", reach)
+    patch.setattr(Window, "key_ranges", reach)
 
 
 def a_style_sums_twice_and_says_so(patch: Patch) -> None:
-    def install(module: nn.Module, ranks: style.Ranks, own: style.Own) -> None:
-        styles.ROW.install(module, ranks, own)
+    def install(module: nn.Module, ranks: style.TensorParallelGroup, own: style.layouts) -> None:
+        styles.ROW.apply(module, ranks, own)
 
         def twice(_: nn.Module, __: Any, output: Tensor) -> None:
             whole = output.new_zeros(2 * output.numel())
@@ -45,7 +45,9 @@ def a_style_sums_twice_and_says_so(patch: Patch) -> None:
 
         module.register_forward_hook(twice)
 
-    row = style.Style("row", 1, "sequence", install=install, sends=("output summed", "loss summed"))
+    row = style.ParallelStyle(
+        "row", 1, "sequence", apply=install, communication=("output summed", "loss summed")
+    )
     patch.setattr(STYLES, "_parts", {**STYLES._parts, "row": row})
 
 
@@ -55,7 +57,7 @@ def rewrite(patch: Patch, function: Any, other: Callable[..., Any]) -> None:
 
 
 def experts_get_slots_that_no_row_has(patch: Patch) -> None:
-    rewrite(patch, context_slots.share, lambda slots, ranks: -(-slots // ranks) + 2)
+    rewrite(patch, context_slots.slots_per_rank, lambda slots, ranks: -(-slots // ranks) + 2)
 
 
 def stages_are_divided_unequally(patch: Patch) -> None:
@@ -66,7 +68,7 @@ def a_rank_is_dealt_more_of_a_row_than_others(patch: Patch) -> None:
     def uneven(length: int, ranks: int, folded: bool, unit: int = 1) -> list[Tensor]:
         return list(torch.arange(length).tensor_split([length // ranks + 3 + i for i in range(ranks - 1)]))
 
-    rewrite(patch, context_exchange.places.__wrapped__, uneven)
+    rewrite(patch, context_exchange.token_indices.__wrapped__, uneven)
 
 
 def more_tokens_around_spans_are_fetched(patch: Patch) -> None:
@@ -76,13 +78,15 @@ def more_tokens_around_spans_are_fetched(patch: Patch) -> None:
         found = torch.cat([at - left_BS[rows, at], at + right_BS[rows, at]])
         return torch.cat([found, (found + 1).clamp(max=left_BS.shape[1] - 1)]).unique()
 
-    rewrite(patch, context_tokens.around_spans, around_spans)
+    rewrite(patch, context_tokens.span_boundary_indices, around_spans)
 
 
-MISTRAL = shrink(load_config("mistral-7b-v0.1", ["parallel.cp=2"]))[0].model.changed(
+MISTRAL = shrink(load_config("mistral-7b-v0.1", ["parallel.cp=2"]))[0].model.with_changes(
     {"attention.pattern.width": 2}
 )
-SOFT = MODELS["albert"].changed({"ffn": {"name": "soft_moe", "d_ff": 16, "n_experts": 3, "dropout": 0.0}})
+SOFT = MODELS["albert"].with_changes(
+    {"ffn": {"name": "soft_moe", "d_ff": 16, "n_experts": 3, "dropout": 0.0}}
+)
 CP2 = ParallelConfig(cp=2, dp_shard=1)
 FAULTS: dict[Callable[[Patch], None], tuple[ModelConfig, ParallelConfig, Any, str]] = {
     a_window_reaches_eight_times_as_far: (MISTRAL, CP2, CausalObjective(), "send over cp"),
@@ -101,7 +105,7 @@ FAULTS: dict[Callable[[Patch], None], tuple[ModelConfig, ParallelConfig, Any, st
     ),
     a_rank_is_dealt_more_of_a_row_than_others: (MODELS["llama"], CP2, CausalObjective(), "over cp"),
     more_tokens_around_spans_are_fetched: (
-        MODELS["bert"].changed({"heads": {"boundary": {}}}),
+        MODELS["bert"].with_changes({"heads": {"boundary": {}}}),
         CP2,
         SpanBoundaryObjective(),
         "send over cp",
@@ -115,11 +119,11 @@ def misses(fault: str | None, config: Config) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         if fault:
             globals()[fault](patch)
-        context_exchange.places.cache_clear()
+        context_exchange.token_indices.cache_clear()
         batch = random_batch(config)
         answer = _step(config, batch, dist.get_world_size())
         expected = expected_flows(config, batch)[dist.get_rank()]
-        return traffic_misses([answer], [expected])
+        return traffic_mismatches_of([answer], [expected])
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatfm.config import ParallelConfig
 from megatfm.layers.moe import MoE
 from megatfm.parallel import collectives, context, context_experts
-from megatfm.parallel.style import Ranks
+from megatfm.parallel.style import TensorParallelGroup
 from megatfm.train.optimizers import stacked_muon
 from megatfm.train.optimizers.soap import Soap
 from tests.parity import test_experts, test_pipelines
@@ -37,12 +37,12 @@ BELOW = "layers.0.attn.wq.weight"
 
 def forget_the_other_channels_gradient(patch: Patch) -> None:
     """What tokens get back is the sum over this rank's channels alone."""
-    patch.setattr(Ranks, "enter", lambda self, x: self.whole(x))
+    patch.setattr(TensorParallelGroup, "gather_input", lambda self, x: self.gather_replicated(x))
 
 
 def read_gradients_before_they_come(patch: Patch) -> None:
     patch.setattr(
-        collectives._Leave,
+        collectives._Start,
         "backward",
         staticmethod(lambda ctx, _: (torch.zeros_like(ctx.journey.arrive()), None)),
     )
@@ -84,8 +84,8 @@ def leave_parts_in_the_order_of_ranks(patch: Patch) -> None:
     def unsorted(contexts: Any, choices_BTK: Tensor, sequence: Any) -> Tensor:
         return genuine(contexts, choices_BTK, sequence)[:, torch.cat(contexts.places(sequence.length))]
 
-    genuine = context_experts._whole
-    patch.setattr(context_experts, "_whole", unsorted)
+    genuine = context_experts._gather_row
+    patch.setattr(context_experts, "_gather_row", unsorted)
 
 
 OVER_PARTS = ParallelConfig(dp_shard=1, cp=2, ep=2, zero=0)

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from megatfm.config import ModelConfig, ParallelConfig
-from megatfm.engines.losses import LossSums
+from megatfm.engines.losses import LossAccumulator
 from megatfm.engines.native import engine as native
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.ops.cross_entropy import _ChunkedCrossEntropy
 from megatfm.parallel import collectives, styles, vocabulary
-from megatfm.parallel.layout import Placement, Region
+from megatfm.parallel.layout import Chunk, TensorLayout
 from megatfm.parallel.mesh import Mesh
 from tests.parity import test_layouts
 from tests.parity.test_layouts import LAYOUTS, MODEL, TIED, WORLD
@@ -38,17 +38,17 @@ def patch_backward(patch: Patch, function: type[torch.autograd.Function], backwa
 
 
 def forget_partial_gradients(patch: Patch) -> None:
-    patch.setattr(native, "sum_partial", lambda *_: None)
+    patch.setattr(native, "all_reduce_partial_gradients", lambda *_: None)
 
 
 def sum_what_is_whole_already(patch: Patch) -> None:
-    real = Mesh.sum
+    real = Mesh.all_reduce_
     summed = NativeEngine.forward_backward
 
     def forward_backward(self: NativeEngine, *args: Any) -> Any:
         stats = summed(self, *args)
         for name, gradient in self.gradients().items():
-            if not self.layout[name].cuts:
+            if not self.layout[name].shards:
                 real(self.mesh, gradient, ("tp",))
         return stats
 
@@ -76,26 +76,30 @@ def copy_to_shards_forgets_its_sum(patch: Patch) -> None:
 def sum_partial_sums_twice(patch: Patch) -> None:
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
         ctx.group = group
-        return collectives.all_sum(x, group)
+        return collectives.all_reduce_no_grad(x, group)
 
     patch.setattr(collectives._Sum, "forward", staticmethod(forward))
-    patch_backward(patch, collectives._Sum, lambda ctx, g: (collectives.all_sum(g, ctx.group), None))
+    patch_backward(
+        patch, collectives._Sum, lambda ctx, g: (collectives.all_reduce_no_grad(g, ctx.group), None)
+    )
 
 
 def count_only_own_targets(patch: Patch) -> None:
-    real = LossSums.count
+    real = LossAccumulator.count
 
-    def count(self: LossSums, batches: Any) -> None:
+    def count(self: LossAccumulator, batches: Any) -> None:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(Mesh, "sum", lambda *_: None)
+            inner.setattr(Mesh, "all_reduce_", lambda *_: None)
             real(self, batches)
 
-    patch.setattr(LossSums, "count", count)
+    patch.setattr(LossAccumulator, "count", count)
 
 
 def count_one_replica(patch: Patch) -> None:
-    real = Mesh.sum
-    patch.setattr(Mesh, "sum", lambda self, t, axes: real(self, t, [a for a in axes if a != "dp_replicate"]))
+    real = Mesh.all_reduce_
+    patch.setattr(
+        Mesh, "all_reduce_", lambda self, t, axes: real(self, t, [a for a in axes if a != "dp_replicate"])
+    )
 
 
 def average_over_ranks(patch: Patch) -> None:
@@ -104,16 +108,16 @@ def average_over_ranks(patch: Patch) -> None:
 
 
 def take_the_other_rank_s_kv_heads(patch: Patch) -> None:
-    real = Placement.region.fget
+    real = TensorLayout.region.fget
     assert real is not None
 
-    def region(self: Placement) -> Region:
-        if not self.cuts or ".wk." not in self.name:
+    def region(self: TensorLayout) -> Chunk:
+        if not self.shards or ".wk." not in self.name:
             return real(self)
         offsets, sizes = real(self)
         return ((offsets[0] + sizes[0]) % self.shape[0], *offsets[1:]), sizes
 
-    patch.setattr(Placement, "region", property(region))
+    patch.setattr(TensorLayout, "region", property(region))
 
 
 def forget_the_tie_s_second_use(patch: Patch) -> None:
@@ -130,11 +134,11 @@ def keep_all_tokens_of_an_embedding_shard(patch: Patch) -> None:
     def embed(tokens: Tensor, weight_WD: Tensor, first: int) -> Tensor:
         return nn.functional.embedding(tokens % weight_WD.shape[0], weight_WD)
 
-    patch.setattr(styles, "embed_shard", embed)
+    patch.setattr(styles, "vocab_parallel_embedding", embed)
 
 
 def normalise_over_own_tokens(patch: Patch) -> None:
-    patch.setattr(vocabulary, "all_parts", lambda x, group: x[None])
+    patch.setattr(vocabulary, "all_gather_no_grad", lambda x, group: x[None])
 
 
 FAULTS: dict[Callable[[Patch], None], tuple[str, ModelConfig, set[str]]] = {
@@ -202,14 +206,14 @@ def test_without_a_fault_nothing_is_found(workers: Workers) -> None:
 
 
 def break_the_tie(patch: Patch) -> None:
-    real = test_layouts.lay
+    real = test_layouts.parallelize
 
     def lay(model: Any, *args: Any, **options: Any) -> Any:
         layout = real(model, *args, **options)
         model.head.weight = nn.Parameter(torch.empty_like(model.head.weight))
         return layout
 
-    patch.setattr(test_layouts, "lay", lay)
+    patch.setattr(test_layouts, "parallelize", lay)
 
 
 def test_a_tie_that_is_cut_twice_is_no_tie(workers: Workers) -> None:

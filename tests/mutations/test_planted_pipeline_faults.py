@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megatfm.config import ParallelConfig
 from megatfm.engines import prepare, split_backward
-from megatfm.engines.pipelined import StagePasses
-from megatfm.engines.ties import Ties
+from megatfm.engines.pipelined import PipelineForwardBackward
+from megatfm.engines.ties import TiedParameters
 from megatfm.models import build
 from tests.parity.test_pipelines import block, case, errors, make_engine, microbatches, reference
 from tests.workers import WorkerFailure, Workers
@@ -30,11 +30,11 @@ ZBV = ParallelConfig(
 
 
 def sum_no_tie(patch: Patch) -> None:
-    patch.setattr(Ties, "sum", lambda self, gradients: None)
+    patch.setattr(TiedParameters, "all_reduce_gradients", lambda self, gradients: None)
 
 
 def count_ties_on_each_rank(patch: Patch) -> None:
-    patch.setattr(Ties, "counts_here", lambda self, name: True)
+    patch.setattr(TiedParameters, "is_owner", lambda self, name: True)
 
 
 def name_layers_from_each_stage_on(patch: Patch) -> None:
@@ -48,45 +48,47 @@ def name_layers_from_each_stage_on(patch: Patch) -> None:
 
 
 def take_the_next_micro_batch(patch: Patch) -> None:
-    real = StagePasses._call
+    real = PipelineForwardBackward._call
 
-    def call(self: StagePasses, stage: Any, batch: Any, *args: Any) -> Any:
+    def call(self: PipelineForwardBackward, stage: Any, batch: Any, *args: Any) -> Any:
         return real(self, stage, {n: t.roll(1, 0) for n, t in batch.items()} if stage.index else batch, *args)
 
-    patch.setattr(StagePasses, "_call", call)
+    patch.setattr(PipelineForwardBackward, "_call", call)
 
 
 def lose_the_memory_s_gradient(patch: Patch) -> None:
-    real = StagePasses._send
+    real = PipelineForwardBackward._send
 
-    def send(self: StagePasses, fields: Any, carry: dict[str, Tensor], to: int, group: Any) -> Any:
+    def send(
+        self: PipelineForwardBackward, fields: Any, carry: dict[str, Tensor], to: int, group: Any
+    ) -> Any:
         backward = to < min(self._stages)
         given = {
             n: torch.zeros_like(t) if backward and n == "encoder_hidden" else t for n, t in carry.items()
         }
         return real(self, fields, given, to, group)
 
-    patch.setattr(StagePasses, "_send", send)
+    patch.setattr(PipelineForwardBackward, "_send", send)
 
 
 def lose_what_only_passes_through(patch: Patch) -> None:
-    real = StagePasses._hand_back
+    real = PipelineForwardBackward._queue_input_gradients
 
-    def hand_back(self: StagePasses, step: Any, stage: Any, i: int, passing: Any) -> None:
-        passing.through = {}
+    def hand_back(self: PipelineForwardBackward, step: Any, stage: Any, i: int, passing: Any) -> None:
+        passing.passthrough_gradients = {}
         real(self, step, stage, i, passing)
 
-    patch.setattr(StagePasses, "_hand_back", hand_back)
+    patch.setattr(PipelineForwardBackward, "_queue_input_gradients", hand_back)
 
 
 def take_the_last_loss_only(patch: Patch) -> None:
-    real = StagePasses._call
+    real = PipelineForwardBackward._call
 
-    def call(self: StagePasses, stage: Any, *args: Any) -> Any:
+    def call(self: PipelineForwardBackward, stage: Any, *args: Any) -> Any:
         gives, terms = real(self, stage, *args)
         return gives, terms if stage.index == len(self._pipeline.stages) - 1 else {}
 
-    patch.setattr(StagePasses, "_call", call)
+    patch.setattr(PipelineForwardBackward, "_call", call)
 
 
 def forget_weights_off_the_way(patch: Patch) -> None:
@@ -94,7 +96,7 @@ def forget_weights_off_the_way(patch: Patch) -> None:
     real = split_backward._branching
 
     def branching(*args: Any) -> Any:
-        return [(w, nodes) for w, nodes in real(*args) if split_backward.OFF_THE_WAY not in nodes]
+        return [(w, nodes) for w, nodes in real(*args) if split_backward.NOT_ON_INPUT_PATH not in nodes]
 
     patch.setattr(split_backward, "_branching", branching)
 

@@ -20,7 +20,7 @@ from megatfm.config import Config, load_config
 from megatfm.engines.interface import Engine
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine
-from megatfm.verify.batch import objective_of, random_batch
+from megatfm.verify.batch import objective_for, random_batch
 from megatfm.verify.rank import _microbatches
 from megatfm.verify.reference import perturbation, reference_step
 from megatfm.verify.shrink import shrink
@@ -93,7 +93,9 @@ def engine_of(config: Config, **parallel: Any) -> Engine:
 def whole(engine: Engine, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Blocks of all ranks put together, on each of them."""
     pieces = {
-        name: [(part.offsets, part.tensor.clone()) for part in engine.weights()[name].over(tensor).parts]
+        name: [
+            (part.offsets, part.tensor.clone()) for part in engine.weights()[name].with_tensor(tensor).blocks
+        ]
         for name, tensor in tensors.items()
     }
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -116,7 +118,7 @@ def weights(engine: Engine) -> dict[str, Tensor]:
 def take(config: Config, engine: Engine, step: int) -> float:
     seeded = config.model_copy(update={"train": config.train.model_copy(update={"seed": step})})
     batch = _microbatches(config, engine, random_batch(seeded))
-    stats = engine.forward_backward(batch, objective_of(config))
+    stats = engine.forward_backward(batch, objective_for(config))
     engine.step(config.optimizer.lr, config.optimizer.clip)
     return stats.loss
 
@@ -135,12 +137,12 @@ def run(config: Config, steps: int, **parallel: Any) -> Run:
     engine = engine_of(config, **parallel)
     initial = weights(engine)
     for name, box in engine.weights().items():
-        for part in box.parts if name in engine.layout else ():
+        for part in box.blocks if name in engine.layout else ():
             sizes = tuple(part.tensor.shape)
             part.tensor.add_(perturbation(config.train.seed, name, box.global_shape, part.offsets, sizes))
     engine.weights_changed()
     before = weights(engine)
-    engine.forward_backward(_microbatches(config, engine, random_batch(config)), objective_of(config))
+    engine.forward_backward(_microbatches(config, engine, random_batch(config)), objective_for(config))
     gradients = whole(engine, engine.gradients())
     engine.step(RATE, config.optimizer.clip)
     update = {name: after.double() - before[name].double() for name, after in weights(engine).items()}

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatfm import checkpoint
-from megatfm.atomic import write_whole
+from megatfm.atomic import atomic_write
 from megatfm.config import Config
 from megatfm.engines.interface import Engine
-from megatfm.verify.batch import objective_of, random_batch
+from megatfm.verify.batch import objective_for, random_batch
 from megatfm.verify.rank import _microbatches
 from tests.parity.deepspeed_runs import ALONE, OPTIMIZERS, engine_of, in_precision, small, take, weights
 
@@ -40,7 +40,7 @@ def on_disk(config: Config, folder: Path) -> Config:
     for name in ("utils", "partitioned_param_swapper", "optimizer_utils"):
         importlib.import_module(f"deepspeed.runtime.swap_tensor.{name}").MIN_AIO_BYTES = SMALLEST  # type: ignore[attr-defined]
     # Whole at once: each rank writes it, and another may be reading.
-    write_whole(folder / "aio.json", json.dumps({"aio": {"block_size": SMALLEST}}))
+    atomic_write(folder / "aio.json", json.dumps({"aio": {"block_size": SMALLEST}}))
     (folder / "nvme").mkdir(exist_ok=True)
     there = {"nvme_path": str(folder / "nvme"), "json_file": str(folder / "aio.json")}
     return config.model_copy(update={"deepspeed": config.deepspeed.model_copy(update=there)})
@@ -53,7 +53,7 @@ def files_of(engine: Engine, folder: Path) -> list[str]:
         path.parent.parent.name
         for path in (folder / "nvme").glob(".megatfm-offload-*/*/zero_stage_3/*/rank*/*.swp")
     }
-    dtype = str(engine.precision.computed).removeprefix("torch.")
+    dtype = str(engine.precision.compute_dtype).removeprefix("torch.")
     wanted = {
         name
         for name, there in (("optimizer", own.swap_optimizer), (f"{dtype}params", own.params_in_nvme_and_cpu))
@@ -124,7 +124,7 @@ def pairs(folder: Path, cases: list[Config], steps: int) -> list[str]:
             if step in (0, steps - 1):
                 wrong += [f"{number}, {step}: {name}" for name in differing(weights(engine), weights(other))]
         engine.device = torch.device("cuda")  # what would be free there
-        if config.deepspeed.offload_optimizer != "none" and engine.memory_needed(1, 1).moments:
+        if config.deepspeed.offload_optimizer != "none" and engine.memory_needed(1, 1).optimizer_state:
             wrong.append(f"{number}: a device would be asked for moments that are not to be there")
         if "nvme" in (config.deepspeed.offload_optimizer, config.deepspeed.offload_parameters):
             wrong += [f"{number}: {told}" for told in files_of(engine, folder)]
@@ -146,13 +146,13 @@ def behave() -> list[str]:
         engine, native = engine_of(config), engine_of(config, engine="native")
         start = weights(engine)
         batch = _microbatches(config, engine, random_batch(config))
-        engine.forward_backward(batch, objective_of(config))
+        engine.forward_backward(batch, objective_for(config))
         if not math.isnan(engine.step(1.0, 1.0, skip=True)) or differing(start, weights(engine)):
             wrong.append(f"{stage}: a step that is left out")
-        engine.forward_backward(batch, objective_of(config))
+        engine.forward_backward(batch, objective_for(config))
         once = {name: gradient.clone() for name, gradient in engine.gradients().items()}
         engine.zero_grad()
-        engine.forward_backward(batch, objective_of(config))
+        engine.forward_backward(batch, objective_for(config))
         if differing(once, engine.gradients()):
             wrong.append(f"{stage}: a step computed twice")
         engine.zero_grad()
@@ -165,7 +165,7 @@ def behave() -> list[str]:
         if any((after[name] - theirs[name]).abs().max() > 1e-6 for name in start):
             wrong.append(f"{stage}: the update with frozen weights")
         batches = _microbatches(config, engine, random_batch(config))
-        told = [each.evaluate(batches, objective_of(config)).loss for each in (engine, native)]
+        told = [each.evaluate(batches, objective_for(config)).loss for each in (engine, native)]
         if abs(told[0] / told[1] - 1) > 1e-6:
             wrong.append(f"{stage}: the evaluated loss")
     with patch.object(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: False):  # as on most CPUs
@@ -179,7 +179,7 @@ def behave() -> list[str]:
 def _overflowing(engine: Engine) -> float:
     config = small("decoder", zero=2, dp_shard=2)
     before = weights(engine)
-    engine.forward_backward(_microbatches(config, engine, random_batch(config)), objective_of(config))
+    engine.forward_backward(_microbatches(config, engine, random_batch(config)), objective_for(config))
     norm = engine.step(1.0, 1.0)
     assert differing(before, weights(engine)) == []
     return norm

@@ -18,8 +18,8 @@ import transformers
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
-from megatfm.convert import Rule, architecture_for, to_ours, to_theirs
-from megatfm.layers.initialisation import stored_tensors
+from megatfm.convert import WeightMapping, architecture_for, from_hf, to_hf
+from megatfm.layers.initialisation import checkpoint_tensors
 from megatfm.models import build
 
 ZOO = Path(__file__).resolve().parents[2] / "docs" / "zoo.md"
@@ -69,7 +69,7 @@ class Pair:
 
     ours: nn.Module
     theirs: Any
-    rules: list[Rule]
+    rules: list[WeightMapping]
 
 
 def pair(config: ModelConfig, dtype: torch.dtype, seed: int = 0, among: Sequence[str] | None = None) -> Pair:
@@ -79,7 +79,7 @@ def pair(config: ModelConfig, dtype: torch.dtype, seed: int = 0, among: Sequence
     """
     ours = build(config).to(dtype)
     perturb(ours, seed)
-    state = {name: t for name, t in stored_tensors(ours).items() if not isinstance(t, nn.Parameter)}
+    state = {name: t for name, t in checkpoint_tensors(ours).items() if not isinstance(t, nn.Parameter)}
     for i, tensor in enumerate(state.values()):
         draws = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
         tensor.copy_(0.2 * draws)
@@ -93,8 +93,8 @@ def pair(config: ModelConfig, dtype: torch.dtype, seed: int = 0, among: Sequence
         .to(dtype)
         .eval()
     )
-    rules = list((architecture.fused_rules or architecture.rules)(config))
-    converted = to_theirs(rules, stored_tensors(ours))
+    rules = list((architecture.fused_rules or architecture.weight_mappings)(config))
+    converted = to_hf(rules, checkpoint_tensors(ours))
     if (
         "lm_head.weight" in converted
     ):  # transformers ties T5 v1.1's as long as nobody puts another in its place
@@ -106,8 +106,8 @@ def pair(config: ModelConfig, dtype: torch.dtype, seed: int = 0, among: Sequence
         for key, parameter in named.items():
             assert parameter.shape == converted[key].shape, key
             parameter.copy_(converted[key])
-    back = to_ours(rules, named)
-    own = stored_tensors(ours)
+    back = from_hf(rules, named)
+    own = checkpoint_tensors(ours)
     assert back.keys() == own.keys()
     assert all(torch.equal(back[key], own[key]) for key in own)
     return Pair(ours, theirs, rules)
@@ -133,9 +133,9 @@ class Figures:
         """Of every parameter, after both had their backward pass. Raises AssertionError beyond the tolerance."""
         gradients = {name: p.grad for name, p in both.ours.named_parameters() if p.grad is not None}
         assert gradients.keys() == dict(both.ours.named_parameters()).keys()
-        own = [rule for rule in both.rules if gradients.keys() >= set(rule.ours)]  # all but those of state
-        assert {name for rule in own for name in rule.ours} == gradients.keys()
-        converted = to_theirs(own, gradients)
+        own = [rule for rule in both.rules if gradients.keys() >= set(rule.megatfm)]  # all but those of state
+        assert {name for rule in own for name in rule.megatfm} == gradients.keys()
+        converted = to_hf(own, gradients)
         reference = {name: p.grad for name, p in both.theirs.named_parameters()}
         assert reference.keys() == converted.keys()
         for name in [n for n, g in reference.items() if ".experts." in n and (g is None or not g.any())]:

@@ -34,13 +34,13 @@ from tests.parity.test_layouts import (
 from tests.workers import Workers
 
 BIASED = {"attention.bias": True, "ffn.bias": True}
-BLOCK = MODEL.changed({"n_layers": 1})
+BLOCK = MODEL.with_changes({"n_layers": 1})
 MODELS = {
     "gated": BLOCK,
-    "gated, biased": BLOCK.changed(BIASED),
-    "plain": BLOCK.changed({"ffn.activation": "gelu"}),
-    "plain, biased": BLOCK.changed({"ffn.activation": "gelu", **BIASED}),
-    "one key head": BLOCK.changed({"attention.n_kv_heads": 1}),
+    "gated, biased": BLOCK.with_changes(BIASED),
+    "plain": BLOCK.with_changes({"ffn.activation": "gelu"}),
+    "plain, biased": BLOCK.with_changes({"ffn.activation": "gelu", **BIASED}),
+    "one key head": BLOCK.with_changes({"attention.n_kv_heads": 1}),
 }
 KINDS = {
     "all_gather_into_tensor": "gathers",

@@ -9,18 +9,18 @@ from torch import nn
 from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.layers.initialisation import initialise
-from megatfm.layers.terms import block_terms
+from megatfm.layers.terms import auxiliary_losses
 from megatfm.models import build
-from megatfm.objectives.registry import ONE_SIDE, TWO_SIDES, WithBlockTerms
+from megatfm.objectives.registry import DECODER_ONLY, ENCODER_DECODER, ObjectiveWithAuxiliaryLosses
 from tests.parity import test_layouts, test_pipelines
 from tests.parity.cells import cells
-from tests.parity.test_families import SMALL, PassOn, batch_for
+from tests.parity.test_families import SMALL, PassThroughObjective, batch_for
 from tests.plugins import plugin
 from tests.workers import Workers
 
 for part in ("dilated", "chosen"):
     plugin(part)
-WINDOWS = ModelConfig.of(
+WINDOWS = ModelConfig.from_dotted(
     {
         **SMALL,
         "attention.n_kv_heads": 2,
@@ -36,9 +36,9 @@ WINDOWS = ModelConfig.of(
 )
 MODELS = {
     "windows of a decoder": WINDOWS,
-    "windows of an encoder": WINDOWS.changed({"family": "encoder", "head.bias": True}),
+    "windows of an encoder": WINDOWS.with_changes({"family": "encoder", "head.bias": True}),
 }
-CHOSEN = ModelConfig.of(
+CHOSEN = ModelConfig.from_dotted(
     {
         **SMALL,
         "dropout": 0.2,
@@ -49,7 +49,7 @@ CHOSEN = ModelConfig.of(
         "future_tokens": 1,
     }
 )
-PAIRED = CHOSEN.changed({"family": "encoder_decoder", "future_tokens": 0})
+PAIRED = CHOSEN.with_changes({"family": "encoder_decoder", "future_tokens": 0})
 ROUTED = {"routed tokens": CHOSEN, "routed tokens of an encoder-decoder": PAIRED}
 LAYOUTS = {
     1: {"one process": ParallelConfig()},
@@ -67,14 +67,14 @@ def compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
     config = {**MODELS, **ROUTED}[name]
     batch, model = batch_for(config), build(config).double().train()
     initialise(model, 7)
-    terms, added = PassOn([])(model, batch), block_terms(config)
-    objective = PassOn([term for term in terms if term not in added])
-    objective.sides = TWO_SIDES if config.family == "encoder_decoder" else ONE_SIDE
+    terms, added = PassThroughObjective([])(model, batch), auxiliary_losses(config)
+    objective = PassThroughObjective([term for term in terms if term not in added])
+    objective.field_prefixes = ENCODER_DECODER if config.family == "encoder_decoder" else DECODER_ONLY
     if added:
         assert added.keys() <= terms.keys()
-        objective = WithBlockTerms(objective, added)
-    counts = objective.counts(batch)
-    loss = torch.stack([objective.weights[term] * terms[term] / counts[term] for term in terms]).sum()
+        objective = ObjectiveWithAuxiliaryLosses(objective, added)
+    counts = objective.target_counts(batch)
+    loss = torch.stack([objective.loss_weights[term] * terms[term] / counts[term] for term in terms]).sum()
     loss.backward()
     for layout, parallel in layouts.items():
         make = test_pipelines.make_engine if parallel.pp > 1 else test_layouts.make_engine

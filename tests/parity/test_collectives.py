@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatfm.ops.cross_entropy import LogitVariant, cross_entropy_reference
+from megatfm.ops.cross_entropy import LogitOptions, cross_entropy_reference
 from megatfm.parallel import collectives
-from megatfm.parallel.collectives import all_sum
-from megatfm.parallel.vocabulary import cross_entropy_shard, embed_shard
+from megatfm.parallel.collectives import all_reduce_no_grad
+from megatfm.parallel.vocabulary import vocab_parallel_cross_entropy, vocab_parallel_embedding
 from tests.workers import Workers
 
 Form = Literal["sharded", "replicated", "partial"]
@@ -39,11 +39,11 @@ class Forms(NamedTuple):
 
 
 COLLECTIVES = {
-    "gather_shards": Forms("sharded", "replicated", "partial", True),
-    "scatter_sum": Forms("partial", "sharded", "sharded", True),
-    "sum_partial": Forms("partial", "replicated", "replicated", False),
-    "copy_to_shards": Forms("replicated", "replicated", "partial", False),
-    "gather_replicated": Forms("sharded", "replicated", "replicated", True),
+    "all_gather": Forms("sharded", "replicated", "partial", True),
+    "reduce_scatter": Forms("partial", "sharded", "sharded", True),
+    "reduce_from_group": Forms("partial", "replicated", "replicated", False),
+    "copy_to_group": Forms("replicated", "replicated", "partial", False),
+    "all_gather_replicated": Forms("sharded", "replicated", "replicated", True),
 }
 
 
@@ -56,7 +56,7 @@ def draw(form: Form, shape: tuple[int, ...], seed: int) -> Tensor:
 def product(a: Tensor, a_form: Form, b: Tensor, b_form: Form, group: ProcessGroup) -> float:
     local = torch.sum(a.detach() * b.detach())
     once = local / group.size() if (a_form, b_form) == ("replicated", "replicated") else local
-    return float(all_sum(once, group))
+    return float(all_reduce_no_grad(once, group))
 
 
 def global_tensor(x: Tensor, form: Form, dim: int, group: ProcessGroup) -> Tensor:
@@ -120,13 +120,15 @@ def check_embedding() -> None:
     shard = mine(table.detach())
     tokens = torch.arange(2 * VOCABULARY).remainder(VOCABULARY).view(3, -1)
     y = draw("replicated", (*tokens.shape, WIDTH), seed=2)
-    vectors = embed_shard(tokens, shard, group.rank() * len(shard))
-    torch.testing.assert_close(all_sum(vectors.detach(), group), table[tokens].detach(), rtol=0, atol=0)
+    vectors = vocab_parallel_embedding(tokens, shard, group.rank() * len(shard))
+    torch.testing.assert_close(
+        all_reduce_no_grad(vectors.detach(), group), table[tokens].detach(), rtol=0, atol=0
+    )
     torch.autograd.backward([vectors, table[tokens]], [y, y])
     torch.testing.assert_close(shard.grad, mine(table.grad).detach(), rtol=1e-14, atol=0)
 
 
-def check_cross_entropy(chunk: int, scale: float, variant: LogitVariant, with_bias: bool) -> None:
+def check_cross_entropy(chunk: int, scale: float, variant: LogitOptions, with_bias: bool) -> None:
     group = dist.group.WORLD
     assert group is not None
     table = (scale * draw("replicated", (VOCABULARY, WIDTH), seed=1)).requires_grad_()
@@ -138,18 +140,20 @@ def check_cross_entropy(chunk: int, scale: float, variant: LogitVariant, with_bi
     shard, hidden_here = mine(table.detach()), hidden.detach().clone().requires_grad_()
     own_bias = None if bias is None else mine(bias.detach())
     first = group.rank() * len(shard)
-    loss = cross_entropy_shard(hidden_here, shard, targets, own_bias, variant, first, group, chunk)
+    loss = vocab_parallel_cross_entropy(hidden_here, shard, targets, own_bias, variant, first, group, chunk)
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-12)
     torch.autograd.backward([loss, expected], [torch.tensor(0.5).double()] * 2)
     torch.testing.assert_close(shard.grad, mine(table.grad).detach(), rtol=1e-11, atol=1e-12)
-    torch.testing.assert_close(all_sum(hidden_here.grad, group), hidden.grad, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(
+        all_reduce_no_grad(hidden_here.grad, group), hidden.grad, rtol=1e-11, atol=1e-12
+    )
     if bias is not None and own_bias is not None:
         torch.testing.assert_close(own_bias.grad, mine(bias.grad).detach(), rtol=1e-11, atol=1e-12)
     with torch.no_grad():
-        again = cross_entropy_shard(hidden, shard, targets, own_bias, variant, first, group, chunk)
+        again = vocab_parallel_cross_entropy(hidden, shard, targets, own_bias, variant, first, group, chunk)
     assert torch.equal(again, loss)
     none = torch.full_like(targets, -100)
-    nothing = cross_entropy_shard(hidden_here, shard, none, own_bias, variant, first, group, chunk)
+    nothing = vocab_parallel_cross_entropy(hidden_here, shard, none, own_bias, variant, first, group, chunk)
     gradients = torch.autograd.grad(nothing, [hidden_here, shard])
     assert float(nothing.detach()) == 0.0
     assert all(float(gradient.abs().max()) == 0.0 for gradient in gradients)
@@ -164,10 +168,10 @@ def test_embedding_cut_by_tokens(workers: Workers, ranks: int) -> None:
 @pytest.mark.parametrize(("chunk", "scale"), [(4, 1.0), (17, 1.0), (512, 400.0)])  # 400: exp would overflow
 @pytest.mark.parametrize(
     ("variant", "with_bias"),
-    [(LogitVariant(), False), (LogitVariant(softcap=1.5, smoothing=0.1), True)],
+    [(LogitOptions(), False), (LogitOptions(softcap=1.5, smoothing=0.1), True)],
     ids=["plain", "bias, soft cap and smoothing"],
 )
 def test_cross_entropy_cut_by_tokens(
-    workers: Workers, ranks: int, chunk: int, scale: float, variant: LogitVariant, with_bias: bool
+    workers: Workers, ranks: int, chunk: int, scale: float, variant: LogitOptions, with_bias: bool
 ) -> None:
     workers.run(check_cross_entropy, ranks, chunk, scale, variant, with_bias)

@@ -74,7 +74,7 @@ CASES = [
 @pytest.mark.parametrize(("position", "mask", "parts"), CASES)
 def test_trains(position: str, mask: str, parts: list[tuple[str, str, str]]) -> None:
     for norm_position, norm, activation in parts:
-        config = combination(norm_position, norm, activation, position, mask).changed(SMALL)
+        config = combination(norm_position, norm, activation, position, mask).with_changes(SMALL)
         model, made = make(config), batch(config, mask)
         loss, gradient = step(model, made)
         half_loss, half_gradient = step(model.bfloat16(), made)

@@ -13,7 +13,7 @@ from megatfm.models import build
 from megatfm.ops.attention import blocks
 from tests.parity import test_experts, test_families, test_layouts, test_patterns, test_pipelines
 from tests.parity.cells import SLOW, cells
-from tests.parity.test_families import BERT, DROPPED, SMALL, PassOn, batch_for
+from tests.parity.test_families import BERT, DROPPED, SMALL, PassThroughObjective, batch_for
 from tests.unwritten import memory_of_nan
 from tests.workers import Workers
 
@@ -86,16 +86,16 @@ MOE = {"name": "moe", "d_ff": 16, "n_experts": 4, "top_k": 2, "n_shared_experts"
 APART = ("deberta", "deberta v3", "xlnet")
 """Whose attention is one of its own."""
 FAMILIES = {name: test_families.MODELS[name] for name in ("gpt", "t5", "albert", "electra", *APART)}
-FAMILIES["experts"] = ModelConfig.of(
+FAMILIES["experts"] = ModelConfig.from_dotted(
     **{key: value for key, value in SMALL.items() if key != "ffn.d_ff"},
     dropout=0.2,
     ffn={**MOE, "router": {"name": "top_k", "balance": 0.3, "z_loss": 0.1}},
 )
-FAMILIES["soft experts"] = ModelConfig.of(
+FAMILIES["soft experts"] = ModelConfig.from_dotted(
     **{**ENCODER, "blocks": ["plain", "soft"], "block.plain": {}},
     **{"block.soft.ffn": {"name": "soft_moe", "d_ff": 16, "n_experts": 4, "dropout": 0.0}},
 )
-MODELS = {name: ModelConfig.of(**model) for name, model in MODELS.items()} | FAMILIES
+MODELS = {name: ModelConfig.from_dotted(**model) for name, model in MODELS.items()} | FAMILIES
 OF_LATENTS = {"name": "latent", "kv_rank": 8, "q_rank": 6, "rope_dim": 4, "v_dim": 5}
 LATENTS = {
     f"latent {name}": {"attention": {**OF_LATENTS, **OF_DECODERS[name]["attention"]}}
@@ -103,9 +103,11 @@ LATENTS = {
 }
 for family, base, kinds in (("decoders", DECODER, OF_DECODERS | LATENTS), ("encoders", ENCODER, OF_ENCODERS)):
     dense = {key: value for key, value in base.items() if not key.startswith("ffn.")}
-    MODELS[f"patterns of {family}, experts"] = ModelConfig.of(**one_block_each({**dense, "ffn": MOE}, kinds))
+    MODELS[f"patterns of {family}, experts"] = ModelConfig.from_dotted(
+        **one_block_each({**dense, "ffn": MOE}, kinds)
+    )
 OTHERS = ("local, compressed and experts", "linformer of an encoder-decoder")
-MODELS |= {name: ModelConfig.of(**test_patterns.MODELS[name]) for name in OTHERS}
+MODELS |= {name: ModelConfig.from_dotted(**test_patterns.MODELS[name]) for name in OTHERS}
 UNEVEN = (
     "patterns of decoders",
     "patterns of encoders",
@@ -118,7 +120,7 @@ UNEVEN = (
     "soft experts",
 )
 """Also on rows of one document each, of a length that no number of ranks divides."""
-MODELS |= {f"{name}, rows of 11 tokens": MODELS[name].changed({"heads": {}}) for name in UNEVEN}
+MODELS |= {f"{name}, rows of 11 tokens": MODELS[name].with_changes({"heads": {}}) for name in UNEVEN}
 MODELS["prefix language model"] = MODELS["llama"]
 MODELS["window, prefixes"] = MODELS["window"]
 LAYOUTS = {
@@ -240,10 +242,10 @@ def one_device(name: str) -> tuple[ModelConfig, dict[str, Tensor], nn.Module, An
         batch["positions"] = torch.arange(11).expand(ROWS, -1)
         del batch["documents"]
     initialise(model, 7)
-    terms = PassOn([])(model, batch)
+    terms = PassThroughObjective([])(model, batch)
     objective = test_experts.objective_of(config, [*terms])
-    counts = objective.counts(batch)
-    loss = torch.stack([objective.weights[term] * terms[term] / counts[term] for term in terms]).sum()
+    counts = objective.target_counts(batch)
+    loss = torch.stack([objective.loss_weights[term] * terms[term] / counts[term] for term in terms]).sum()
     loss.backward()
     return config, batch, model, objective, loss.item()
 
@@ -274,7 +276,7 @@ def compare_layouts(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
         assert stats.loss == pytest.approx(loss, rel=1e-12), layout
         assert test_pipelines.errors(engine, model) == {}, layout
     evaluated = engine.evaluate(microbatches(engine, batch), objective)
-    assert evaluated.counts == stats.counts
+    assert evaluated.target_counts == stats.target_counts
     return list(layouts)
 
 

@@ -17,7 +17,7 @@ from megatfm.ops.attention import blocks
 from megatfm.parallel import context_attention
 from tests.parity import test_experts, test_layouts, test_pipelines
 from tests.parity.cells import SLOW
-from tests.parity.test_families import PassOn
+from tests.parity.test_families import PassThroughObjective
 from tests.workers import Workers
 
 BLOCK = 4
@@ -70,13 +70,13 @@ def batch_of(kinds: Sequence[str], length: int) -> dict[str, Tensor]:
 
 
 def one_device(name: str, batch: dict[str, Tensor]) -> tuple[ModelConfig, nn.Module, Objective, float]:
-    config = ModelConfig.of(**MODELS[name])
+    config = ModelConfig.from_dotted(**MODELS[name])
     model = build(config).double().train()
     initialise(model, 7)
-    terms = PassOn([])(model, batch)
+    terms = PassThroughObjective([])(model, batch)
     objective = test_experts.objective_of(config, [*terms])
-    counts = objective.counts(batch)
-    loss = torch.stack([objective.weights[term] * terms[term] / counts[term] for term in terms]).sum()
+    counts = objective.target_counts(batch)
+    loss = torch.stack([objective.loss_weights[term] * terms[term] / counts[term] for term in terms]).sum()
     loss.backward()
     return config, model, objective, loss.item()
 
@@ -92,7 +92,7 @@ def compare(names: Sequence[str], asked: Sequence[str], ranks: int) -> dict[tupl
             config, model, objective, loss = one_device(name, batch)
             for way in asked:
                 here = took[name, way]
-                patch.setattr(context_attention, "_tell", lambda _, taken, __, here=here: here.add(taken))
+                patch.setattr(context_attention, "_log_once", lambda _, taken, __, here=here: here.add(taken))
                 engine = test_layouts.make_engine(
                     config, ParallelConfig(cp=ranks, context=way), test_layouts.ADAMW
                 )
@@ -124,8 +124,8 @@ def test_documents_wherever_rows_are_cut(
     assert all(each == took[0] for each in took), "all ranks decide alike"
     for (name, way), ways in took[0].items():
         if name == "neighbours":
-            assert ways == {context_attention.BY_NEED}
+            assert ways == {context_attention.FETCH}
         elif way == "heads":
-            assert ways == {context_attention.BY_HEADS}
+            assert ways == {context_attention.ULYSSES}
         else:
-            assert ways == {context_attention.BY_NEED, context_attention.BY_RING}, name
+            assert ways == {context_attention.FETCH, context_attention.RING}, name

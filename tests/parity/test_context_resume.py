@@ -40,7 +40,10 @@ def next_step(name: str, folder: Path, source: Path | None) -> Step:
     loss = engine.forward_backward(later, objective).loss
     gradients = {key: gradient.clone() for key, gradient in engine.gradients().items()}
     engine.step(RATE, clip=1.0)
-    left = {key: checkpoint.Box.of(each).tensor.clone() for key, each in engine.state_dict().items()}
+    left = {
+        key: checkpoint.ShardedTensor.from_tensor(each).tensor.clone()
+        for key, each in engine.state_dict().items()
+    }
     return loss, gradients, left
 
 
@@ -91,7 +94,7 @@ def test_the_next_step_is_that_of_the_run_that_saved(
 ) -> None:
     assert name in MODELS
     wanted = workers.run(next_step, saved, name, tmp_path, None, timeout=180.0)
-    source = checkpoint.latest(tmp_path)
+    source = checkpoint.find_latest(tmp_path)
     assert source is not None
     for ranks in opened:
         found = workers.run(next_step, ranks, name, tmp_path, source, timeout=180.0)

@@ -265,7 +265,7 @@ def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
 
 def pair_of(model: str, dtype: torch.dtype, seed: int = 0) -> Pair:
     name, values = MODELS[model]
-    both = pair(ModelConfig.of(**values), dtype, seed, among=[name])
+    both = pair(ModelConfig.from_dotted(**values), dtype, seed, among=[name])
     assert type(both.theirs).__name__ == name
     return both
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatfm.config import Config
-from megatfm.engines.deepspeed.library import any_precision, load
+from megatfm.engines.deepspeed.library import allow_fp16_on_cpu, load
 from tests.parity.deepspeed_runs import (
     OPTIMIZERS,
     Errors,
@@ -194,7 +194,7 @@ def on_a_host_without_fast_float16() -> list[torch.dtype]:
         patch.setattr(type(accelerator), "is_fp16_supported", lambda self: False)
         taken = [SimpleNamespace(), SimpleNamespace(), SimpleNamespace()]
         kind._set_dtype(taken[0], None, torch.float32)
-        with any_precision():
+        with allow_fp16_on_cpu():
             kind._set_dtype(taken[1], None, torch.float32)
             kind._set_dtype(taken[2], None, torch.float16)
         assert not accelerator.is_fp16_supported()

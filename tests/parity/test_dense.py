@@ -91,7 +91,7 @@ ENCODER_DOCUMENTS = (5, 3, 2)
 
 def combination(norm_position: str, norm: str, activation: str, position: str, mask: str) -> ModelConfig:
     families = {"full": "encoder", "pairs": "encoder_decoder"}
-    return ModelConfig.of(
+    return ModelConfig.from_dotted(
         **SMALL,
         **POSITIONS[position],
         family=families.get(mask, "decoder"),
@@ -199,12 +199,12 @@ def test_every_activation_with_every_norm(activation: str) -> None:
 
 @pytest.mark.parametrize("parts", PARTS)
 def test_parts_together(parts: str) -> None:
-    config = ModelConfig.of(**(SMALL | PARTS[parts]))
+    config = ModelConfig.from_dotted(**(SMALL | PARTS[parts]))
     compare(config, "pairs" if config.family == "encoder_decoder" else "causal")
 
 
 def test_transformer_2017_has_one_table_for_both_sides_and_the_head() -> None:
-    model = build(ModelConfig.of(**(SMALL | PARTS["transformer-2017"])))
+    model = build(ModelConfig.from_dotted(**(SMALL | PARTS["transformer-2017"])))
     assert model.encoder.embedding.tokens is model.decoder.embedding.tokens
     assert model.head.weight is model.encoder.embedding.tokens.weight
     assert model.encoder.norm is None

@@ -13,14 +13,14 @@ import transformers
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
-from megatfm.convert import to_theirs
-from megatfm.convert.pair import SHARED, parts_of
+from megatfm.convert import to_hf
+from megatfm.convert.pair import SHARED, exported_models
 from megatfm.models import build
 from tests.parity.oracle import VANISHING, Figures, doubled, pair, perturb
 from tests.parity.test_encoders import BERT, PAD, VOCABULARY, draw
 
 WEIGHT, LENGTHS = 50.0, (13, 9, 11)
-CONFIG = ModelConfig.of(
+CONFIG = ModelConfig.from_dotted(
     **(BERT | {"family": "electra"}),
     generator={"d_model": 12, "n_heads": 2, "d_ff": 20, "n_layers": 2},
     **{"embedding.dim": 10},
@@ -79,9 +79,9 @@ def test_losses_and_every_gradient(dtype: torch.dtype) -> None:
     assert (corrupted == FREQUENT)[replaced].any()
 
     figures, reference = Figures(), dict[str, Tensor]()
-    for part in parts_of(CONFIG):
+    for part in exported_models(CONFIG):
         theirs = half_of_theirs(
-            part.name, part.theirs, to_theirs(part.rules, dict(ours.named_parameters())), dtype
+            part.name, part.theirs, to_hf(part.rules, dict(ours.named_parameters())), dtype
         )
         generates = part.folder == "generator"
         output = theirs(
@@ -94,7 +94,9 @@ def test_losses_and_every_gradient(dtype: torch.dtype) -> None:
         (output.loss * (1 if generates else WEIGHT)).backward()
         gradients = {name: p.grad for name, p in theirs.named_parameters()}
         for rule in part.rules:
-            for name, gradient in zip(rule.ours, rule.back([gradients[n] for n in rule.theirs]), strict=True):
+            for name, gradient in zip(
+                rule.megatfm, rule.from_hf([gradients[n] for n in rule.hf]), strict=True
+            ):
                 reference[name] = reference.get(name, torch.zeros_like(gradient)) + gradient
     see_gradients(ours, reference, dtype)
 
@@ -179,9 +181,9 @@ def test_samples_depend_on_the_row_s_key_alone() -> None:
 def test_spanbert_is_bert_and_one_loss_more(dtype: torch.dtype) -> None:
     """The boundary loss from transformers' hidden vectors, span by span (the head alone is in tests/unit/layers)."""
     figures = Figures()
-    plain = ModelConfig.of(**BERT)
+    plain = ModelConfig.from_dotted(**BERT)
     both = pair(plain, dtype)
-    ours = build(plain.changed({"heads": {"boundary": {}}})).to(dtype)
+    ours = build(plain.with_changes({"heads": {"boundary": {}}})).to(dtype)
     perturb(ours, seed=5)
     ours.load_state_dict(both.ours.state_dict(), strict=False)
     tokens, targets = draw(VOCABULARY, 1, 13, seed=6, low=PAD + 1), torch.full((1, 13), -100)

@@ -79,7 +79,7 @@ def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
 
 def config_of(model: str) -> ModelConfig:
     options = MODELS[model][1]
-    return ModelConfig.of((COMMON if "attention.name" in options else BERT) | options)
+    return ModelConfig.from_dotted((COMMON if "attention.name" in options else BERT) | options)
 
 
 def draw(high: int, *shape: int, seed: int, low: int = 0) -> Tensor:

@@ -32,7 +32,9 @@ def model(**ffn: Any) -> ModelConfig:
         f"block.{kind}.ffn": {**MOE, **ffn, **policies.get(kind, {}), "router": router}
         for kind, router in ROUTERS.items()
     }
-    return ModelConfig.of(**{**SMALL, "dropout": 0.2, "n_layers": 6, "blocks": list(ROUTERS)}, **kinds)
+    return ModelConfig.from_dotted(
+        **{**SMALL, "dropout": 0.2, "n_layers": 6, "blocks": list(ROUTERS)}, **kinds
+    )
 
 
 MODELS = {"every router": model(), "every router, limited": model(capacity=0.6)}

@@ -20,16 +20,16 @@ from megatfm.engines.native import engine as native
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.layers.initialisation import initialise
 from megatfm.layers.moe import Experts, MoE
-from megatfm.layers.terms import block_terms
+from megatfm.layers.terms import auxiliary_losses
 from megatfm.models import build
-from megatfm.objectives.registry import ONE_SIDE, TWO_SIDES, WithBlockTerms
+from megatfm.objectives.registry import DECODER_ONLY, ENCODER_DECODER, ObjectiveWithAuxiliaryLosses
 from megatfm.parallel import collectives, experts, styles
-from megatfm.parallel.mesh import DENSE, Mesh
-from megatfm.parallel.style import Ranks
+from megatfm.parallel.mesh import DENSE_DATA_AXES, Mesh
+from megatfm.parallel.style import TensorParallelGroup
 from megatfm.verify.verify import verify
 from tests.parity import test_layouts, test_pipelines, test_traffic
 from tests.parity.cells import SLOW, cells
-from tests.parity.test_families import SMALL, PassOn, batch_for
+from tests.parity.test_families import SMALL, PassThroughObjective, batch_for
 from tests.workers import Workers
 
 Patch = pytest.MonkeyPatch
@@ -40,17 +40,19 @@ MOE = {"name": "moe", "d_ff": 24, "n_experts": 12, "top_k": 2}
 BIASED = {**MOE, "bias": True, "activation": "clamped_swiglu"}
 V3 = {"name": "deepseek_v3", "n_groups": 3, "top_groups": 2, "scale": 2.5, "bias_rate": 0.05}
 MODELS = {
-    "top-k": ModelConfig.of(**SPARSE, **{"block.sparse.ffn": {**MOE, "router": {"name": "top_k", **ALL}}}),
-    "by batch": ModelConfig.of(
+    "top-k": ModelConfig.from_dotted(
+        **SPARSE, **{"block.sparse.ffn": {**MOE, "router": {"name": "top_k", **ALL}}}
+    ),
+    "by batch": ModelConfig.from_dotted(
         **SPARSE, **{"block.sparse.ffn": {**MOE, "router": {"name": "top_k", "balance": 0.3, "z_loss": 0.1}}}
     ),
-    "deepseek-v3": ModelConfig.of(
+    "deepseek-v3": ModelConfig.from_dotted(
         **SPARSE,
         **{"block.sparse.ffn": {**BIASED, "n_shared_experts": 2, "router": {**V3, "sequence_balance": 0.2}}},
         **{"attention.qk_norm": "whole"},
         future_tokens=1,
     ),
-    "switch": ModelConfig.of(
+    "switch": ModelConfig.from_dotted(
         **SPARSE,
         **{
             "block.sparse.ffn": {
@@ -65,7 +67,7 @@ MODELS = {
     ),
 }
 MODELS |= {
-    "drawn": ModelConfig.of(
+    "drawn": ModelConfig.from_dotted(
         **{**SMALL, "dropout": 0.2, "n_layers": 4, "blocks": ["noisy", "second", "hash"]},
         **{
             f"block.{kind}.ffn": {**MOE, "router": router}
@@ -76,7 +78,7 @@ MODELS |= {
             }.items()
         },
     ),
-    "expert-choice": ModelConfig.of(
+    "expert-choice": ModelConfig.from_dotted(
         **SPARSE,
         **{"block.sparse.ffn": {**MOE, "router": {"name": "expert_choice", "z_loss": 0.1}}},
         family="encoder",
@@ -133,20 +135,20 @@ def initial_model(config: ModelConfig) -> nn.Module:
 
 
 def objective_for(config: ModelConfig, batch: dict[str, Tensor]) -> Any:
-    return objective_of(config, list(PassOn([])(initial_model(config).eval(), batch)))
+    return objective_of(config, list(PassThroughObjective([])(initial_model(config).eval(), batch)))
 
 
 def objective_of(config: ModelConfig, terms: list[str]) -> Any:
     """Of a model's terms, with those of its blocks."""
-    added = block_terms(config)
-    objective = PassOn([term for term in terms if term not in added])
-    objective.sides = TWO_SIDES if config.family == "encoder_decoder" else ONE_SIDE
-    return WithBlockTerms(objective, added)
+    added = auxiliary_losses(config)
+    objective = PassThroughObjective([term for term in terms if term not in added])
+    objective.field_prefixes = ENCODER_DECODER if config.family == "encoder_decoder" else DECODER_ONLY
+    return ObjectiveWithAuxiliaryLosses(objective, added)
 
 
 def loss_of(objective: Any, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    terms, counts = PassOn([])(model, batch), objective.counts(batch)
-    return torch.stack([objective.weights[term] * terms[term] / counts[term] for term in terms]).sum()
+    terms, counts = PassThroughObjective([])(model, batch), objective.target_counts(batch)
+    return torch.stack([objective.loss_weights[term] * terms[term] / counts[term] for term in terms]).sum()
 
 
 def one_device(config: ModelConfig, batch: dict[str, Tensor]) -> tuple[nn.Module, Any, list[float]]:
@@ -158,7 +160,7 @@ def one_device(config: ModelConfig, batch: dict[str, Tensor]) -> tuple[nn.Module
             if module.observed:
                 with torch.no_grad():
                     module.update(module.observed)
-            module.forget()
+            module.reset_counts()
         model.zero_grad()
         loss = loss_of(objective, model, batch)
         loss.backward()
@@ -404,12 +406,12 @@ def test_a_resumed_run_has_the_same_bits(
 
 def count_one_rank_s_choices(patch: Patch) -> None:
     """The shares that the next step is balanced by are those of one rank alone."""
-    patch.setattr(Mesh, "sum", lambda self, tensor, axes: None, raising=True)
+    patch.setattr(Mesh, "all_reduce_", lambda self, tensor, axes: None, raising=True)
 
 
 def balance_parts_as_if_they_were_rows(patch: Patch) -> None:
     """A rank's part of the tokens has the shape of rows, but is the first of them."""
-    patch.setattr(Ranks, "row_sums", lambda self, x_BTX: x_BTX.sum(1))
+    patch.setattr(TensorParallelGroup, "row_sums", lambda self, x_BTX: x_BTX.sum(1))
 
 
 def give_each_rank_the_first_experts(patch: Patch) -> None:
@@ -424,17 +426,17 @@ def give_each_rank_the_first_experts(patch: Patch) -> None:
 
 def forget_the_weights_other_shares(patch: Patch) -> None:
     """The gradient of what experts are weighted by is that of the own experts alone."""
-    genuine = Ranks.enter
+    genuine = TensorParallelGroup.gather_input
 
-    def enter(self: Ranks, x: Tensor) -> Tensor:
-        return self.whole(x) if x.shape[-1] == MOE["top_k"] else genuine(self, x)
+    def enter(self: TensorParallelGroup, x: Tensor) -> Tensor:
+        return self.gather_replicated(x) if x.shape[-1] == MOE["top_k"] else genuine(self, x)
 
-    patch.setattr(Ranks, "enter", enter)
+    patch.setattr(TensorParallelGroup, "gather_input", enter)
 
 
 def take_experts_for_everybody_s(patch: Patch) -> None:
     """Gradients of experts are summed over ranks that hold others."""
-    patch.setattr(styles, "EXPERTS", DENSE)
+    patch.setattr(styles, "EXPERT_DATA_AXES", DENSE_DATA_AXES)
 
 
 def average_over_the_ranks_of_experts(patch: Patch) -> None:
@@ -447,13 +449,13 @@ def average_over_the_ranks_of_experts(patch: Patch) -> None:
 
 
 def leave_rows_in_the_order_of_experts(patch: Patch) -> None:
-    genuine = experts.by_expert_and_source
+    genuine = experts.expert_order
 
     def unsorted(counts_PE: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         order_R, _ = genuine(counts_PE, rows)
         return order_R, torch.arange(rows)
 
-    patch.setattr(experts, "by_expert_and_source", unsorted)
+    patch.setattr(experts, "expert_order", unsorted)
 
 
 def bring_gradients_back_in_another_order(patch: Patch) -> None:
@@ -528,12 +530,14 @@ def test_swapped_numbers_of_rows_are_loud(workers: Workers) -> None:
 
 
 def add_the_last_bias_everywhere(patch: Patch) -> None:
-    patch.setattr(Experts, "bias_share", property(lambda self: 1.0, lambda self, share: None), raising=False)
+    patch.setattr(
+        Experts, "down_bias_scale", property(lambda self: 1.0, lambda self, share: None), raising=False
+    )
 
 
 def limit_each_part_of_a_row(patch: Patch) -> None:
     """A capacity is filled by a rank's own tokens alone."""
-    patch.setattr(Ranks, "whole", lambda self, x: torch.cat([x, x], 1))
+    patch.setattr(TensorParallelGroup, "gather_replicated", lambda self, x: torch.cat([x, x], 1))
 
 
 OF_OTHER_WAYS: dict[Callable[[Patch], None], tuple[str, str, str]] = {
@@ -573,8 +577,8 @@ def test_verify_finds_the_same_computation_and_every_byte(layout: dict[str, Any]
     }
     found = verify(Config.model_validate(values))
     assert not found.wrong
-    assert not found.misses
-    assert not found.unpredicted
+    assert not found.traffic_mismatches
+    assert not found.axes_without_closed_form
 
 
 OBJECTIVES: dict[str, Callable[[], Any]] = {
@@ -695,7 +699,7 @@ def one_choice_for_all(name: str, layouts: dict[str, ParallelConfig]) -> None:
         for path, module in mixtures(model).items():
             idle, chosen = module.observed["load"] == 0, module.router.top_k
             assert idle.tolist() == [False] * chosen + [True] * (len(idle) - chosen), "ties go to the first"
-            assert (module.observed["dropped"] > 0) == module.experts.is_limited
+            assert (module.observed["dropped"] > 0) == module.experts.has_capacity
             gradient = model.get_parameter(f"{path}.experts.w_up").grad
             assert gradient is not None
             assert gradient[~idle].abs().sum() > 0 == gradient[idle].abs().sum()
@@ -807,8 +811,10 @@ def order_of_events() -> list[str]:
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        for word in ("leave", "arrive"):
-            patch.setattr(collectives._Journey, word, noted(word, getattr(collectives._Journey, word)))
+        for word in ("start", "wait"):
+            patch.setattr(
+                collectives._AsyncAllToAll, word, noted(word, getattr(collectives._AsyncAllToAll, word))
+            )
         for module in mixtures(engine.model).values():
             assert module.shared is not None
             module.shared.register_forward_hook(lambda *_: events.append("shared"))
@@ -823,6 +829,6 @@ def test_shared_experts_are_computed_while_rows_travel(workers: Workers) -> None
     found = list(mixtures(build(MODELS["deepseek-v3"])).values())
     assert found[0].shared is not None
     weights = len(list(found[0].shared.parameters()))
-    forward, backward = ["leave", "shared", "arrive"], ["leave", *["gradient"] * weights, "arrive"]
+    forward, backward = ["start", "shared", "wait"], ["start", *["gradient"] * weights, "wait"]
     events = workers.run(order_of_events, 2, timeout=120.0)[0]
     assert events == forward * len(found) + backward * len(found)

@@ -46,7 +46,7 @@ BERT = {
     "init.name": "bert",
 }
 MODELS = {
-    "gpt": ModelConfig.of(
+    "gpt": ModelConfig.from_dotted(
         **SMALL,
         **DROPPED,
         future_tokens=1,
@@ -61,12 +61,12 @@ MODELS = {
             "head.softcap": 5.0,
         },
     ),
-    "alibi, sandwich norm": ModelConfig.of(
+    "alibi, sandwich norm": ModelConfig.from_dotted(
         **SMALL,
         **DROPPED,
         **{"position.name": "alibi", "norm.placement": "sandwich", "attention.qk_norm": True},
     ),
-    "shaw, deepnorm": ModelConfig.of(
+    "shaw, deepnorm": ModelConfig.from_dotted(
         **SMALL,
         **DROPPED,
         **{
@@ -76,8 +76,10 @@ MODELS = {
             "position.max_distance": 3,
         },
     ),
-    "llama": ModelConfig.of(**SMALL, **DROPPED, **{"attention.n_kv_heads": 2, "embedding.tied": False}),
-    "latent attention": ModelConfig.of(
+    "llama": ModelConfig.from_dotted(
+        **SMALL, **DROPPED, **{"attention.n_kv_heads": 2, "embedding.tied": False}
+    ),
+    "latent attention": ModelConfig.from_dotted(
         **SMALL,
         **{
             "attention.name": "latent",
@@ -86,19 +88,19 @@ MODELS = {
             "attention.rope_dim": 4,
         },
     ),
-    "bert": ModelConfig.of(
+    "bert": ModelConfig.from_dotted(
         **SMALL, **DROPPED, **BERT, family="encoder", heads={"sentence": {}, "boundary": {}}
     ),
-    "albert": ModelConfig.of(
+    "albert": ModelConfig.from_dotted(
         **SMALL, **DROPPED, **BERT, family="encoder", distinct_layers=1, **{"embedding.dim": 16}
     ),
-    "deberta": ModelConfig.of(
+    "deberta": ModelConfig.from_dotted(
         **SMALL,
         **DROPPED,
         family="encoder",
         **{"attention.name": "disentangled", "position.name": "disentangled", "position.max_distance": 4},
     ),
-    "deberta v3": ModelConfig.of(
+    "deberta v3": ModelConfig.from_dotted(
         **SMALL,
         **DROPPED,
         family="encoder",
@@ -109,20 +111,20 @@ MODELS = {
             "position.max_distance": 8,
         },
     ),
-    "t5": ModelConfig.of(
+    "t5": ModelConfig.from_dotted(
         **SMALL,
         **DROPPED,
         family="encoder_decoder",
         n_encoder_layers=1,
         **{"position.name": "t5", "init.name": "t5", "attention.scale": 1.0, "head.scale": 0.2},
     ),
-    "xlnet": ModelConfig.of(
+    "xlnet": ModelConfig.from_dotted(
         **SMALL,
         **DROPPED,
         family="xlnet",
         **{"attention.name": "two_stream", "position.name": "transformer_xl", "head.bias": True},
     ),
-    "electra": ModelConfig.of(
+    "electra": ModelConfig.from_dotted(
         **SMALL,
         **DROPPED,
         **BERT,
@@ -152,7 +154,7 @@ LAYOUTS = {
 """Ranks → layouts. Those of equally many ranks share one call, and so the reference."""
 
 
-class PassOn:
+class PassThroughObjective:
     """Gives the model all that the batch holds and counts what has a target."""
 
     fields: ClassVar = {
@@ -168,12 +170,13 @@ class PassOn:
     }
 
     def __init__(self, terms: list[str]) -> None:
-        self.weights = {name: 1.0 + i for i, name in enumerate(sorted(terms))}
+        self.loss_weights = {name: 1.0 + i for i, name in enumerate(sorted(terms))}
 
+    field_prefixes = Objective.field_prefixes
     n_tokens = Objective.n_tokens
 
-    def counts(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: self._counted(name, batch).sum() for name in self.weights}
+    def target_counts(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: self._counted(name, batch).sum() for name in self.loss_weights}
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return dict(model(**{name: value for name, value in batch.items() if name != "ahead"}).losses)
@@ -227,11 +230,11 @@ def compare(name: str, layouts: list[str]) -> list[str]:
     batch = batch_for(config)
     if name == PREFIX:
         batch["prefix"] = (batch["positions"] < 2) & (batch["documents"] >= 0)
-    terms = PassOn([]).__call__(reference, batch)
-    objective = PassOn(list(terms))
-    counts = objective.counts(batch)
+    terms = PassThroughObjective([]).__call__(reference, batch)
+    objective = PassThroughObjective(list(terms))
+    counts = objective.target_counts(batch)
     assert min(counts.values()) > 0
-    losses = [objective.weights[term] * terms[term] / counts[term] for term in terms]
+    losses = [objective.loss_weights[term] * terms[term] / counts[term] for term in terms]
     torch.stack(losses).sum().backward()
     expected = {n: p.grad for n, p in reference.named_parameters()}
     compared = []

@@ -8,7 +8,7 @@ from megatfm.config import ParallelConfig
 from megatfm.errors import UsageError
 from megatfm.layers.linear import Linear
 from megatfm.models import build
-from megatfm.models.fp8 import check_parts, multiply_in_fp8, products_in_fp8
+from megatfm.models.fp8 import check_sharded_shapes, convert_to_fp8, fp8_linears
 from megatfm.ops import fp8
 from tests.parity import test_pipelines as pipelines
 from tests.parity.test_layouts import (
@@ -25,8 +25,8 @@ from tests.parity.test_layouts import (
 )
 from tests.workers import Workers
 
-FOUR = MODEL.changed({"n_layers": 4})
-BIASES = FOUR.changed({"attention.bias": True, "ffn.bias": True})
+FOUR = MODEL.with_changes({"n_layers": 4})
+BIASES = FOUR.with_changes({"attention.bias": True, "ffn.bias": True})
 INNER = {
     f"decoder.layers.{n}.{name}"
     for n in (1, 2)
@@ -38,15 +38,15 @@ def all_layouts(layouts: list[ParallelConfig]) -> dict[str, float]:
     """By layout and parameter, the errors over 1e-9 against one device that multiplies so."""
     batch, found = global_batch(seed=5), {}
     model = one_device(BIASES)
-    multiply_in_fp8(model, rowwise=True)
-    one = {path: matrix.product for path, matrix in products_in_fp8(model).items()}
+    convert_to_fp8(model, rowwise=True)
+    one = {path: matrix.matmul for path, matrix in fp8_linears(model).items()}
     _, expected = one_device_gradients(model, batch)
     for parallel in layouts:
         make = pipelines.make_engine if parallel.pp > 1 else make_engine
         engine = make(BIASES, parallel, ADAMW, recomputed="full")
         for name, module in engine.model.named_modules():
             if isinstance(module, Linear) and name in one:
-                module.product = one[name]
+                module.matmul = one[name]
         engine.forward_backward(microbatches(engine, batch), CAUSAL)
         mine = {name: expected[name] for name in engine.gradients()}
         found |= {f"{parallel} {name}": error for name, error in gradient_errors(engine, mine).items()}
@@ -71,18 +71,18 @@ def cut_matrices(rowwise: bool) -> None:
     truth where it does."""
     batch = global_batch(seed=5)
     _, exact = one_device_gradients(one_device(BIASES), batch)
-    for rounds in (without_an_end, fp8.rounded):
+    for rounds in (without_an_end, fp8.quantise):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fp8, "rounded", rounds)
+            patch.setattr(fp8, "quantise", rounds)
             model = one_device(BIASES)
-            multiply_in_fp8(model, rowwise=rowwise)
-            one = {path: matrix.product for path, matrix in products_in_fp8(model).items()}
+            convert_to_fp8(model, rowwise=rowwise)
+            one = {path: matrix.matmul for path, matrix in fp8_linears(model).items()}
             _, expected = one_device_gradients(model, batch)
             for sequence_parallel in (True, False):
                 parallel = ParallelConfig(tp=2, sequence_parallel=sequence_parallel)
                 engine = make_engine(BIASES, parallel, ADAMW)
                 for path, product in one.items():
-                    engine.model.get_submodule(path).product = product  # type: ignore[assignment]
+                    engine.model.get_submodule(path).matmul = product  # type: ignore[assignment]
                 # A tensor's scale is that of a micro-batch: all rows at once, as one device has them.
                 engine.forward_backward([batch], CAUSAL)
                 errors = gradient_errors(engine, expected)
@@ -108,8 +108,8 @@ def test_a_part_is_rounded_as_in_the_whole_but_for_the_smallest(kind: torch.dtyp
     largest = torch.finfo(kind).max
 
     def values(x: Tensor) -> Tensor:
-        scale = fp8.scales(x, True, largest)
-        return fp8.rounded(x, scale, kind).double() * scale.double()
+        scale = fp8.compute_scales(x, True, largest)
+        return fp8.quantise(x, scale, kind).double() * scale.double()
 
     together, apart = values(whole), torch.cat([values(part) for part in whole.chunk(4, 1)], 1)
     row = whole.abs().amax(1, keepdim=True)
@@ -123,15 +123,15 @@ def test_a_part_is_rounded_as_in_the_whole_but_for_the_smallest(kind: torch.dtyp
 
 def test_parts_that_the_kernel_does_not_take_are_refused() -> None:
     with torch.device("meta"):
-        chosen = products_in_fp8(build(FOUR))
+        chosen = fp8_linears(build(FOUR))
     whole = {f"{path}.weight": tuple(matrix.weight.shape) for path, matrix in chosen.items()}
     with pytest.raises(UsageError, match=r"wq stays whole on each of parallel.tp = 2 ranks"):
-        check_parts(chosen, whole, 2)
+        check_sharded_shapes(chosen, whole, 2)
     twice = {name: (2 * rows, columns) for name, (rows, columns) in whole.items()}
-    check_parts(chosen, twice, 2)
+    check_sharded_shapes(chosen, twice, 2)
     chosen["decoder.layers.1.ffn.w_up"].weight = torch.nn.Parameter(torch.empty(40, 32, device="meta"))
     with pytest.raises(UsageError, match=r"leaves \[40, 32\] of decoder.layers.1.ffn.w_up \[160, 32\]"):
-        check_parts(chosen, twice, 2)
+        check_sharded_shapes(chosen, twice, 2)
 
 
 def distances(precision: str, rowwise: bool | None) -> dict[str, float]:
@@ -140,7 +140,7 @@ def distances(precision: str, rowwise: bool | None) -> dict[str, float]:
     _, exact = one_device_gradients(one_device(FOUR), batch)
     engine = make_engine(FOUR, ParallelConfig(), ADAMW, precision=precision)
     if rowwise is not None:
-        multiply_in_fp8(engine.model, rowwise=rowwise)
+        convert_to_fp8(engine.model, rowwise=rowwise)
     engine.forward_backward(microbatches(engine, batch), CAUSAL)
     return {n: float((g.double() - exact[n]).norm() / exact[n].norm()) for n, g in engine.gradients().items()}
 
@@ -161,8 +161,8 @@ def test_which_products() -> None:
     with torch.device("meta"):
         model = build(FOUR)
         short = build(MODEL)
-        odd = build(FOUR.changed({"ffn.d_ff": 72}))
-    assert products_in_fp8(model).keys() == INNER
-    assert products_in_fp8(odd).keys() == {name for name in INNER if "ffn" not in name}
+        odd = build(FOUR.with_changes({"ffn.d_ff": 72}))
+    assert fp8_linears(model).keys() == INNER
+    assert fp8_linears(odd).keys() == {name for name in INNER if "ffn" not in name}
     with pytest.raises(UsageError, match="this model has none: set train"):
-        multiply_in_fp8(short, rowwise=True)
+        convert_to_fp8(short, rowwise=True)

@@ -15,7 +15,7 @@ from megatfm.train.build import freeze
 from megatfm.verify.verify import verify
 from tests.parity import test_layouts, test_pipelines
 from tests.parity.cells import SLOW, cells
-from tests.parity.test_families import MODELS, PassOn, batch_for
+from tests.parity.test_families import MODELS, PassThroughObjective, batch_for
 from tests.parity.test_layouts import ADAMW, block
 from tests.workers import Workers
 
@@ -44,7 +44,7 @@ LAYOUTS = {
 }
 
 
-def still(config: ModelConfig, patterns: tuple[str, ...]) -> nn.Module:
+def frozen_model(config: ModelConfig, patterns: tuple[str, ...]) -> nn.Module:
     model = build(config)
     freeze(model, patterns)
     return model
@@ -53,14 +53,14 @@ def still(config: ModelConfig, patterns: tuple[str, ...]) -> nn.Module:
 def make_engine(config: ModelConfig, patterns: tuple[str, ...], parallel: ParallelConfig) -> NativeEngine:
     module = test_pipelines if parallel.pp > 1 else test_layouts
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "build", lambda config: still(config, patterns))
+        patch.setattr(module, "build", lambda config: frozen_model(config, patterns))
         return module.make_engine(config, parallel, ADAMW)
 
 
 def wrong(name: str, parallel: ParallelConfig) -> set[str]:
     """What differs from one device, whose weights plain torch moves, in two steps."""
     config, patterns = MODELS[name], FREEZE[name]
-    batch, reference = batch_for(config), still(config, patterns).double().train()
+    batch, reference = batch_for(config), frozen_model(config, patterns).double().train()
     initialise(reference, 7)
     engine = make_engine(config, patterns, parallel)
     named = dict(reference.named_parameters())
@@ -76,14 +76,14 @@ def wrong(name: str, parallel: ParallelConfig) -> set[str]:
         eps=ADAMW.eps,
         weight_decay=ADAMW.weight_decay,
     )
-    terms = PassOn([])(reference, batch)
-    objective, found = PassOn(list(terms)), set[str]()
-    counts = objective.counts(batch)
+    terms = PassThroughObjective([])(reference, batch)
+    objective, found = PassThroughObjective(list(terms)), set[str]()
+    counts = objective.target_counts(batch)
     module = test_pipelines if parallel.pp > 1 else test_layouts
     for _ in range(2):
         reference.zero_grad()
         terms = objective(reference, batch)
-        loss = torch.stack([objective.weights[n] * terms[n] / counts[n] for n in terms]).sum()
+        loss = torch.stack([objective.loss_weights[n] * terms[n] / counts[n] for n in terms]).sum()
         loss.backward()
         stats = engine.forward_backward(module.microbatches(engine, batch), objective)
         if stats.loss != pytest.approx(float(loss.detach()), rel=1e-9):
@@ -174,7 +174,7 @@ def test_nothing_is_sent_of_them(parallel: dict[str, Any]) -> None:
         )
     )
     assert not found.wrong
-    assert not found.misses
+    assert not found.traffic_mismatches
     still = {one.name for one in found.gradients if one.norm == 0}
     assert "decoder.layers.0.ffn.w_up.weight" in still
     assert "decoder.layers.1.ffn.w_up.weight" not in still

@@ -8,19 +8,19 @@ from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.models import build
 from tests.parity import test_layouts, test_pipelines
 from tests.parity.cells import cells
-from tests.parity.test_families import MODELS, PassOn, batch_for
+from tests.parity.test_families import MODELS, PassThroughObjective, batch_for
 from tests.plugins import plugin
 from tests.workers import Workers
 
 plugin("labels")
 TOPIC = {"heads": {"topic": {"classes": 5}}}
 NONE = {**TOPIC, "head.name": "none", "head.bias": False}
-DISCRIMINATOR = MODELS["electra"].changed({"family": "discriminator", "generator": None})
+DISCRIMINATOR = MODELS["electra"].with_changes({"family": "discriminator", "generator": None})
 CONFIGS = {
-    "encoder-decoder": MODELS["t5"].changed(TOPIC),
-    "encoder-decoder, that head alone": MODELS["t5"].changed(NONE),
-    "discriminator": DISCRIMINATOR.changed({**TOPIC, "heads.sentence": {}}),
-    "discriminator, that head alone": DISCRIMINATOR.changed(NONE),
+    "encoder-decoder": MODELS["t5"].with_changes(TOPIC),
+    "encoder-decoder, that head alone": MODELS["t5"].with_changes(NONE),
+    "discriminator": DISCRIMINATOR.with_changes({**TOPIC, "heads.sentence": {}}),
+    "discriminator, that head alone": DISCRIMINATOR.with_changes(NONE),
 }
 TERMS = {
     "encoder-decoder": {"span", "topic"},
@@ -40,10 +40,10 @@ LAYOUTS = {
 }
 
 
-class WithTopics(PassOn):
+class WithTopics(PassThroughObjective):
     """Counts rows that have a label, too."""
 
-    fields = {**PassOn.fields, "topic": "labels", "discriminator": "replaced"}  # noqa: RUF012
+    fields = {**PassThroughObjective.fields, "topic": "labels", "discriminator": "replaced"}  # noqa: RUF012
 
 
 def batch_of(config: ModelConfig) -> dict[str, Tensor]:
@@ -66,9 +66,9 @@ def compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
     config = CONFIGS[name]
     batch = batch_of(config)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(test_pipelines, "PassOn", WithTopics)
+        patch.setattr(test_pipelines, "PassThroughObjective", WithTopics)
         model, objective, loss = test_pipelines.reference(config, batch)
-    assert objective.weights.keys() == TERMS[name]
+    assert objective.loss_weights.keys() == TERMS[name]
     assert all(p.grad is not None and p.grad.any() for n, p in model.named_parameters() if "topic" in n)
     for layout, parallel in layouts.items():
         module = test_pipelines if parallel.pp > 1 else test_layouts

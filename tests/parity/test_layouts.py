@@ -7,14 +7,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatfm.config import AdamWConfig, ModelConfig, MuonConfig, OptimizerSection, ParallelConfig
-from megatfm.engines.native.data_parallel import Sharing
+from megatfm.engines.native.data_parallel import ZeroOptions
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.models import build
 from megatfm.objectives import Causal, SpecialTokens
 from megatfm.ops.cross_entropy import cross_entropy_reference
 from megatfm.ops.initial import draw
 from megatfm.parallel.mesh import build_mesh
-from megatfm.parallel.plan import lay
+from megatfm.parallel.plan import parallelize
 from megatfm.train.optimizers import optimizer_groups
 from tests.parity.cells import cells
 
@@ -26,7 +26,7 @@ MODEL = ModelConfig(
     ffn={"d_ff": 80},
     embedding={"tied": False},
 )
-TIED = MODEL.changed({"embedding.tied": True})
+TIED = MODEL.with_changes({"embedding.tied": True})
 ADAMW = AdamWConfig(lr=1e-2, weight_decay=0.1, clip=0.3)
 MUON = MuonConfig(lr=1e-2, matrix_lr=0.02, weight_decay=0.1, clip=0.3)
 CAUSAL = Causal(SpecialTokens(bos=1, eos=2, pad=0))
@@ -107,7 +107,7 @@ def make_engine(
     with torch.device("meta"):
         model = build(config)
     optimizers = optimizer_groups(optimizer, model)
-    layout = lay(model, mesh, sequence_parallel=parallel.sequence_parallel, context=parallel.context)
+    layout = parallelize(model, mesh, sequence_parallel=parallel.sequence_parallel, context=parallel.context)
     return NativeEngine(
         model,
         layout,
@@ -116,7 +116,7 @@ def make_engine(
         precision=precision,
         seed=7,
         optimizers=optimizers,
-        sharing=Sharing.of(parallel),
+        sharing=ZeroOptions.of(parallel),
         recomputed=recomputed,
         compile_blocks=compile_blocks,
         async_tp=async_tp,
@@ -160,7 +160,7 @@ def compare_gradients(config: ModelConfig, parallel: ParallelConfig) -> int:
     batch = global_batch(seed=3)
     loss, expected = one_device_gradients(reference, batch)
     stats = engine.forward_backward(microbatches(engine, batch), CAUSAL)
-    assert stats.counts == {"causal": int((batch["targets"] != -100).sum())}
+    assert stats.target_counts == {"causal": int((batch["targets"] != -100).sum())}
     assert stats.loss == pytest.approx(loss, rel=1e-12)
     assert gradient_errors(engine, expected) == {}
     norm = torch.cat([g.flatten() for g in expected.values()]).norm()

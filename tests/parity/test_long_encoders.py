@@ -60,7 +60,7 @@ def batch_of(config: ModelConfig, length: int, rows: int = 2) -> dict[str, Tenso
 
 
 def compare(model: str, dtype: torch.dtype) -> Figures:
-    config, figures = ModelConfig.of(MODELS[model]), Figures()
+    config, figures = ModelConfig.from_dotted(MODELS[model]), Figures()
     for length in LENGTHS[model]:
         both, batch = pair(config, dtype), batch_of(config, length)
         wide = model.startswith("longformer")
@@ -109,7 +109,7 @@ def test_by_blocks(model: str) -> None:
 
 
 def test_padded_rows_of_longformer(dtype: torch.dtype) -> None:
-    config = ModelConfig.of(MODELS["longformer"])
+    config = ModelConfig.from_dotted(MODELS["longformer"])
     both, batch = pair(config, dtype), batch_of(config, 24)
     batch["attention_mask"][1, 15:] = 0
     batch["input_ids"][1, 15:], batch["labels"][1, 15:] = PAD, -100

@@ -16,7 +16,7 @@ from megatfm.models import build
 from megatfm.ops.attention import attention_reference, blocks, kernels
 from tests.parity import test_experts, test_layouts, test_pipelines
 from tests.parity.cells import cells
-from tests.parity.test_families import DROPPED, SMALL, PassOn, batch_for
+from tests.parity.test_families import DROPPED, SMALL, PassThroughObjective, batch_for
 from tests.workers import Workers
 
 DECODER = {**SMALL, **DROPPED, "attention.n_kv_heads": 2}
@@ -113,14 +113,16 @@ WRITTEN = kernels.Kernel("products", attention_reference, kernels._anything, ker
 
 def compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
     """Loss and every gradient of these layouts; those that were compared."""
-    config = ModelConfig.of(MODELS[name])
+    config = ModelConfig.from_dotted(MODELS[name])
     batch, model = batch_for(config), build(config).double().train()
     initialise(model, 7)
     with mock.patch.object(kernels, "KERNELS", (WRITTEN,)):
-        terms = PassOn([])(model, batch)
+        terms = PassThroughObjective([])(model, batch)
         objective = test_experts.objective_of(config, [*terms])
-        counts = objective.counts(batch)
-        loss = torch.stack([objective.weights[term] * terms[term] / counts[term] for term in terms]).sum()
+        counts = objective.target_counts(batch)
+        loss = torch.stack(
+            [objective.loss_weights[term] * terms[term] / counts[term] for term in terms]
+        ).sum()
         loss.backward()
     for layout, parallel in layouts.items():
         make = test_pipelines.make_engine if parallel.pp > 1 else test_layouts.make_engine

@@ -7,17 +7,17 @@ import pytest
 import torch
 
 from megatfm.config import ModelConfig, ParallelConfig
-from megatfm.engines.pipelined import StagePasses, StepState
+from megatfm.engines.pipelined import PipelineForwardBackward, StepState
 from megatfm.parallel.pipeline_cut import Stage
 from megatfm.parallel.pipeline_schedule import (
     SPLITS_BACKWARD,
     Action,
     Kind,
+    add_send_recv,
     bubble,
-    orders,
+    build_schedule,
     simulate,
-    stage_ranks,
-    with_transfers,
+    stage_to_rank,
 )
 from tests.parity.test_layouts import CAUSAL, global_batch
 from tests.parity.test_pipelines import SCHEDULES, make_engine
@@ -26,14 +26,14 @@ from tests.workers import Workers
 DEEP = ModelConfig(vocab_size=96, d_model=8, n_layers=7, attention={"n_heads": 2}, ffn={"d_ff": 8})
 TIMES = {"F": 1, "B": 2, "I": 1, "W": 1}
 METHODS: dict[str, Kind] = {
-    "_run_forward": "F", "_run_backward": "B", "_run_backward_of_input": "I", "_run_later": "W",
+    "_run_forward": "F", "_run_backward": "B", "_run_backward_of_input": "I", "_run_backward_weight": "W",
     "_send_forward": "send F", "_receive_forward": "recv F",
     "_send_backward": "send B", "_receive_backward": "recv B",
 }  # fmt: skip
 
 
 def noted(kind: Kind, real: Callable[..., None], done: list[Action]) -> Callable[..., None]:
-    def method(self: StagePasses, step: StepState, stage: Stage, i: int) -> None:
+    def method(self: PipelineForwardBackward, step: StepState, stage: Stage, i: int) -> None:
         real(self, step, stage, i)
         done.append(Action(stage.index, kind, i))
 
@@ -50,7 +50,9 @@ def one_step(schedules: Sequence[str], ranks: int) -> dict[str, list[Action]]:
         done: list[Action] = []
         with pytest.MonkeyPatch.context() as patch:
             for name, kind in METHODS.items():
-                patch.setattr(StagePasses, name, noted(kind, getattr(StagePasses, name), done))
+                patch.setattr(
+                    PipelineForwardBackward, name, noted(kind, getattr(PipelineForwardBackward, name), done)
+                )
             engine.forward_backward(batch, CAUSAL)
         assert all(torch.isfinite(g).all() for g in engine.gradients().values())
         found[schedule] = done
@@ -64,10 +66,10 @@ def test_what_is_done_has_the_bubble_of_the_formula(workers: Workers, ranks: int
     microbatches = 2 * ranks
     for schedule in SCHEDULES:
         virtual = 1 if schedule in ("gpipe", "1f1b") else 2
-        rank_of = stage_ranks(schedule, ranks, virtual)
+        rank_of = stage_to_rank(schedule, ranks, virtual)
         done = [rank[schedule] for rank in by_rank]
-        planned = orders(schedule, ranks, virtual, microbatches)
-        assert done == with_transfers(planned, rank_of), schedule
+        planned = build_schedule(schedule, ranks, virtual, microbatches)
+        assert done == add_send_recv(planned, rank_of), schedule
         passes = [[action for action in rank if " " not in action.kind] for rank in done]
         work = (3 if schedule in SPLITS_BACKWARD else 1) * virtual * microbatches
         assert bubble(simulate(passes, rank_of, TIMES)) == pytest.approx((ranks - 1) / (work + ranks - 1)), (

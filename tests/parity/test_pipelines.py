@@ -13,22 +13,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatfm import checkpoint
-from megatfm.checkpoint import Box
+from megatfm.checkpoint import ShardedTensor
 from megatfm.config import ModelConfig, OptimizerSection, ParallelConfig
-from megatfm.engines.native.data_parallel import Sharing
+from megatfm.engines.native.data_parallel import ZeroOptions
 from megatfm.engines.native.engine import NativeEngine
-from megatfm.engines.pipelined import StagePasses, StepState
+from megatfm.engines.pipelined import PipelineForwardBackward, StepState
 from megatfm.errors import UsageError
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
 from megatfm.parallel.mesh import build_mesh
-from megatfm.parallel.pipeline_cut import cut, keep
-from megatfm.parallel.plan import lay
+from megatfm.parallel.pipeline_cut import prune_to_stages, split_into_stages
+from megatfm.parallel.plan import parallelize
 from megatfm.train.optimizers import optimizer_groups
-from megatfm.verify.traffic import Traffic
+from megatfm.verify.traffic import TrafficCounter
 from tests.parity import test_layouts
 from tests.parity.cells import SLOW, cells
-from tests.parity.test_families import MODELS, PassOn, batch_for
+from tests.parity.test_families import MODELS, PassThroughObjective, batch_for
 from tests.parity.test_layouts import ADAMW, CAUSAL, LENGTH, MODEL, MUON, ROWS, TIED, block
 from tests.workers import Workers
 
@@ -60,8 +60,8 @@ def make_engine(
     with torch.device("meta"):
         model = build(config)
     optimizers = optimizer_groups(optimizer, model)
-    layout = lay(model, mesh, sequence_parallel=parallel.sequence_parallel, context=parallel.context)
-    pipeline = cut(
+    layout = parallelize(model, mesh, sequence_parallel=parallel.sequence_parallel, context=parallel.context)
+    pipeline = split_into_stages(
         model,
         parallel.schedule,
         parallel.pp,
@@ -70,7 +70,7 @@ def make_engine(
         at=parallel.cuts,
         sequence_parts=parallel.tp if parallel.sequence_parallel else 1,
     )
-    keep(model, pipeline.mine(mesh.rank("pp")))
+    prune_to_stages(model, pipeline.stages_of(mesh.rank("pp")))
     return NativeEngine(
         model,
         layout,
@@ -79,7 +79,7 @@ def make_engine(
         precision=precision,
         seed=7,
         optimizers=optimizers,
-        sharing=Sharing.of(parallel),
+        sharing=ZeroOptions.of(parallel),
         pipeline=pipeline,
         recomputed=recomputed,
         compile_blocks=compile_blocks,
@@ -94,15 +94,15 @@ def microbatches(engine: NativeEngine, batch: dict[str, Tensor]) -> list[dict[st
     return [{key: value[a:b] for key, value in mine.items()} for a, b in pairwise(bounds)]
 
 
-def reference(config: ModelConfig, batch: dict[str, Tensor]) -> tuple[nn.Module, PassOn, float]:
+def reference(config: ModelConfig, batch: dict[str, Tensor]) -> tuple[nn.Module, PassThroughObjective, float]:
     """One device: the model with its gradients, the objective and the loss."""
     model = build(config).double().train()
     initialise(model, 7)
-    terms = PassOn([])(model, batch)
-    objective = PassOn(list(terms))
-    counts = objective.counts(batch)
+    terms = PassThroughObjective([])(model, batch)
+    objective = PassThroughObjective(list(terms))
+    counts = objective.target_counts(batch)
     assert min(counts.values()) > 0
-    loss = torch.stack([objective.weights[term] * terms[term] / counts[term] for term in terms]).sum()
+    loss = torch.stack([objective.loss_weights[term] * terms[term] / counts[term] for term in terms]).sum()
     loss.backward()
     return model, objective, float(loss.detach())
 
@@ -149,8 +149,10 @@ def compare(names: Sequence[str], parallel: ParallelConfig, recomputed: str = "n
             assert engine.step(0.0, clip=0.0) == pytest.approx(float(norm), rel=1e-12), name
         with torch.no_grad():
             terms = objective(model.eval(), batch)
-        counts = objective.counts(batch)
-        evaluated = sum(objective.weights[term] * float(terms[term]) / int(counts[term]) for term in terms)
+        counts = objective.target_counts(batch)
+        evaluated = sum(
+            objective.loss_weights[term] * float(terms[term]) / int(counts[term]) for term in terms
+        )
         assert engine.evaluate(mine, objective).loss == pytest.approx(evaluated, rel=1e-12), name
         held.append(set(engine.local))
     return held
@@ -293,8 +295,8 @@ def reshard(folder: Path, there: ParallelConfig, between: ParallelConfig) -> int
     assert before.keys() == after.keys()
     for name, value in before.items():
         other = after[name]
-        if isinstance(value, Box):
-            assert isinstance(other, Box)
+        if isinstance(value, ShardedTensor):
+            assert isinstance(other, ShardedTensor)
             value, other = value.tensor, other.tensor
         assert torch.equal(value, other), name
     return len(before)
@@ -309,7 +311,7 @@ def count_traffic(parallel: ParallelConfig) -> dict[str, int]:
     """Bytes sent between pipeline ranks in a step."""
     engine = make_engine(MODEL, parallel)
     batch = test_layouts.global_batch(seed=3)
-    with Traffic(engine.process_groups()) as traffic:
+    with TrafficCounter(engine.process_groups()) as traffic:
         engine.forward_backward(microbatches(engine, batch), CAUSAL)
     return {flow.collective: flow.sent_bytes for flow in traffic.flows() if flow.axis == "pp"}
 
@@ -332,14 +334,14 @@ def test_traffic_is_the_hidden_vectors(workers: Workers, parallel: ParallelConfi
 
 def most_in_flight(parallel: ParallelConfig) -> int:
     engine, most = make_engine(MODEL, parallel), [0]
-    real = StagePasses._run_forward
+    real = PipelineForwardBackward._run_forward
 
-    def run_forward(self: StagePasses, step: StepState, *args: object) -> None:
+    def run_forward(self: PipelineForwardBackward, step: StepState, *args: object) -> None:
         real(self, step, *args)  # type: ignore[arg-type]
-        most.append(len(step.passing) + len(step.inputs))
+        most.append(len(step.microbatches) + len(step.inputs))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StagePasses, "_run_forward", run_forward)
+        patch.setattr(PipelineForwardBackward, "_run_forward", run_forward)
         engine.forward_backward(microbatches(engine, test_layouts.global_batch(seed=3)), CAUSAL)
     return max(most)
 
@@ -358,7 +360,7 @@ def refuse(name: str, parallel: ParallelConfig, message: str) -> None:
 
 def test_what_cannot_be_cut_is_refused_in_a_line(workers: Workers) -> None:
     with pytest.raises(UsageError, match=r"parallel\.pp = 2: .* not cut into pipeline stages: set"):
-        cut(nn.Linear(2, 2), "1f1b", 2, 1, lengths=LENGTHS)
+        split_into_stages(nn.Linear(2, 2), "1f1b", 2, 1, lengths=LENGTHS)
     many = ParallelConfig(pp=2, schedule="interleaved", virtual_stages=5)
     workers.run(
         refuse,

@@ -9,14 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatfm.config import ModelConfig
-from megatfm.layers.part import Part
+from megatfm.layers.part import SequenceShard
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 from megatfm.parallel import context_attention
 from megatfm.parallel.backward_parts import under_way
-from megatfm.parallel.collectives import gather_shards
-from megatfm.parallel.context_attention import Made, across, across_latents
-from megatfm.parallel.context_exchange import Contexts, Flight, places
+from megatfm.parallel.collectives import all_gather
+from megatfm.parallel.context_attention import LatentKeyValues, make_attention_forward, make_latent_forward
+from megatfm.parallel.context_exchange import ContextParallel, P2PExchange, token_indices
 from tests.parity.test_context_documents import LATENT, TINY
 from tests.workers import Workers
 
@@ -29,15 +29,15 @@ def inputs(*shapes: Sequence[int], dtype: torch.dtype = torch.float64) -> list[T
     return [torch.randn(shape, generator=random).to(dtype).requires_grad_() for shape in shapes]
 
 
-def on_a_ring(latent: bool = False) -> tuple[Any, Part]:
+def on_a_ring(latent: bool = False) -> tuple[Any, SequenceShard]:
     """Causal attention of a row of which each rank has as much, around a ring, and what it needs to know of it."""
-    model = build(ModelConfig.of(**TINY, **({"attention": LATENT} if latent else {})))
+    model = build(ModelConfig.from_dotted(**TINY, **({"attention": LATENT} if latent else {})))
     core = model.get_submodule("decoder.layers.0.attn.core")
-    contexts = Contexts(dist.group.WORLD, lambda _: True, 1, "ring")  # type: ignore[arg-type]
+    contexts = ContextParallel(dist.group.WORLD, lambda _: True, 1, "ring")  # type: ignore[arg-type]
     length = TOKENS * contexts.size
     row = SequenceMetadata(torch.arange(length)[None])
-    return (across_latents if latent else across)(core, contexts), Part(
-        row, contexts.places(length)[contexts.rank]
+    return (make_latent_forward if latent else make_attention_forward)(core, contexts), SequenceShard(
+        row, contexts.token_indices(length)[contexts.rank]
     )
 
 
@@ -49,7 +49,7 @@ def part_group() -> Any:
 def places_of(rank: int) -> Tensor:
     """Where a rank's tokens stand."""
     ranks = dist.get_world_size()
-    return places(TOKENS * ranks, ranks, folded=True)[rank]
+    return token_indices(TOKENS * ranks, ranks, folded=True)[rank]
 
 
 def gradients_twice() -> bool:
@@ -79,18 +79,18 @@ def attention_with_biases() -> bool:
     attention, part = on_a_ring()
     given = inputs(*[(1, HEADS, TOKENS, WIDTH)] * 3)
     rate = torch.tensor([0.3, 0.7], dtype=torch.float64, requires_grad=True)
-    rows = [torch.cat(gather_shards(x.detach()[None], 0, part_group()).unbind(), 2) for x in given]
+    rows = [torch.cat(all_gather(x.detach()[None], 0, part_group()).unbind(), 2) for x in given]
     order = torch.cat([places_of(rank) for rank in range(dist.get_world_size())]).argsort()
     q, k, v = (x[:, :, order].requires_grad_() for x in rows)
     length = q.shape[2]
     away = torch.arange(length)[None] - torch.arange(length)[:, None]
     scores = q @ k.mT / WIDTH**0.5 - rate[:, None, None] * away.abs()
     expected = scores.masked_fill(away > 0, -torch.inf).softmax(-1) @ v
-    here = part.places
+    here = part.token_indices
     expected_rate, expected_q = torch.autograd.grad(expected[:, :, here].square().sum(), (rate, q))
     for bias in (
-        -rate[:, None, None] * part.distances().abs()[None],
-        -rate[:, None] * part.distances_once().abs(),
+        -rate[:, None, None] * part.relative_positions().abs()[None],
+        -rate[:, None] * part.unique_relative_positions().abs(),
     ):
         out = attention(*given, part, bias[None] if bias.dim() == 3 else bias)
         torch.testing.assert_close(out, expected[:, :, here])
@@ -110,9 +110,9 @@ def events() -> tuple[list[str], list[str]]:
     done: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in (
-            (context_attention, "part_of"),
-            (context_attention, "part_backward"),
-            (Flight, "wait"),
+            (context_attention, "partial_attention"),
+            (context_attention, "partial_attention_backward"),
+            (P2PExchange, "wait"),
         ):
             real = getattr(owner, name)
             told = "wait" if name == "wait" else "compute"
@@ -152,11 +152,11 @@ def sums_of_parts() -> tuple[set[float], set[float]]:
             now[0] = next(size)
             return [torch.full_like(q, now[0]), torch.zeros_like(k), torch.zeros_like(v)]
 
-        def back(made: Made, sent: Tensor, weights: Sequence[Tensor], *rest: Any) -> list[Tensor]:
+        def back(made: LatentKeyValues, sent: Tensor, weights: Sequence[Tensor], *rest: Any) -> list[Tensor]:
             return [torch.zeros_like(sent), *(torch.full_like(weight, now[0]) for weight in weights)]
 
-        patch.setattr(context_attention, "part_backward", part_backward)
-        patch.setattr(Made, "back", back)
+        patch.setattr(context_attention, "partial_attention_backward", part_backward)
+        patch.setattr(LatentKeyValues, "backward", back)
         q, latent, of_keys, of_values = inputs(
             (1, 2, TOKENS, 8 + 4), (1, 1, TOKENS, 6 + 4), (16, 6), (16, 6), dtype=torch.bfloat16
         )

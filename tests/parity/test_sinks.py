@@ -20,7 +20,7 @@ NAMES = {f"w{part}.{kind}": f"{part}_proj.{kind}" for part in "qkvo" for kind in
 @pytest.mark.parametrize("window", [None, 4])
 def test_output_and_every_gradient(window: int | None) -> None:
     pattern = "full" if window is None else {"name": "window", "width": window}
-    config = ModelConfig.of(
+    config = ModelConfig.from_dotted(
         {
             "vocab_size": 7,
             "d_model": WIDTH,

@@ -28,12 +28,12 @@ from megatfm.config.objective import (
 )
 from megatfm.engines.native import replicated
 from megatfm.models import build
-from megatfm.parallel.blocks import blocks
+from megatfm.parallel.blocks import transformer_blocks
 from megatfm.verify import expected_weights
 from megatfm.verify.batch import random_batch
 from megatfm.verify.expected import expected_flows
-from megatfm.verify.rank import Answer, _step
-from megatfm.verify.verify import traffic_misses
+from megatfm.verify.rank import RankResult, _step
+from megatfm.verify.verify import traffic_mismatches_of
 from tests.parity.cells import SLOW, cells
 from tests.parity.test_families import MODELS
 from tests.parity.test_layouts import ADAMW
@@ -134,10 +134,10 @@ def case(name: str, parallel: ParallelConfig) -> Config:
     changes: dict[str, Any] = {"heads": {k: v for k, v in MODELS[name].heads.items() if k != "boundary"}}
     if parallel.pp * parallel.stages_per_rank > 4:
         changes["n_layers"] = 7
-    return config_of(MODELS[name].changed(changes), CASES[name], parallel)
+    return config_of(MODELS[name].with_changes(changes), CASES[name], parallel)
 
 
-def steps(configs: list[Config]) -> list[Answer]:
+def steps(configs: list[Config]) -> list[RankResult]:
     return [_step(config, random_batch(config), dist.get_world_size()) for config in configs]
 
 
@@ -146,7 +146,7 @@ def missed(workers: Workers, ranks: int, configs: Mapping[str, Config]) -> dict[
     by_rank = workers.run(steps, ranks, list(configs.values()), timeout=180.0)
     found = {}
     for (layout, config), answers in zip(configs.items(), zip(*by_rank, strict=True), strict=True):
-        if misses := traffic_misses(answers, expected_flows(config, random_batch(config))):
+        if misses := traffic_mismatches_of(answers, expected_flows(config, random_batch(config))):
             found[layout] = misses
     return found
 
@@ -185,7 +185,7 @@ def bucket_misses(config: Config, elements: int) -> list[str]:
         [answer] = steps([config])
         expected = expected_flows(config, random_batch(config))[dist.get_rank()]
         assert max(flow.calls for flow in answer.flows if flow.axis == "dp_shard") > 5
-        return traffic_misses([answer], [expected])
+        return traffic_mismatches_of([answer], [expected])
 
 
 @pytest.mark.parametrize("zero", [0, 1])
@@ -221,7 +221,7 @@ def test_counted_is_expected_of_blocks_that_are_computed_again(workers: Workers,
     """Before or after a norm and dropout, which keep something after the last sum, and without."""
     configs = {
         f"{name}, {layout}, {how}": config_of(
-            MODELS[name].changed(dropped), CASES[name], LAYOUTS[2][layout], recompute=how
+            MODELS[name].with_changes(dropped), CASES[name], LAYOUTS[2][layout], recompute=how
         )
         for name, dropped in (("gpt", {}), ("gpt", WITHOUT_DROPOUT), ("albert", {}), ("t5", WITHOUT_DROPOUT))
         for layout in layouts
@@ -240,7 +240,7 @@ def test_sums_are_those_of_the_papers(workers: Workers) -> None:
     with torch.device("meta"):
         model = build(DIVISIBLE)
     everything = sum(p.numel() for p in model.parameters())
-    in_blocks = sum(p.numel() for block in blocks(model) for p in block.parameters())
+    in_blocks = sum(p.numel() for block in transformer_blocks(model) for p in block.parameters())
     residual, m, half = 2 * 12 * 32, 2, 1 / 2
     tp = m * (8 * DIVISIBLE.n_layers + 4) * residual * half  # 4 more for embedding and head
     wanted = {

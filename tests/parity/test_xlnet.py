@@ -36,7 +36,7 @@ def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
 def of_scores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """In pieces: of 4 queries, as those of long rows."""
     if request.param == "in pieces":
-        monkeypatch.setattr(rows, "AT_ONCE", len(LENGTHS) * 4 * max(LENGTHS) * 4)
+        monkeypatch.setattr(rows, "MAX_SCORES", len(LENGTHS) * 4 * max(LENGTHS) * 4)
 
 
 def draw(high: int, *shape: int, seed: int, low: int = 0) -> Tensor:
@@ -164,7 +164,7 @@ def test_a_prediction_depends_on_what_comes_before_it_in_the_order_and_on_nothin
 
 def test_dropout_is_keyed_and_the_streams_drop_apart() -> None:
     dropped = {"dropout": 0.3, "attention.dropout": 0.2, "ffn.dropout": 0.2, "drop_path": 0.2}
-    model, batch = build(CONFIG.changed(dropped)).double().train(), batch_of(LENGTHS)
+    model, batch = build(CONFIG.with_changes(dropped)).double().train(), batch_of(LENGTHS)
     perturb(model)
     keys = torch.tensor([3, 5, 7])
 

@@ -7,8 +7,8 @@ bias that is moved after each step so that the choices even out (Wang et al. 202
 import torch
 from torch import nn
 
-from megatfm.cost import Cost, costs_of
-from megatfm.layers.extra import Extra, Term, TokenSum
+from megatfm.cost import Cost, total_cost
+from megatfm.layers.extra import AuxiliaryLoss, BlockOutput, TokenSum
 from megatfm.layers.ffn import FFN, FFNS
 from megatfm.layers.linear import Linear
 from megatfm.ops.initial import Constant
@@ -18,7 +18,7 @@ from megatfm.ops.initial import Constant
 class Chosen(nn.Module):
     """p · scale ⊙ FFN(x) for the choice argmax(logits + bias) and its probability p = softmax(logits)."""
 
-    plan = (("", "sequence"), ("router", "sequence"))
+    tp_plan = (("", "sequence"), ("router", "sequence"))
 
     def __init__(self, config, initial):
         super().__init__()
@@ -33,13 +33,13 @@ class Chosen(nn.Module):
 
     @staticmethod
     def terms(config):
-        return {"router": Term(weight=config.ffn.weight, per="tokens")}
+        return {"router": AuxiliaryLoss(weight=config.ffn.weight, normalised_by="tokens")}
 
     def cost(self, tokens):
         """Of the scales, a token meets one."""
         choices, d = self.scales.shape
-        of_scales = Cost(vectors=d * tokens.n, idle=(choices - 1) * d)
-        return costs_of((self.router, self.dense), tokens) + of_scales
+        of_scales = Cost(vector_macs=d * tokens.n, inactive_parameters=(choices - 1) * d)
+        return total_cost((self.router, self.dense), tokens) + of_scales
 
     def forward(self, x_BTD, sequence):
         logits_BTE = self.router(x_BTD)
@@ -50,14 +50,14 @@ class Chosen(nn.Module):
         loss = self.total(precise_BTE.logsumexp(-1).square(), sequence)
         is_chosen_BTE = choice_BT[..., None] == torch.arange(len(self.bias), device=x_BTD.device)
         load_E = (is_chosen_BTE & self.total.real(sequence)[..., None]).sum((0, 1))
-        return Extra(y_BTD, {"router": loss}, {"load": load_E})
+        return BlockOutput(y_BTD, {"router": loss}, {"load": load_E})
 
-    def observe(self, counts):
+    def accumulate_counts(self, counts):
         self.observed = {"load": self.observed.get("load", 0) + counts["load"]}
 
     def update(self, observed):
         load_E = observed["load"].to(self.bias.dtype)
         self.bias += self.rate * (load_E.mean() - load_E).sign()
 
-    def forget(self):
+    def reset_counts(self):
         self.observed = {}

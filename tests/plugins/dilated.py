@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from megatfm.layers.attention.patterns import PATTERNS, Pattern
+from megatfm.layers.attention.patterns import PATTERNS, AttentionPattern
 
 
 @dataclass(frozen=True)
-class Dilated(Pattern):
+class Dilated(AttentionPattern):
     """The query's own token and `width` others before it, `step` apart; not causal, as many after it."""
 
     width: int
@@ -18,17 +18,17 @@ class Dilated(Pattern):
         return True
 
     @property
-    def keeps(self):
+    def cache_window(self):
         return self.width * self.step if self.causal else None
 
-    def sees(self, q, k, heads):
+    def mask_mod(self, q, k, heads):
         back = q - k
         near = (back >= 0 if self.causal else back >= -self.width * self.step) & (
             back <= self.width * self.step
         )
         return near & (back % self.step == 0)
 
-    def blocks(self, q, k, heads):
+    def block_mask(self, q, k, heads):
         far = self.width * self.step
         return (k.last >= q.first - far) & (k.first <= (q.last if self.causal else q.last + far))
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatfm.data import Field, Piece
+from megatfm.data import DocumentChunk, Field
 from megatfm.layers.head import HEADS
 from megatfm.layers.initialisation import initialiser
 from megatfm.layers.linear import Linear
@@ -20,7 +20,7 @@ NONE = -100
 class Topic(nn.Module):
     """Logits [B, C] of the mean over each row's text, or, given labels [B], their summed cross-entropy."""
 
-    plan = (("", "whole input"), ("classifier", "whole"))
+    tp_plan = (("", "whole input"), ("classifier", "whole"))
     reads = ("in_text", "labels")
 
     def __init__(self, config, section, tokens):
@@ -42,33 +42,33 @@ class Topic(nn.Module):
 class TellTopics(Objective):
     """One text a row, cut to its length, and beside it the class that the sample's member "cls" names."""
 
-    families = ("encoder", "decoder")
-    weights = MappingProxyType({"topic": 1.0})
-    needs_members = True
+    model_families = ("encoder", "decoder")
+    loss_weights = MappingProxyType({"topic": 1.0})
+    needs_files = True
 
     def __init__(self, special, config, model, row_lengths):
         self.special, self.length, self.classes = special, row_lengths[0], model.heads["topic"].classes
         self.fields = {
-            "tokens": Field(fill=special.pad),
+            "tokens": Field(pad_value=special.pad),
             "in_text": Field("bool"),
-            "labels": Field(of="row", fill=NONE),
+            "labels": Field(per="row", pad_value=NONE),
         }
         self.max_tokens = 10**9  # a text is never cut into several rows
 
-    def lengths(self, n_tokens, keys):
+    def sequence_lengths(self, n_tokens, keys):
         return np.minimum(n_tokens + 1, self.length)
 
-    def build(self, piece, key):
+    def build_example(self, piece, key):
         tokens = np.append(self.special.bos, piece.tokens)[: self.length].astype(np.int64)
         return {
             "tokens": tokens,
             "in_text": np.ones(len(tokens), np.bool_),
-            "labels": np.array(int(piece.members["cls"])),
+            "labels": np.array(int(piece.files["cls"])),
         }
 
-    def counts(self, batch):
+    def target_counts(self, batch):
         return {"topic": (batch["labels"] != NONE).sum()}
 
-    def example(self, random):
+    def random_piece(self, random):
         tokens = random.integers(0, self.special.vocab_size, int(random.integers(2, self.length * 2)))
-        return Piece(tokens, members={"cls": b"%d" % random.integers(self.classes)})
+        return DocumentChunk(tokens, files={"cls": b"%d" % random.integers(self.classes)})

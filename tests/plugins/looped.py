@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from megatfm.layers.head import Head
+from megatfm.layers.head import LMHead
 from megatfm.models import MODELS, Model
 from megatfm.models.base import names_below, sequence_fields, view_of
 from megatfm.models.stack import Stack, make_sequence
@@ -20,7 +20,7 @@ class Looped(Model):
         super().__init__(config)
         self.decoder = Stack(config, "decoder")
         self.decoder.depths = [*self.decoder.depths, *self.decoder.depths]
-        self.head = Head(config, self.decoder.embedding.tied_table(config))
+        self.head = LMHead(config, self.decoder.embedding.tied_table(config))
         self.runs_head = True
         self.accept("tokens", *sequence_fields(config))
         embedding, *blocks, norm = self.decoder.split_points("decoder")
@@ -45,7 +45,7 @@ class Looped(Model):
         once, again = names_below("decoder", names), names_below("again.decoder", names)
         view.decoder = self.decoder and self.decoder.stage(once | again)
         if view.decoder is not None:
-            n = len(self.decoder.order)
+            n = len(self.decoder.layer_of_depth)
             view.decoder.depths = [d for below in (once, again) for d in range(n) if f"layers.{d}" in below]
         view.runs_head = "head" in names
         return view
@@ -53,7 +53,7 @@ class Looped(Model):
 
 @OBJECTIVES.register("looped_causal")
 class LoopedCausal(Causal):
-    families = ("looped",)
+    model_families = ("looped",)
 
     def __init__(self, special, config, model, row_lengths):
         super().__init__(special, model=model)  # with the defaults of its section

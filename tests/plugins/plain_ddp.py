@@ -6,17 +6,17 @@ from contextlib import nullcontext
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from megatfm.checkpoint import Box
-from megatfm.engines.distinct import DistinctBlocks, clip_gradients, sum_partial
+from megatfm.checkpoint import ShardedTensor
+from megatfm.engines.distinct import GlobalNorm, all_reduce_partial_gradients, clip_gradients
 from megatfm.engines.interface import MOMENTS, PRECISIONS, MemoryNeeds
 from megatfm.engines.layer_statistics import LayerStatistics
-from megatfm.engines.losses import LossSums, to_device
+from megatfm.engines.losses import LossAccumulator, to_device
 from megatfm.engines.module_state import ModuleState
-from megatfm.engines.prepare import draw_initial, make_optimizers, materialise
+from megatfm.engines.prepare import init_weights, make_optimizers, materialize
 from megatfm.engines.registry import ENGINES
-from megatfm.engines.state import TrainedState
+from megatfm.engines.state import TrainState
 from megatfm.errors import UsageError
-from megatfm.parallel.blocks import blocks
+from megatfm.parallel.blocks import transformer_blocks
 
 
 @ENGINES.register("ddp")
@@ -35,28 +35,28 @@ class DdpEngine:
         self.layout, self.mesh, self.device = setup.layout, setup.mesh, setup.device
         self.precision, self.replicated_axes = PRECISIONS[setup.precision], setup.mesh.data_axes
         self.model = setup.model
-        materialise(self.model, self.precision, self.device)
+        materialize(self.model, self.precision, self.device)
         self.parameters = dict(self.model.named_parameters())
         self.blocks = {
-            name: Box(p.detach(), self.layout[name].shape, self.layout[name].region[0])
+            name: ShardedTensor(p.detach(), self.layout[name].shape, self.layout[name].region[0])
             for name, p in self.parameters.items()
         }
-        draw_initial(self.model, self.layout, self.blocks, train.seed)
-        self.distinct = DistinctBlocks(self.layout, self.mesh, self.device, sharded=False)
+        init_weights(self.model, self.layout, self.blocks, train.seed)
+        self.distinct = GlobalNorm(self.layout, self.mesh, self.device, sharded=False)
         self.norms = LayerStatistics(self.model, self.layout, self.mesh, self.distinct, compiled=False)
         self.modules = ModuleState(self.model, self.layout, self.mesh)
         optimizers = make_optimizers(setup.optimizers, self.blocks, self.mesh)
-        self.state = TrainedState({**self.blocks, **self.modules.boxes}, optimizers)
+        self.state = TrainState({**self.blocks, **self.modules.boxes}, optimizers)
         self.state_dict, self.load_state_dict = self.state.state_dict, self.state.load_state_dict
         self.empty_state_dict, self.weights_changed = self.state.empty_state_dict, self.state.refresh
         data = self.mesh.flat_group(self.mesh.data_axes)
         self.ddp = DistributedDataParallel(self.model, process_group=data, init_sync=False)
 
-    def forward_backward(self, microbatches, objective, *, watch=False):
+    def forward_backward(self, microbatches, objective, *, record_activations=False):
         self.ddp.train()
-        self.norms.watch(watch)
+        self.norms.watch(record_activations)
         batches = [to_device(batch, self.device) for batch in microbatches]
-        losses = LossSums(objective, self.mesh, self.device)
+        losses = LossAccumulator(objective, self.mesh, self.device)
         losses.count(microbatches)
         share = losses.shares()
         for batch in batches:
@@ -65,13 +65,13 @@ class DdpEngine:
                 # DDP takes the mean over ranks; a global loss is a sum.
                 (share(terms) * self.mesh.data_ranks).backward()
             losses.add({name: term.detach() for name, term in terms.items()})
-        sum_partial(self.gradients(), self.layout, self.mesh)
+        all_reduce_partial_gradients(self.gradients(), self.layout, self.mesh)
         self.stats = losses.result()
         return self.stats
 
     def step(self, lr, clip, *, skip=False):
         gradients = self.gradients()
-        norm = float(self.distinct.norm(gradients, spoiled=skip or not math.isfinite(self.stats.loss)))
+        norm = float(self.distinct.norm(gradients, found_inf=skip or not math.isfinite(self.stats.loss)))
         if math.isfinite(norm):
             clip_gradients(gradients, norm, clip)
             for optimizer in self.state.optimizers:
@@ -83,7 +83,7 @@ class DdpEngine:
     @torch.no_grad()
     def evaluate(self, batches, objective):
         self.model.eval()
-        losses = LossSums(objective, self.mesh, self.device)
+        losses = LossAccumulator(objective, self.mesh, self.device)
         with self.state.averaged_weights(lambda: None):
             for batch in batches:
                 losses.add(objective(self.model, to_device(batch, self.device)))
@@ -106,7 +106,9 @@ class DdpEngine:
     def memory_needed(self, microbatches, block_input):
         """Gradients lie in their tensors and in DDP's buckets."""
         weights = sum(box.tensor.nbytes for box in self.blocks.values())
-        return MemoryNeeds(2 * weights, MOMENTS * weights, 0, len(list(blocks(self.model))) * block_input)
+        return MemoryNeeds(
+            2 * weights, MOMENTS * weights, 0, len(list(transformer_blocks(self.model))) * block_input
+        )
 
     def process_groups(self):
-        return self.mesh.group_names(self.mesh.data_axes, self.mesh.owners)
+        return self.mesh.group_names(self.mesh.data_axes, self.mesh.shard_axes)

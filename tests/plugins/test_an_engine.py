@@ -51,9 +51,11 @@ def test_every_gradient_is_one_process_s(layout: str) -> None:
     found = verify(config(**LAYOUTS[layout]))
     assert found.gradients
     assert not found.wrong
-    assert not found.misses
+    assert not found.traffic_mismatches
     ranks = [size for size in LAYOUTS[layout].values() if size > 1]
-    assert bool(found.unpredicted) == bool(ranks), "what a plugin's engine sends, only its author knows"
+    assert bool(found.axes_without_closed_form) == bool(ranks), (
+        "what a plugin's engine sends, only its author knows"
+    )
 
 
 @pytest.mark.parametrize("parallel", [{"dp_shard": 1, "pp": 2}, {"dp_shard": 2, "zero": 3}])

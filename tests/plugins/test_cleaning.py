@@ -42,8 +42,8 @@ def test_the_page_s_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert steps["loudness"]["found"] == {"all small": 1, "with capitals": 88}
     assert steps["where loudness"]["documents_out"] == 88
     corpus = Corpus.open(tmp_path / "corpora" / "sayings" / "train")
-    assert corpus.sample(0).source.startswith("a.fortune#")
-    assert corpus.sample(0).fields == {"loudness": pytest.approx(0.06, abs=0.01)}
+    assert corpus.read_sample(0).source.startswith("a.fortune#")
+    assert corpus.read_sample(0).metadata == {"loudness": pytest.approx(0.06, abs=0.01)}
     (tmp_path / "test_loudness.py").write_text(on_page(PAGE, "python", "test_loudness.py"))
     module(tmp_path / "test_loudness.py").test_loud_documents_go()
     values = {**tomllib.loads(on_page(PAGE, "toml", "prep.toml")), "out": str(tmp_path / "x")}

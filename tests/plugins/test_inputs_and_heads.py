@@ -15,7 +15,7 @@ import torch
 from megatfm import checkpoint, tokenizers
 from megatfm.config import Config
 from megatfm.data import ShardWriter
-from megatfm.errors import DONE
+from megatfm.errors import EXIT_OK
 from megatfm.train.loop import train
 from megatfm.verify.verify import verify
 from tests.unit.test_docs import fences
@@ -60,8 +60,8 @@ def test_every_gradient_is_one_process_s(plugin: str, layout: str) -> None:
     more = {"init_from": None, "init_only": [], "freeze": freeze} if plugin == "labels" else {}
     found = verify(Config.model_validate(values(plugin, parallel=parallel, train=more)))
     assert not found.wrong
-    assert not found.misses
-    assert not found.unpredicted
+    assert not found.traffic_mismatches
+    assert not found.axes_without_closed_form
     moved = {one.name for one in found.gradients if one.norm > 0}
     still = {one.name for one in found.gradients if one.norm == 0}
     if plugin == "labels":
@@ -104,7 +104,10 @@ def test_vectors_are_learned_and_evaluated(tmp_path: Path, workers: Workers) -> 
         "vectors", data=data, train={"steps": 20, "micro_batch": 4, "precision": "fp32"}, log={"sinks": []}
     )
     config["run_dir"] = str(tmp_path / "run")
-    assert workers.run(run, 2, Config.model_validate({**config, "parallel": {"dp_shard": 2}})) == [DONE, DONE]
+    assert workers.run(run, 2, Config.model_validate({**config, "parallel": {"dp_shard": 2}})) == [
+        EXIT_OK,
+        EXIT_OK,
+    ]
     state = checkpoint.read_state(tmp_path / "run/checkpoints/step-00000020")
     assert state["tokenizer"] == "none"
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
@@ -135,12 +138,12 @@ def test_a_head_is_trained_on_weights_that_stay_to_the_bit(tmp_path: Path, worke
     )
     del before["model"]["head"], before["model"]["heads"]
     before |= {"objective": {"name": "causal"}, "run_dir": str(tmp_path / "before"), "plugins": []}
-    assert workers.run(run, 2, Config.model_validate(before)) == [DONE, DONE]
+    assert workers.run(run, 2, Config.model_validate(before)) == [EXIT_OK, EXIT_OK]
     after = values(
         "labels", **common, train={"steps": 12, "micro_batch": 4, "init_from": str(tmp_path / "before")}
     )
     after["run_dir"] = str(tmp_path / "after")
-    assert workers.run(run, 2, Config.model_validate(after)) == [DONE, DONE]
+    assert workers.run(run, 2, Config.model_validate(after)) == [EXIT_OK, EXIT_OK]
     old = checkpoint.read_tensors(tmp_path / "before/checkpoints/step-00000002")
     new = checkpoint.read_tensors(tmp_path / "after/checkpoints/step-00000012")
     frozen = [name for name in new if name.startswith(("model.decoder.embedding.", "model.decoder.layers."))]

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatfm.data import Field, Piece
+from megatfm.data import DocumentChunk, Field
 from megatfm.layers.embedding import EMBEDDINGS
 from megatfm.layers.head import HEADS
 from megatfm.layers.initialisation import initialiser
@@ -19,7 +19,7 @@ from megatfm.objectives import OBJECTIVES, Objective
 class Vectors(nn.Module):
     """The field "vectors" [B, T, width] times a matrix."""
 
-    plan = (("", "sequence output"), ("matrix", "sequence"))
+    tp_plan = (("", "sequence output"), ("matrix", "sequence"))
 
     def __init__(self, config, initial):
         super().__init__()
@@ -34,7 +34,7 @@ class Vectors(nn.Module):
 class NextVector(nn.Module):
     """Σ ‖prediction − next vector‖² over the vectors that have a next one; without these, the predictions."""
 
-    plan = (("", "whole input"), ("matrix", "whole"))
+    tp_plan = (("", "whole input"), ("matrix", "whole"))
     reads = ("next_vectors", "has_next")
     predicts = True
 
@@ -55,28 +55,28 @@ class NextVector(nn.Module):
 class PredictVectors(Objective):
     """A sample's member "f32" holds float32 [n, width]; its tokens are n zeros, which tell the index how long it is."""
 
-    families = ("decoder",)
-    weights = MappingProxyType({"next_vector": 1.0})
-    reads_text, needs_members = False, True
+    model_families = ("decoder",)
+    loss_weights = MappingProxyType({"next_vector": 1.0})
+    reads_text, needs_files = False, True
 
     def __init__(self, special, config, model, row_lengths):
         self.width, self.max_tokens = model.embedding.width, row_lengths[0]
         of_vector = Field("float32", (self.width,))
         self.fields = {"vectors": of_vector, "next_vectors": of_vector, "has_next": Field("bool")}
 
-    def lengths(self, n_tokens, keys):
+    def sequence_lengths(self, n_tokens, keys):
         return n_tokens
 
-    def build(self, piece, key):
-        vectors = np.frombuffer(piece.members["f32"], np.float32).reshape(-1, self.width)
+    def build_example(self, piece, key):
+        vectors = np.frombuffer(piece.files["f32"], np.float32).reshape(-1, self.width)
         vectors = vectors[key.piece * self.max_tokens :][: len(piece.tokens)]
         has_next = np.arange(len(vectors)) < len(vectors) - 1
         return {"vectors": vectors, "next_vectors": np.roll(vectors, -1, axis=0), "has_next": has_next}
 
-    def counts(self, batch):
+    def target_counts(self, batch):
         return {"next_vector": batch["has_next"].sum()}
 
-    def example(self, random):
+    def random_piece(self, random):
         n = int(random.integers(2, self.max_tokens // 2))
         vectors = random.standard_normal((n, self.width), np.float32)
-        return Piece(np.zeros(n, np.uint16), members={"f32": vectors.tobytes()})
+        return DocumentChunk(np.zeros(n, np.uint16), files={"f32": vectors.tobytes()})

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from megatfm.config import Config, ModelConfig, load_config
-from megatfm.describe.activations import kept_by_blocks
+from megatfm.describe.activations import block_activation_bytes
 from megatfm.engines.recompute import measured
 from megatfm.layers.moe import dispatch
 from megatfm.models import build
-from megatfm.parallel.blocks import blocks
+from megatfm.parallel.blocks import transformer_blocks
 from megatfm.parallel.forward import replace_forward
 
 ROWS, LENGTH = 3, 24
@@ -34,7 +34,7 @@ def config_of(name: str) -> Config:
     config = load_config("quickstart")
     return config.model_copy(
         update={
-            "model": ModelConfig.of({**SMALL, **MODELS[name]}),
+            "model": ModelConfig.from_dotted({**SMALL, **MODELS[name]}),
             "data": config.data.model_copy(update={"sequence_length": LENGTH, "target_length": None}),
             "train": config.train.model_copy(update={"micro_batch": ROWS, "precision": "fp32"}),
         }
@@ -43,7 +43,7 @@ def config_of(name: str) -> Config:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_it_is_what_a_real_pass_keeps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "asks_for_values", lambda tensor: False)  # experts as on a GPU
+    monkeypatch.setattr(dispatch, "is_host_readable", lambda tensor: False)  # experts as on a GPU
     config = config_of(name)
     model = build(config.model).train()
     for parameter in model.parameters():
@@ -58,19 +58,19 @@ def test_it_is_what_a_real_pass_keeps(name: str, monkeypatch: pytest.MonkeyPatch
         inputs += x_BTD.nbytes
         return made
 
-    for block in blocks(model):
+    for block in transformer_blocks(model):
         replace_forward(block, partial(of_block, block, block.forward))
     fields = {"encoder_decoder": ("encoder_tokens",), "electra": ("targets", "original")}
     names = ("tokens", *fields.get(config.model.family, ()))
     model(**dict.fromkeys(names, tokens), keys=torch.arange(ROWS))
-    assert kept_by_blocks(config) == (sum(sizes), inputs + max(sizes))
+    assert block_activation_bytes(config) == (sum(sizes), inputs + max(sizes))
 
 
 def test_what_goes_by_blocks_of_keys_keeps_what_a_fused_kernel_does() -> None:
     plain = config_of("decoder")
-    window = plain.model.changed({"attention.pattern": {"name": "window", "width": 6}})
-    assert kept_by_blocks(plain.model_copy(update={"model": window})) == kept_by_blocks(plain)
+    window = plain.model.with_changes({"attention.pattern": {"name": "window", "width": 6}})
+    assert block_activation_bytes(plain.model_copy(update={"model": window})) == block_activation_bytes(plain)
 
 
 def test_what_can_not_be_counted_is_said() -> None:
-    assert kept_by_blocks(load_config("longformer-base", ["model.vocab_size=50"])) is None
+    assert block_activation_bytes(load_config("longformer-base", ["model.vocab_size=50"])) is None

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from megatfm.atomic import draft_of, write_whole
+from megatfm.atomic import atomic_write, temporary_path
 from megatfm.checkpoint import disk
 
 
 def test_text_and_bytes_take_the_place_of_what_was_there(tmp_path: Path) -> None:
     for content, expected in (("ä", "ä".encode()), (b"\0", b"\0")):
-        write_whole(tmp_path / "a", content)
+        atomic_write(tmp_path / "a", content)
         assert (tmp_path / "a").read_bytes() == expected
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
@@ -24,14 +24,14 @@ def test_text_and_bytes_take_the_place_of_what_was_there(tmp_path: Path) -> None
 def test_a_disk_that_fails_leaves_the_old_file_and_no_draft(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    write_whole(tmp_path / "a", "old")
+    atomic_write(tmp_path / "a", "old")
 
     def fails(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os if call == "fsync" else Path, call, fails)
     with pytest.raises(OSError, match="No space left"):
-        write_whole(tmp_path / "a", "new")
+        atomic_write(tmp_path / "a", "new")
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
 
 
@@ -46,7 +46,7 @@ def test_file_and_name_are_forced_to_the_disk_in_that_order(
         sync(descriptor)
 
     monkeypatch.setattr(os, "fsync", noted)
-    write_whole(tmp_path / "a", "new")
+    atomic_write(tmp_path / "a", "new")
     assert synced == [False, True]
 
 
@@ -62,22 +62,22 @@ def test_a_file_system_that_can_not_sync_folders_is_no_error(
         sync(descriptor)
 
     monkeypatch.setattr(os, "fsync", refuses)
-    write_whole(tmp_path / "a", "new")
+    atomic_write(tmp_path / "a", "new")
     disk.sync_folder(tmp_path)
     assert (tmp_path / "a").read_text() == "new"
 
 
 def test_no_two_drafts_have_one_name(tmp_path: Path) -> None:
     """Two containers may have the same host name, and in them two processes the same number."""
-    assert len({draft_of(tmp_path / "a") for _ in range(20)}) == 20
+    assert len({temporary_path(tmp_path / "a") for _ in range(20)}) == 20
 
 
 def test_a_link_is_not_written_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(secrets, "token_hex", lambda _: "0" * 8)
     (tmp_path / "precious").write_text("precious")
-    for place in (draft_of(tmp_path / "a"), tmp_path / "a"):
+    for place in (temporary_path(tmp_path / "a"), tmp_path / "a"):
         place.symlink_to(tmp_path / "precious")
-        write_whole(tmp_path / "a", "new")
+        atomic_write(tmp_path / "a", "new")
         assert (tmp_path / "precious").read_text() == "precious"
         assert (tmp_path / "a").read_text() == "new"
         (tmp_path / "a").unlink()
@@ -85,7 +85,7 @@ def test_a_link_is_not_written_through(tmp_path: Path, monkeypatch: pytest.Monke
 
 def write_often(path: Path, letter: str) -> None:
     for _ in range(50):
-        write_whole(path, letter * 1000)
+        atomic_write(path, letter * 1000)
 
 
 def test_several_processes_may_write_the_same_file(tmp_path: Path) -> None:

@@ -12,19 +12,19 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatfm.commands.describe import add_arguments, main
 from megatfm.config import Config, ModelConfig, load, load_config, preset_names
 from megatfm.config.prep import PrepConfig
-from megatfm.cost import Tokens, cost_of
+from megatfm.cost import TokenCounts, module_cost
 from megatfm.describe import Description, describe
-from megatfm.describe.flops import row
-from megatfm.describe.text import lines
+from megatfm.describe.flops import row_cost
+from megatfm.describe.text import to_lines
 from megatfm.engines.optimizers import TorchOptimizer
 from megatfm.errors import UsageError
-from megatfm.layers.attention.core import Core
-from megatfm.layers.attention.patterns import Pattern
-from megatfm.layers.head import MASKED_SHARE
+from megatfm.layers.attention.core import DotProductAttention
+from megatfm.layers.attention.patterns import AttentionPattern
+from megatfm.layers.head import DEFAULT_MASKED_FRACTION
 from megatfm.layers.initialisation import initialiser
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
-from megatfm.objectives import OBJECTIVES, Objective, predicted_share
+from megatfm.objectives import OBJECTIVES, Objective, target_fraction
 from megatfm.ops.attention import KERNELS
 from megatfm.train.optimizers import optimizer_groups
 from tests.plugins import plugin
@@ -58,14 +58,14 @@ def test_flops_of_a_small_model_by_hand(tied: str) -> None:
     d, ff, v, layers = model.d_model, model.ffn.d_ff, 4096, model.n_layers
     matrices = layers * (4 * d * d + 3 * d * ff) + v * d
     norms = (2 * layers + 1) * d
-    assert found.multiplied == matrices + norms
+    assert found.matmul_parameters == matrices + norms
     assert found.flops_full == 6 * (matrices + norms) + 12 * layers * d * s
     assert found.flops_full - found.flops_causal == 6 * layers * d * s
     assert found.tokens == found.tokens_per_step * found.config.train.steps
 
 
 SMALL = {"d_model": 24, "n_layers": 2, "attention.n_heads": 4, "ffn.d_ff": 40}
-SMALL_ENCODER = ModelConfig.of({**SMALL, "family": "encoder", "vocab_size": 50})
+SMALL_ENCODER = ModelConfig.from_dotted({**SMALL, "family": "encoder", "vocab_size": 50})
 FAMILIES = {
     "decoder": {"attention.n_kv_heads": 2},
     "latent": {
@@ -118,8 +118,8 @@ LATENT = [
 def test_flops_are_those_that_torch_counts(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward pass has a third of them: its matrix products, counted as they run. Biases and norms are left out."""
     monkeypatch.setattr("megatfm.layers.attention.core.choose", lambda case: KERNELS[0])
-    monkeypatch.setattr("megatfm.objectives.predicted_share", lambda objective: 1.0)
-    model = ModelConfig.of(**(SMALL | FAMILIES[family]), vocab_size=50)
+    monkeypatch.setattr("megatfm.objectives.target_fraction", lambda objective: 1.0)
+    model = ModelConfig.from_dotted(**(SMALL | FAMILIES[family]), vocab_size=50)
     lengths = {"sequence_length": 32, "target_length": 20}
     config = load_config("quickstart").model_copy(update={"model": model})
     config = config.model_copy(update={"data": config.data.model_copy(update=lengths)})
@@ -134,17 +134,17 @@ def test_flops_are_those_that_torch_counts(family: str, monkeypatch: pytest.Monk
         more = {"order": torch.arange(32)[None]}
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         built(tokens, **more)
-    counted = row(config, built)
+    counted = row_cost(config, built)
     assert counted.tokens == (52 if family == "t5" else 32)
-    assert 6 * counted.products + counted.attention == 3 * counter.get_total_flops()
-    assert counted.work > counted.products, "norms and biases are multiplied, too"
+    assert 6 * counted.matmul_macs + counted.attention == 3 * counter.get_total_flops()
+    assert counted.macs > counted.matmul_macs, "norms and biases are multiplied, too"
     if family in ("decoder", "latent"):
         assert counted.causal == counted.attention / 2
 
 
 def test_an_objective_of_a_plugin_says_what_it_predicts(monkeypatch: pytest.MonkeyPatch) -> None:
     class EveryOther(Objective):
-        predicted = 0.5
+        target_fraction = 0.5
 
     class Unknown(Objective):
         pass
@@ -155,18 +155,18 @@ def test_an_objective_of_a_plugin_says_what_it_predicts(monkeypatch: pytest.Monk
         load_config("bert-base", ["plugins=tests", f"objective={{name='{name}'}}"])
         for name in ("every other", "unknown share")
     )
-    assert (predicted_share(known.objective), predicted_share(unknown.objective)) == (0.5, None)
+    assert (target_fraction(known.objective), target_fraction(unknown.objective)) == (0.5, None)
     model = build(SMALL_ENCODER)
-    rows = [row(one.model_copy(update={"model": SMALL_ENCODER}), model) for one in (known, unknown)]
+    rows = [row_cost(one.model_copy(update={"model": SMALL_ENCODER}), model) for one in (known, unknown)]
     head = 24 * 50 * known.data.sequence_length
-    assert rows[0].products - rows[1].products == pytest.approx((0.5 - MASKED_SHARE) * head)
+    assert rows[0].matmul_macs - rows[1].matmul_macs == pytest.approx((0.5 - DEFAULT_MASKED_FRACTION) * head)
 
 
 def test_heads_of_masked_models_see_masked_tokens_alone() -> None:
     for preset, head in (("bert-base", 768 * 30522), ("electra-small", 128 * 30522)):
         rare = describe(load_config(preset, ["objective.rate=0.1"]))
         often = describe(load_config(preset, ["objective.rate=0.3"]))
-        assert often.multiplied - rare.multiplied == pytest.approx(0.2 * head, rel=0.05)
+        assert often.matmul_parameters - rare.matmul_parameters == pytest.approx(0.2 * head, rel=0.05)
 
 
 @pytest.mark.parametrize("preset", [name for name in preset_names() if not name.startswith("quickstart")])
@@ -182,7 +182,7 @@ def test_every_preset_is_described(
     printed = capsys.readouterr().out
     assert f"{found.parameters:,}" in printed
     assert "None" not in printed
-    assert found.row_tokens == found.config.data.sequence_length + (found.config.data.target_length or 0)
+    assert found.tokens_per_row == found.config.data.sequence_length + (found.config.data.target_length or 0)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def state_bytes(found: Description) -> int:
         made = TorchOptimizer(group, tensors)
         made.step({n: torch.ones_like(tensor) for n, tensor in tensors.items()}, 1e-3)
         n_bytes += sum(v.nbytes for state in made.state().values() for v in state.values() if v.dim())
-        n_bytes += sum(t.nbytes for t in tensors.values()) * (group.needs == "whole_tensor")
+        n_bytes += sum(t.nbytes for t in tensors.values()) * (group.granularity == "whole_tensor")
     return n_bytes
 
 
@@ -252,13 +252,13 @@ def test_a_formula_stands_beside_what_it_gives(options: list[str]) -> None:
     found = describe(load_config("quickstart", ["model.vocab_size=64", *options]))
     model, length = found.config.model, found.config.data.sequence_length
     attention = 12 * model.n_layers * model.attention.n_heads * model.head_width * length
-    printed = dict(lines(found))
+    printed = dict(to_lines(found))
     assert ("  6N + 12·L·h·s" in printed) == (options != LATENT)
     if options != LATENT:
-        assert f"{6 * found.multiplied + attention:.4g}," in printed["  6N + 12·L·h·s"]
-        assert f"{6 * found.multiplied + attention / 2:.4g}," in printed["  6N + 6·L·h·s"]
+        assert f"{6 * found.matmul_parameters + attention:.4g}," in printed["  6N + 12·L·h·s"]
+        assert f"{6 * found.matmul_parameters + attention / 2:.4g}," in printed["  6N + 6·L·h·s"]
     else:
-        assert found.flops_full != 6 * found.multiplied + attention
+        assert found.flops_full != 6 * found.matmul_parameters + attention
 
 
 def test_a_part_that_fails_is_named_where_activations_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +267,7 @@ def test_a_part_that_fails_is_named_where_activations_are_counted(monkeypatch: p
 
     found = describe(load_config("quickstart", ["model.vocab_size=64"]))
     monkeypatch.setattr("megatfm.layers.block.Block.forward", fail)
-    assert "not counted: ValueError: a mistake of two lines" in dict(lines(found)).values()
+    assert "not counted: ValueError: a mistake of two lines" in dict(to_lines(found)).values()
 
 
 def test_an_unknown_vocabulary_is_named(tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def test_frozen_weights_are_told_and_have_a_weight_alone() -> None:
     assert (whole.frozen, still.frozen, still.parameters) == (0, blocks, whole.parameters)
     trained = whole.parameters - blocks
     assert still.total_bytes == pytest.approx(trained * still.state_bytes + blocks * still.weight_bytes)
-    assert f"{blocks:,} of them frozen" in dict(lines(still))["parameters"]
+    assert f"{blocks:,} of them frozen" in dict(to_lines(still))["parameters"]
 
 
 def by_hand(config: Config, pairs: list[int]) -> tuple[int, int]:
@@ -291,7 +291,7 @@ def by_hand(config: Config, pairs: list[int]) -> tuple[int, int]:
     model, s = config.model, config.data.sequence_length
     assert model.vocab_size is not None
     d = model.d_model
-    widths = [model.at(depth).ffn.d_ff for depth in range(model.n_layers)]
+    widths = [model.layer_config(depth).ffn.d_ff for depth in range(model.n_layers)]
     matrices = sum(4 * d * d + 3 * d * width for width in widths) + d * model.vocab_size
     return s * matrices, 2 * d * sum(pairs)
 
@@ -301,22 +301,22 @@ def test_blocks_of_several_kinds_count_as_they_are() -> None:
     plugin("dilated")
     kinds = {"blocks": ["near", "near", "all"], "block.all": {}, "block.near.ffn.d_ff": 24}
     kinds["block.near.attention.pattern"] = {"name": "dilated", "width": 3, "step": 2}
-    model = ModelConfig.of({**SMALL, "n_layers": 4, "vocab_size": 50, **kinds})
+    model = ModelConfig.from_dotted({**SMALL, "n_layers": 4, "vocab_size": 50, **kinds})
     config = load_config("quickstart", []).model_copy(update={"model": model})
     s = config.data.sequence_length
     near = sum(1 for q in range(s) for k in range(s) if q - k in (0, 2, 4, 6))
     products, attention = by_hand(config, [near, near, s * s, near])
-    counted = row(config, build(model))
-    assert counted.products == products
+    counted = row_cost(config, build(model))
+    assert counted.matmul_macs == products
     assert counted.attention == 6 * attention
     assert counted.causal == 6 * by_hand(config, [near, near, s * s // 2, near])[1]
-    told = dict(lines(describe(config)))
+    told = dict(to_lines(describe(config)))
     assert "as patterns see pairs; full attention in full" in told["  with attention"]
 
 
 def test_what_blocks_look_at_is_told_by_kind() -> None:
     def told(preset: str) -> str | None:
-        return dict(lines(describe(load_config(preset)))).get("  looks at")
+        return dict(to_lines(describe(load_config(preset)))).get("  looks at")
 
     assert told("gemma3-1b") == "22 × window (width 512), 4 × full"
     assert told("mistral-7b-v0.1") == "window (width 4096)"
@@ -326,36 +326,36 @@ def test_what_blocks_look_at_is_told_by_kind() -> None:
 
 def test_pairs_of_a_pattern_that_differs_by_head_are_those_of_all_heads() -> None:
     @dataclass(frozen=True)
-    class Widening(Pattern):
+    class Widening(AttentionPattern):
         """Head n sees n tokens before the query."""
 
         @property
         def differs_by_head(self) -> bool:
             return True
 
-        def sees(self, q: torch.Tensor, k: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
+        def mask_mod(self, q: torch.Tensor, k: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
             return (q - k >= 0) & (q - k <= heads)
 
-    model = ModelConfig.of({**SMALL, "n_layers": 1, "vocab_size": 50})
-    core = Core(model, initialiser(model), Widening())
+    model = ModelConfig.from_dotted({**SMALL, "n_layers": 1, "vocab_size": 50})
+    core = DotProductAttention(model, initialiser(model), Widening())
     seen = sum(1 for n in range(4) for q in range(9) for k in range(9) if 0 <= q - k <= n)
-    assert core.cost(Tokens(9)).attention == 2 * 6 * seen  # each head has 6 channels
+    assert core.cost(TokenCounts(9)).attention_macs == 2 * 6 * seen  # each head has 6 channels
 
 
 def test_a_network_of_a_plugin_is_counted_and_its_active_parameters_told() -> None:
     """Its matrices as torch counts them; of its scales a token meets one of three."""
     plugin("chosen")
     ffn = {"name": "chosen", "d_ff": 40, "choices": 3, "rate": 0.1, "weight": 0.5}
-    model = ModelConfig.of({**SMALL, "vocab_size": 50}).changed({"ffn": ffn})
+    model = ModelConfig.from_dotted({**SMALL, "vocab_size": 50}).with_changes({"ffn": ffn})
     config = load_config("quickstart").model_copy(update={"model": model})
     block = build(model).decoder.layers["0"].ffn
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         block(torch.zeros(1, 7, 24), SequenceMetadata(torch.arange(7)[None]))
-    assert 2 * cost_of(block, Tokens(7)).products == counter.get_total_flops()
+    assert 2 * module_cost(block, TokenCounts(7)).matmul_macs == counter.get_total_flops()
     found = describe(config)
     assert found.parameters - found.active == 2 * 2 * 24
-    assert dict(lines(found))["  active"] == f"{found.active:,} for each token"
-    assert "  active" not in dict(lines(describe(load_config("quickstart", VOCABULARY))))
+    assert dict(to_lines(found))["  active"] == f"{found.active:,} for each token"
+    assert "  active" not in dict(to_lines(describe(load_config("quickstart", VOCABULARY))))
 
 
 def test_a_part_that_says_nothing_is_counted_by_its_weights() -> None:
@@ -371,4 +371,4 @@ def test_a_part_that_says_nothing_is_counted_by_its_weights() -> None:
     module = Bottleneck()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         module(torch.zeros(1, 7, 24))
-    assert 2 * cost_of(module, Tokens(7)).products == counter.get_total_flops()
+    assert 2 * module_cost(module, TokenCounts(7)).matmul_macs == counter.get_total_flops()

@@ -35,9 +35,10 @@ def test_what_is_copied_is_there_and_is_all_that_an_install_needs(lines: list[tu
     copied = {source for rest in of(lines, "COPY") for source in shlex.split(rest)[:-1]}
     for source in copied:
         assert (ROOT / source).exists(), source
-    packages = {
-        name.removesuffix("*") for name in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]
-    }
+    include = PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]
+    packages = {name.partition(".")[0] for name in include}
+    links = [path for name in packages for path in (ROOT / name).iterdir() if path.is_symlink()]
+    packages |= {path.resolve().relative_to(ROOT).parts[0] for path in links}  # a copied link is only a name
     files = {
         "pyproject.toml",
         "constraints.txt",

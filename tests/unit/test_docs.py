@@ -20,7 +20,7 @@ import torch
 
 from megatfm.config import Config, find_config, load, preset_names
 from megatfm.config.edit import sections_of
-from megatfm.config.other_names import OTHER_NAMES
+from megatfm.config.other_names import FOREIGN_KEYS
 from megatfm.config.prep import PrepConfig
 
 ROOT = Path(__file__).parents[2]
@@ -248,10 +248,10 @@ def test_who_comes_from_elsewhere_finds_every_key_that_an_error_translates() -> 
     text = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
     ours = {key for row in rows for key in re.findall(r"`([a-z_]+(?:\.[a-z_]+)*)`", row[-1])}
-    assert ours >= set(OTHER_NAMES.values())
+    assert ours >= set(FOREIGN_KEYS.values())
     words = (word for row in rows for cell in row[:-1] for word in re.findall(r"`([^`]+)`", cell))
     told = {word.removeprefix("--").replace("-", "_") for word in words}
-    assert set(OTHER_NAMES) <= told, set(OTHER_NAMES) - told
+    assert set(FOREIGN_KEYS) <= told, set(FOREIGN_KEYS) - told
 
 
 def test_the_extras_are_those_of_the_package() -> None:
@@ -278,8 +278,8 @@ def plan_rows() -> str:
     for package in (importlib.import_module("megatfm.layers"), importlib.import_module("megatfm.models")):
         for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             for name, part in vars(importlib.import_module(found.name)).items():
-                if getattr(part, "__module__", "") == found.name and "plan" in vars(part):
-                    lines += [(f"{name}.{pattern}".rstrip("."), style) for pattern, style in part.plan]
+                if getattr(part, "__module__", "") == found.name and "tp_plan" in vars(part):
+                    lines += [(f"{name}.{pattern}".rstrip("."), style) for pattern, style in part.tp_plan]
     return "\n".join(f"{modules:<40}{style}" for modules, style in lines)
 
 
@@ -341,7 +341,7 @@ def test_adding_an_objective_works_as_its_page_says(tmp_path: Path, monkeypatch:
     from megatfm.models import build
     from megatfm.objectives import OBJECTIVES
     from megatfm.registry import import_plugins
-    from megatfm.verify.batch import objective_of, random_batch
+    from megatfm.verify.batch import objective_for, random_batch
 
     for page, title, text in fences("python"):
         if page.name == "add-an-objective.md":
@@ -357,7 +357,7 @@ def test_adding_an_objective_works_as_its_page_says(tmp_path: Path, monkeypatch:
     try:
         import_plugins(config.plugins)
         module(tmp_path / "test_fill_in.py").test_the_middle_comes_last_in_its_share_of_texts()
-        objective, arrays = objective_of(config), random_batch(config)
+        objective, arrays = objective_for(config), random_batch(config)
     finally:
         sys.modules.pop("fill_in", None)
     assert vars(objective)["rate"] == 0.9
@@ -369,9 +369,9 @@ def test_adding_an_objective_works_as_its_page_says(tmp_path: Path, monkeypatch:
         torch.nn.init.normal_(parameter, std=0.02)
     (loss,) = objective(model, batch).values()
     loss.backward()
-    assert float(loss.detach()) / int(objective.counts(batch)["causal"]) == pytest.approx(4.56, abs=0.2), (
-        "log(96)"
-    )
+    assert float(loss.detach()) / int(objective.target_counts(batch)["causal"]) == pytest.approx(
+        4.56, abs=0.2
+    ), "log(96)"
 
 
 def test_the_stations_of_a_batch_are_where_the_page_says() -> None:

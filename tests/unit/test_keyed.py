@@ -17,13 +17,13 @@ GOLDEN_PERMUTATION = [5, 0, 4, 2, 3, 7, 1, 6]
 
 def test_golden_values() -> None:
     """The order of every run so far hangs on these: they are never to change."""
-    assert keyed.raw(3, 0, "order", 1).tolist() == GOLDEN_RAW
+    assert keyed.random_uint64(3, 0, "order", 1).tolist() == GOLDEN_RAW
     assert keyed.uniform(2, 7, "a").tolist() == GOLDEN_UNIFORM
     assert keyed.permutation(8, 1, "p").tolist() == GOLDEN_PERMUTATION
 
 
 def test_the_same_in_another_process() -> None:
-    code = "from megatfm import keyed; print(keyed.raw(3, 0, 'order', 1).tolist())"
+    code = "from megatfm import keyed; print(keyed.random_uint64(3, 0, 'order', 1).tolist())"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
@@ -31,17 +31,17 @@ def test_the_same_in_another_process() -> None:
 
 
 def test_a_number_is_its_value_whatever_its_type() -> None:
-    assert keyed.raw(1, np.int64(3), "x") == keyed.raw(1, 3, "x")
+    assert keyed.random_uint64(1, np.int64(3), "x") == keyed.random_uint64(1, 3, "x")
     with pytest.raises(TypeError):
-        keyed.raw(1, 1.5)  # type: ignore[arg-type]
+        keyed.random_uint64(1, 1.5)  # type: ignore[arg-type]
 
 
 def test_a_longer_draw_goes_on_where_a_shorter_one_ends() -> None:
-    assert keyed.raw(100, 5)[:7].tolist() == keyed.raw(7, 5).tolist()
+    assert keyed.random_uint64(100, 5)[:7].tolist() == keyed.random_uint64(7, 5).tolist()
 
 
 def test_every_key_has_its_own_numbers() -> None:
-    drawn = np.concatenate([keyed.raw(50, *key) for key in KEYS])
+    drawn = np.concatenate([keyed.random_uint64(50, *key) for key in KEYS])
     assert len(set(drawn.tolist())) == len(drawn)
     x = np.stack([keyed.uniform(4000, *key) for key in KEYS])
     correlations = np.corrcoef(x)[np.triu_indices(len(KEYS), 1)]
@@ -73,7 +73,7 @@ def test_permutations_are_uniform() -> None:
 
 def test_golden_hashes() -> None:
     """Masks, plans of packing and dropout hang on these: they are never to change."""
-    assert keyed.hashes((1, "a"), np.arange(2), np.array([5, 5])).tolist() == [
+    assert keyed.hash_rows((1, "a"), np.arange(2), np.array([5, 5])).tolist() == [
         2514947007226666148,
         15164154967367666321,
     ]
@@ -84,7 +84,7 @@ def test_golden_hashes() -> None:
     ]
     assert keyed.row_keys(3, np.array([0, 1])).tolist() == [163100055346747955, 5506878964348894781]
     assert (
-        keyed.PieceKey(3, 9, 0, 1).planned.tolist()
+        keyed.PieceKey(3, 9, 0, 1).without_epoch.tolist()
         == keyed.piece_keys(3, np.array([0]), np.array([1])).tolist()
     )
 
@@ -98,7 +98,7 @@ def test_hashes_are_uniform_and_differ() -> None:
     assert np.abs(bits.mean(0) - 0.5).max() < 5 * 0.5 / np.sqrt(len(keys))
     correlations = np.corrcoef(bits.T.astype(float))[np.triu_indices(64, 1)]
     assert np.abs(correlations).max() < 6 / np.sqrt(len(keys))
-    counts, _ = np.histogram(keyed.fractions(keys), bins=64, range=(0, 1))
+    counts, _ = np.histogram(keyed.to_unit_interval(keys), bins=64, range=(0, 1))
     chi2 = float(((counts - len(keys) / 64) ** 2 / (len(keys) / 64)).sum())
     assert 25 < chi2 < 120, "63 degrees of freedom: outside this once in a million"
     rows = keyed.row_keys(0, np.arange(1000))

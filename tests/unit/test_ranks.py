@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatfm.checkpoint.nodes import Nodes
+from megatfm.checkpoint.nodes import NodeTopology
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.ranks import (
-    by_rank_0,
-    gather,
-    gather_problems,
-    gathered,
-    own_on_host,
+    all_gather,
+    broadcast_each,
+    gather_errors,
+    run_and_gather,
     run_on_rank_0,
-    scattered,
-    tell,
+    run_on_rank_0_raising,
+    scatter,
+    unique_on_host,
 )
 from tests.workers import Workers
 
@@ -31,14 +31,14 @@ def agreed() -> tuple[int, str, list[int], dict[str, list[str]]]:
     def fails() -> None:
         raise UsageError(f"rank {rank} says no")
 
-    result = run_on_rank_0(work)
+    result = run_on_rank_0_raising(work)
     assert calls == ([0] if rank == 0 else [])
     try:
-        run_on_rank_0(fails)
+        run_on_rank_0_raising(fails)
         said = "nothing"
     except UsageError as error:
         said = str(error)
-    return result, said, gather(rank), gather_problems(["bad"] if rank == 2 else [])
+    return result, said, all_gather(rank), gather_errors(["bad"] if rank == 2 else [])
 
 
 def test_all_ranks_know_the_same(workers: Workers) -> None:
@@ -54,7 +54,9 @@ def on_machines_of_one_name(folder: Path) -> tuple[set[str], tuple[int, ...]]:
         patch.setattr(
             Path, "read_text", lambda path, *rest: boot if path.name == "boot_id" else real(path, *rest)
         )
-        return own_on_host(["a", f"of {dist.get_rank()}"]), Nodes.meet(folder, dist.group.WORLD).node
+        return unique_on_host(["a", f"of {dist.get_rank()}"]), NodeTopology.discover(
+            folder, dist.group.WORLD
+        ).node_of_rank
 
 
 def test_machines_of_one_name_are_told_apart(workers: Workers, tmp_path: Path) -> None:
@@ -65,7 +67,7 @@ def test_machines_of_one_name_are_told_apart(workers: Workers, tmp_path: Path) -
 
 def told() -> list[list[str]]:
     mine = f"of {dist.get_rank()}"
-    return [tell(mine, holders) for holders in (1, 2, 3)]
+    return [broadcast_each(mine, holders) for holders in (1, 2, 3)]
 
 
 def test_what_the_first_ranks_have_is_told_to_all(workers: Workers) -> None:
@@ -74,9 +76,9 @@ def test_what_the_first_ranks_have_is_told_to_all(workers: Workers) -> None:
 
 
 def test_without_a_group_there_is_one_rank() -> None:
-    assert run_on_rank_0(lambda: 3) == 3
-    assert gather("x") == ["x"]
-    assert gather_problems([]) == {}
+    assert run_on_rank_0_raising(lambda: 3) == 3
+    assert all_gather("x") == ["x"]
+    assert gather_errors([]) == {}
 
 
 class TwoArguments(Exception):
@@ -94,17 +96,17 @@ def unsendable() -> list[str]:
 
     said = []
     for function, work in (
-        (run_on_rank_0, lambda: lambda: 1),
-        (lambda work: by_rank_0("not done", work), lambda: lambda: 1),
-        (run_on_rank_0, raises),
-        (lambda work: gathered("not done", work), lambda: lambda: 1),
+        (run_on_rank_0_raising, lambda: lambda: 1),
+        (lambda work: run_on_rank_0("not done", work), lambda: lambda: 1),
+        (run_on_rank_0_raising, raises),
+        (lambda work: run_and_gather("not done", work), lambda: lambda: 1),
     ):
         try:
             function(work)  # type: ignore[operator]
             said.append("nothing")
         except Exception as error:
             said.append(f"{type(error).__name__}: {error}")
-    assert run_on_rank_0(lambda: 5) == 5
+    assert run_on_rank_0_raising(lambda: 5) == 5
     return said
 
 
@@ -122,9 +124,9 @@ def in_a_group_without_rank_0() -> tuple[int, list[int], int] | None:
         return None
     me = dist.get_rank()
     return (
-        by_rank_0("a", lambda: me, group),
-        gathered("b", lambda: me, group),
-        scattered("c", [10, 20], group),
+        run_on_rank_0("a", lambda: me, group),
+        run_and_gather("b", lambda: me, group),
+        scatter("c", [10, 20], group),
     )
 
 
@@ -139,7 +141,7 @@ def fails_on_one() -> str:
         return 3
 
     try:
-        gathered("not done", work)
+        run_and_gather("not done", work)
     except MegatfmError as error:
         return str(error)
     return "nothing"

@@ -169,7 +169,7 @@ def test_a_plugin_that_is_not_there() -> None:
     ],
 )
 def test_an_unknown_part_is_named(field: str, kind: str) -> None:
-    config = ModelConfig.of(
+    config = ModelConfig.from_dotted(
         {
             "vocab_size": 7,
             "d_model": 8,

@@ -2,12 +2,12 @@
 
 from megatfm.config import ModelConfig
 from megatfm.convert import encoder
-from megatfm.convert.config_keys import Json, taken
+from megatfm.convert.config_keys import Json, used
 from megatfm.convert.encoder import BLOCK, OLD_NORMS, POOLER, POSITION_IDS, embedding, head, read, write
-from megatfm.convert.registry import ARCHITECTURES, Architecture, register_bare
-from megatfm.convert.table import Rule, layers, linear
+from megatfm.convert.registry import ARCHITECTURES, Architecture, register_base_model
+from megatfm.convert.table import WeightMapping, per_layer, rename_linear
 
-KEYS = encoder.KEYS | POOLER | {"pad_token_id": taken(0, int, None)}
+KEYS = encoder.KEYS | POOLER | {"pad_token_id": used(0, int, None)}
 
 MARKS = {"family": "encoder", "position.name": "learned", "position.offset": 0}
 
@@ -16,14 +16,14 @@ def read_pretraining(theirs: Json) -> ModelConfig:
     return read(theirs, **{"heads.sentence.classes": 2})
 
 
-def rules(config: ModelConfig) -> list[Rule]:
+def rules(config: ModelConfig) -> list[WeightMapping]:
     sentence = [
-        *linear("sentence.pooler", "bert.pooler.dense", bias=True),
-        *linear("sentence.classifier", "cls.seq_relationship", bias=True),
+        *rename_linear("sentence.pooler", "bert.pooler.dense", bias=True),
+        *rename_linear("sentence.classifier", "cls.seq_relationship", bias=True),
     ]
     return [
         *embedding("bert.embeddings.", copies=["cls.predictions.decoder.weight"]),
-        *layers(config.n_layers, "encoder.layers.", "bert.encoder.layer.", BLOCK),
+        *per_layer(config.n_layers, "encoder.layers.", "bert.encoder.layer.", BLOCK),
         *head(
             "cls.predictions.transform.dense",
             "cls.predictions.transform.LayerNorm",
@@ -41,10 +41,10 @@ ARCHITECTURES.register("BertForPreTraining")(
         read_pretraining,
         write,
         rules,
-        prefix="bert.",
-        ignored=(POSITION_IDS,),
-        spellings=OLD_NORMS,
-        marks=MARKS,
+        base_model_prefix="bert.",
+        ignored_tensors=(POSITION_IDS,),
+        legacy_names=OLD_NORMS,
+        fingerprint=MARKS,
     )
 )
 # Google's checkpoints call themselves BertForMaskedLM and hold the other head all the same.
@@ -56,10 +56,10 @@ ARCHITECTURES.register("BertForMaskedLM")(
         read,
         write,
         rules,
-        prefix="bert.",
-        ignored=(POSITION_IDS, *OTHER_HEAD),
-        spellings=OLD_NORMS,
-        marks=MARKS,
+        base_model_prefix="bert.",
+        ignored_tensors=(POSITION_IDS, *OTHER_HEAD),
+        legacy_names=OLD_NORMS,
+        fingerprint=MARKS,
     )
 )
-register_bare("BertModel", ARCHITECTURES.get("BertForMaskedLM"))
+register_base_model("BertModel", ARCHITECTURES.get("BertForMaskedLM"))

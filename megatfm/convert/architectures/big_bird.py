@@ -1,27 +1,27 @@
 """BigBird (Zaheer et al. 2020): BigBirdForPreTraining with the sentence head, BigBirdForMaskedLM without."""
 
-from megatfm.config import BigBirdPatternConfig, ModelConfig, expect
+from megatfm.config import BigBirdPatternConfig, ModelConfig, require_variant
 from megatfm.convert import encoder
-from megatfm.convert.config_keys import Json, only, taken
+from megatfm.convert.config_keys import Json, supported_values, used
 from megatfm.convert.encoder import BLOCK, POSITION_IDS, embedding, head
 from megatfm.convert.encoder import read as read_encoder
 from megatfm.convert.encoder import write as write_encoder
-from megatfm.convert.registry import ARCHITECTURES, Architecture, register_bare
-from megatfm.convert.table import Rule, layers, linear
+from megatfm.convert.registry import ARCHITECTURES, Architecture, register_base_model
+from megatfm.convert.table import WeightMapping, per_layer, rename_linear
 from megatfm.errors import UsageError
 
 KEYS = encoder.KEYS | {
-    "vocab_size": taken(50358),
-    "hidden_act": taken("gelu_new"),
-    "max_position_embeddings": taken(4096),
-    "attention_type": only("block_sparse"),
-    "block_size": taken(64),
-    "num_random_blocks": taken(3),
-    "use_bias": only(True),
-    "rescale_embeddings": only(False),
-    "pad_token_id": taken(0, int, None),
-    "bos_token_id": taken(1, int, list, None),
-    "eos_token_id": taken(2, int, list, None),
+    "vocab_size": used(50358),
+    "hidden_act": used("gelu_new"),
+    "max_position_embeddings": used(4096),
+    "attention_type": supported_values("block_sparse"),
+    "block_size": used(64),
+    "num_random_blocks": used(3),
+    "use_bias": supported_values(True),
+    "rescale_embeddings": supported_values(False),
+    "pad_token_id": used(0, int, None),
+    "bos_token_id": used(1, int, list, None),
+    "eos_token_id": used(2, int, list, None),
 }
 MARKS = {"family": "encoder", "position.name": "learned", "attention.pattern.name": "bigbird"}
 
@@ -40,7 +40,7 @@ def read_pretraining(theirs: Json) -> ModelConfig:
 
 
 def write(ours: ModelConfig) -> Json:
-    pattern = expect(ours.attention.pattern, BigBirdPatternConfig, "model.attention.pattern")
+    pattern = require_variant(ours.attention.pattern, BigBirdPatternConfig, "model.attention.pattern")
     return write_encoder(
         ours, attention_type="block_sparse", block_size=pattern.block, num_random_blocks=pattern.random
     )
@@ -54,14 +54,14 @@ def remarks(config: ModelConfig) -> list[str]:
     ]
 
 
-def rules(config: ModelConfig) -> list[Rule]:
+def rules(config: ModelConfig) -> list[WeightMapping]:
     sentence = [
-        *linear("sentence.pooler", "bert.pooler", bias=True),
-        *linear("sentence.classifier", "cls.seq_relationship", bias=True),
+        *rename_linear("sentence.pooler", "bert.pooler", bias=True),
+        *rename_linear("sentence.classifier", "cls.seq_relationship", bias=True),
     ]
     return [
         *embedding("bert.embeddings.", copies=["cls.predictions.decoder.weight"]),
-        *layers(config.n_layers, "encoder.layers.", "bert.encoder.layer.", BLOCK),
+        *per_layer(config.n_layers, "encoder.layers.", "bert.encoder.layer.", BLOCK),
         *head(
             "cls.predictions.transform.dense",
             "cls.predictions.transform.LayerNorm",
@@ -79,9 +79,9 @@ ARCHITECTURES.register("BigBirdForPreTraining")(
         read_pretraining,
         write,
         rules,
-        prefix="bert.",
-        ignored=(POSITION_IDS,),
-        marks=MARKS,
+        base_model_prefix="bert.",
+        ignored_tensors=(POSITION_IDS,),
+        fingerprint=MARKS,
         remarks=remarks,
     )
 )
@@ -92,10 +92,10 @@ ARCHITECTURES.register("BigBirdForMaskedLM")(
         read,
         write,
         rules,
-        prefix="bert.",
-        ignored=(POSITION_IDS, r"^bert\.pooler\.", r"^cls\.seq_relationship\."),
-        marks=MARKS,
+        base_model_prefix="bert.",
+        ignored_tensors=(POSITION_IDS, r"^bert\.pooler\.", r"^cls\.seq_relationship\."),
+        fingerprint=MARKS,
         remarks=remarks,
     )
 )
-register_bare("BigBirdModel", ARCHITECTURES.get("BigBirdForMaskedLM"))
+register_base_model("BigBirdModel", ARCHITECTURES.get("BigBirdForMaskedLM"))

@@ -6,30 +6,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatfm.config import DisentangledPositionConfig, ModelConfig, expect
+from megatfm.config import DisentangledPositionConfig, ModelConfig, require_variant
 from megatfm.convert import encoder
-from megatfm.convert.config_keys import Json, idle, only, taken
+from megatfm.convert.config_keys import Json, ignored, supported_values, used
 from megatfm.convert.encoder import AFTER_ATTENTION, POSITION_IDS, head
 from megatfm.convert.encoder import read as read_encoder
 from megatfm.convert.encoder import write as write_encoder
-from megatfm.convert.keys import derived
-from megatfm.convert.registry import ARCHITECTURES, Architecture, register_bare
-from megatfm.convert.table import Rule, layers, linear, same
+from megatfm.convert.keys import check_implied_values
+from megatfm.convert.registry import ARCHITECTURES, Architecture, register_base_model
+from megatfm.convert.table import WeightMapping, per_layer, rename, rename_linear
 from megatfm.errors import UsageError
 
 KEYS = encoder.KEYS | {
-    "vocab_size": taken(50265),
-    "type_vocab_size": taken(0),
-    "layer_norm_eps": taken(1e-7),
-    "relative_attention": only(True, default=False),
-    "position_biased_input": only(False, default=True),
-    "pos_att_type": taken(None, str, list, None),
-    "max_relative_positions": taken(-1),
-    "embedding_size": taken(None, int),
-    "pad_token_id": taken(0, int, None),
-    "talking_head": only(False),
-    **idle("legacy", kinds=[bool]),
-    **idle("pooler_dropout", "pooler_hidden_act", "pooler_hidden_size", "cls_dropout", "padding_idx"),
+    "vocab_size": used(50265),
+    "type_vocab_size": used(0),
+    "layer_norm_eps": used(1e-7),
+    "relative_attention": supported_values(True, default=False),
+    "position_biased_input": supported_values(False, default=True),
+    "pos_att_type": used(None, str, list, None),
+    "max_relative_positions": used(-1),
+    "embedding_size": used(None, int),
+    "pad_token_id": used(0, int, None),
+    "talking_head": supported_values(False),
+    **ignored("legacy", kinds=[bool]),
+    **ignored("pooler_dropout", "pooler_hidden_act", "pooler_hidden_size", "cls_dropout", "padding_idx"),
 }
 
 
@@ -40,7 +40,7 @@ def check_kinds(kinds: Any) -> None:
 
 
 def read(theirs: Json) -> ModelConfig:
-    derived(theirs, embedding_size=theirs["hidden_size"])
+    check_implied_values(theirs, embedding_size=theirs["hidden_size"])
     check_kinds(theirs["pos_att_type"])
     farthest = theirs["max_relative_positions"]
     return read_encoder(
@@ -59,7 +59,7 @@ def read(theirs: Json) -> ModelConfig:
 def write(ours: ModelConfig) -> Json:
     return write_encoder(
         ours,
-        max_position_embeddings=expect(
+        max_position_embeddings=require_variant(
             ours.position, DisentangledPositionConfig, "model.position"
         ).max_distance,
         max_relative_positions=-1,
@@ -70,7 +70,7 @@ def write(ours: ModelConfig) -> Json:
     )
 
 
-def by_head(n_heads: int) -> Rule:
+def by_head(n_heads: int) -> WeightMapping:
     """For each head its queries, keys and values, below one another."""
 
     def forth(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -80,29 +80,29 @@ def by_head(n_heads: int) -> Rule:
         return [x.flatten(0, 1) for x in tensors[0].unflatten(0, (n_heads, 3, -1)).unbind(1)]
 
     ours = tuple(f"attn.w{part}.weight" for part in "qkv")
-    return Rule(ours, ("attention.self.in_proj.weight",), forth, back)
+    return WeightMapping(ours, ("attention.self.in_proj.weight",), forth, back)
 
 
-def rules(config: ModelConfig) -> list[Rule]:
+def rules(config: ModelConfig) -> list[WeightMapping]:
     block = [
         by_head(config.attention.n_heads),
-        same("attn.wq.bias", "attention.self.q_bias"),
-        same("attn.wv.bias", "attention.self.v_bias"),
-        *linear("attn.wk_position", "attention.self.pos_proj"),
-        *linear("attn.wq_position", "attention.self.pos_q_proj", bias=True),
+        rename("attn.wq.bias", "attention.self.q_bias"),
+        rename("attn.wv.bias", "attention.self.v_bias"),
+        *rename_linear("attn.wk_position", "attention.self.pos_proj"),
+        *rename_linear("attn.wq_position", "attention.self.pos_q_proj", bias=True),
         *AFTER_ATTENTION,
     ]
-    segments = same("encoder.embedding.segments.weight", "deberta.embeddings.token_type_embeddings.weight")
+    segments = rename("encoder.embedding.segments.weight", "deberta.embeddings.token_type_embeddings.weight")
     return [
-        same(
+        rename(
             "encoder.embedding.tokens.weight",
             "deberta.embeddings.word_embeddings.weight",
             copies=["cls.predictions.decoder.weight"],
         ),
         *([segments] if config.embedding.n_segments else []),
-        *linear("encoder.embedding.norm", "deberta.embeddings.LayerNorm", bias=True),
-        same("encoder.position.table.weight", "deberta.encoder.rel_embeddings.weight"),
-        *layers(config.n_layers, "encoder.layers.", "deberta.encoder.layer.", block),
+        *rename_linear("encoder.embedding.norm", "deberta.embeddings.LayerNorm", bias=True),
+        rename("encoder.position.table.weight", "deberta.encoder.rel_embeddings.weight"),
+        *per_layer(config.n_layers, "encoder.layers.", "deberta.encoder.layer.", block),
         *head(
             "cls.predictions.transform.dense",
             "cls.predictions.transform.LayerNorm",
@@ -127,10 +127,10 @@ ARCHITECTURES.register("DebertaForMaskedLM")(
         read,
         write,
         rules,
-        prefix="deberta.",
-        ignored=(POSITION_IDS, MASK_DECODER),
-        spellings=OWN_HEAD,
-        marks={"family": "encoder", "attention.name": "disentangled"},
+        base_model_prefix="deberta.",
+        ignored_tensors=(POSITION_IDS, MASK_DECODER),
+        legacy_names=OWN_HEAD,
+        fingerprint={"family": "encoder", "attention.name": "disentangled"},
     )
 )
-register_bare("DebertaModel", ARCHITECTURES.get("DebertaForMaskedLM"))
+register_base_model("DebertaModel", ARCHITECTURES.get("DebertaForMaskedLM"))

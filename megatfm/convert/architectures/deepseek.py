@@ -9,57 +9,65 @@ from math import log
 import torch
 from torch import Tensor
 
-from megatfm.config import LatentAttentionConfig, ModelConfig, RopeConfig, RopeScaling, expect
+from megatfm.config import LatentAttentionConfig, ModelConfig, RopeConfig, RopeScaling, require_variant
 from megatfm.config.experts import DeepSeekV3RouterConfig, MoEConfig
 from megatfm.config.position import YarnScaling
 from megatfm.convert.architectures.llama import dense_rules, rules_around
-from megatfm.convert.config_keys import Json, alias, idle, only, taken
-from megatfm.convert.experts import ExpertNames, dropless, expert_rules
-from megatfm.convert.keys import ROPE, activation, derived, rope, std, their_activation, their_rope
-from megatfm.convert.registry import ARCHITECTURES, Architecture, register_bare
-from megatfm.convert.table import Rule, linear, same
+from megatfm.convert.config_keys import Json, alias, ignored, supported_values, used
+from megatfm.convert.experts import ExpertNames, expert_rules, require_dropless
+from megatfm.convert.keys import (
+    ROPE,
+    activation,
+    check_implied_values,
+    rope,
+    std,
+    their_activation,
+    their_rope,
+)
+from megatfm.convert.registry import ARCHITECTURES, Architecture, register_base_model
+from megatfm.convert.table import WeightMapping, rename, rename_linear
 from megatfm.errors import UsageError
 
 KEYS = ROPE | {
-    "vocab_size": taken(129280),
-    "hidden_size": taken(7168),
-    "intermediate_size": taken(18432),
-    "num_hidden_layers": taken(61),
-    "first_k_dense_replace": taken(3),
-    "num_attention_heads": taken(128),
-    "num_key_value_heads": taken(128, int, None),
-    "qk_nope_head_dim": taken(128),
-    "qk_rope_head_dim": taken(64),
-    "v_head_dim": taken(128),
-    "q_lora_rank": taken(1536, int, None),
-    "kv_lora_rank": taken(512),
-    "head_dim": taken(None, int),
-    "qk_head_dim": taken(None, int),
-    "max_position_embeddings": taken(4096),
-    "rms_norm_eps": only(1e-6),  # that of the latents' norms is always this one
-    "hidden_act": taken("silu"),
-    "attention_bias": only(False),
-    "rope_interleave": only(True),
-    "attention_dropout": taken(0.0, float, None),
-    "initializer_range": taken(0.02),
-    "tie_word_embeddings": taken(False),
-    "sliding_window": only(None),
-    "bos_token_id": taken(0, int, list, None),
-    "eos_token_id": taken(1, int, list, None),
-    "moe_intermediate_size": taken(2048),
-    "n_routed_experts": taken(256),
+    "vocab_size": used(129280),
+    "hidden_size": used(7168),
+    "intermediate_size": used(18432),
+    "num_hidden_layers": used(61),
+    "first_k_dense_replace": used(3),
+    "num_attention_heads": used(128),
+    "num_key_value_heads": used(128, int, None),
+    "qk_nope_head_dim": used(128),
+    "qk_rope_head_dim": used(64),
+    "v_head_dim": used(128),
+    "q_lora_rank": used(1536, int, None),
+    "kv_lora_rank": used(512),
+    "head_dim": used(None, int),
+    "qk_head_dim": used(None, int),
+    "max_position_embeddings": used(4096),
+    "rms_norm_eps": supported_values(1e-6),  # that of the latents' norms is always this one
+    "hidden_act": used("silu"),
+    "attention_bias": supported_values(False),
+    "rope_interleave": supported_values(True),
+    "attention_dropout": used(0.0, float, None),
+    "initializer_range": used(0.02),
+    "tie_word_embeddings": used(False),
+    "sliding_window": supported_values(None),
+    "bos_token_id": used(0, int, list, None),
+    "eos_token_id": used(1, int, list, None),
+    "moe_intermediate_size": used(2048),
+    "n_routed_experts": used(256),
     "num_local_experts": alias("n_routed_experts"),
-    "num_experts_per_tok": taken(8),
-    "n_shared_experts": taken(1),
-    "n_group": taken(8),
-    "topk_group": taken(4),
-    "norm_topk_prob": taken(True),
-    "routed_scaling_factor": taken(2.5),
-    "moe_layer_freq": only(1),
-    "scoring_func": only("sigmoid"),
-    "topk_method": only("noaux_tc"),
+    "num_experts_per_tok": used(8),
+    "n_shared_experts": used(1),
+    "n_group": used(8),
+    "topk_group": used(4),
+    "norm_topk_prob": used(True),
+    "routed_scaling_factor": used(2.5),
+    "moe_layer_freq": supported_values(1),
+    "scoring_func": supported_values("sigmoid"),
+    "topk_method": supported_values("noaux_tc"),
     # How to train and to run, and heads for later tokens.
-    **idle(
+    **ignored(
         "output_router_logits", "aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "num_mtp_layers",
     ),
 }  # fmt: skip
@@ -96,13 +104,13 @@ def further(theirs: Mapping[str, object], names: Container[str]) -> list[str]:
 
 def read_with(theirs: Json, router: Json) -> ModelConfig:
     """Our config, with this router in blocks with experts; DeepSeek-V2's has the same keys."""
-    derived(theirs, head_dim=theirs["qk_rope_head_dim"])
-    derived(theirs, qk_head_dim=theirs["qk_nope_head_dim"] + theirs["qk_rope_head_dim"])
+    check_implied_values(theirs, head_dim=theirs["qk_rope_head_dim"])
+    check_implied_values(theirs, qk_head_dim=theirs["qk_nope_head_dim"] + theirs["qk_rope_head_dim"])
     n_layers, heads = theirs["num_hidden_layers"], theirs["num_attention_heads"]
     if theirs["num_key_value_heads"] not in (None, heads):
         raise UsageError("config.json: num_key_value_heads must be num_attention_heads")
     rotary = rope(theirs)
-    return ModelConfig.of(
+    return ModelConfig.from_dotted(
         {
             "vocab_size": theirs["vocab_size"],
             "d_model": theirs["hidden_size"],
@@ -186,7 +194,7 @@ def _blocks(theirs: Json, n_layers: int, router: Json) -> Json:
 def write(ours: ModelConfig) -> Json:
     theirs = write_with(ours)
     for config in sparse_blocks(ours)[:1]:
-        router = expect(dropless(config).router, DeepSeekV3RouterConfig, "model.ffn.router")
+        router = require_variant(require_dropless(config).router, DeepSeekV3RouterConfig, "model.ffn.router")
         theirs |= {
             "n_group": router.n_groups,
             "topk_group": router.top_groups,
@@ -198,7 +206,7 @@ def write(ours: ModelConfig) -> Json:
 
 def sparse_blocks(ours: ModelConfig) -> list[ModelConfig]:
     """The configs of the blocks with experts."""
-    return [one for one in map(ours.at, range(ours.n_layers)) if isinstance(one.ffn, MoEConfig)]
+    return [one for one in map(ours.layer_config, range(ours.n_layers)) if isinstance(one.ffn, MoEConfig)]
 
 
 def write_with(ours: ModelConfig) -> Json:
@@ -218,7 +226,7 @@ def write_with(ours: ModelConfig) -> Json:
         "v_head_dim": latent.v_dim or ours.head_width,
         "q_lora_rank": latent.q_rank,
         "kv_lora_rank": latent.kv_rank,
-        "intermediate_size": ours.at(0).ffn.d_ff,
+        "intermediate_size": ours.layer_config(0).ffn.d_ff,
         "rms_norm_eps": ours.norm.eps,
         "hidden_act": their_activation(ours.ffn.activation, gated=True),
         "tie_word_embeddings": ours.embedding.tied,
@@ -229,14 +237,14 @@ def write_with(ours: ModelConfig) -> Json:
 
 
 def _their_experts(ours: ModelConfig) -> Json:
-    ffns = [ours.at(depth).ffn for depth in range(ours.n_layers)]
+    ffns = [ours.layer_config(depth).ffn for depth in range(ours.n_layers)]
     sparse = [depth for depth, ffn in enumerate(ffns) if isinstance(ffn, MoEConfig)]
     theirs: Json = {
         "first_k_dense_replace": sparse[0] if sparse else ours.n_layers,
     }
     if not sparse:
         return theirs
-    experts = dropless(ours.at(sparse[0]))
+    experts = require_dropless(ours.layer_config(sparse[0]))
     if not experts.n_shared_experts:
         raise UsageError("model.ffn.n_shared_experts = 0: DeepSeek's blocks have at least one")
     return {
@@ -248,7 +256,7 @@ def _their_experts(ours: ModelConfig) -> Json:
     }
 
 
-def rules(config: ModelConfig, *, fused: bool = False) -> list[Rule]:
+def rules(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
     latent = _latent(config)
     n, h, r, v = (
         config.attention.n_heads,
@@ -256,7 +264,9 @@ def rules(config: ModelConfig, *, fused: bool = False) -> list[Rule]:
         latent.rope_dim,
         latent.v_dim or config.head_width,
     )
-    down = linear("attn.wq_down", "self_attn.q_a_proj") + linear("attn.q_norm", "self_attn.q_a_layernorm")
+    down = rename_linear("attn.wq_down", "self_attn.q_a_proj") + rename_linear(
+        "attn.q_norm", "self_attn.q_a_layernorm"
+    )
     queries = "self_attn.q_b_proj.weight" if latent.q_rank else "self_attn.q_proj.weight"
 
     def turn(order: Sequence[int], tensor: Tensor) -> Tensor:
@@ -274,30 +284,30 @@ def rules(config: ModelConfig, *, fused: bool = False) -> list[Rule]:
 
     attention = [
         *(down if latent.q_rank else []),
-        Rule(
+        WeightMapping(
             ("attn.wq.weight",),
             (queries,),
             lambda tensors: [turn(_neighbours(r), tensors[0])],
             lambda tensors: [turn(_halves(r), tensors[0])],
         ),
-        Rule(
+        WeightMapping(
             ("attn.wkv_down.weight", "attn.wk_rope.weight"),
             ("self_attn.kv_a_proj_with_mqa.weight",),
             lambda tensors: [torch.cat([tensors[0], tensors[1][_neighbours(r)]])],
             lambda tensors: [tensors[0][:-r], tensors[0][-r:][_halves(r)]],
         ),
-        same("attn.kv_norm.weight", "self_attn.kv_a_layernorm.weight"),
-        Rule(("attn.wk.weight", "attn.wv.weight"), ("self_attn.kv_b_proj.weight",), join, part),
-        same("attn.wo.weight", "self_attn.o_proj.weight"),
+        rename("attn.kv_norm.weight", "self_attn.kv_a_layernorm.weight"),
+        WeightMapping(("attn.wk.weight", "attn.wv.weight"), ("self_attn.kv_b_proj.weight",), join, part),
+        rename("attn.wo.weight", "self_attn.o_proj.weight"),
     ]
-    ffns = [_ffn_rules(config.at(depth), fused=fused) for depth in range(config.n_layers)]
+    ffns = [_ffn_rules(config.layer_config(depth), fused=fused) for depth in range(config.n_layers)]
     return rules_around(config, attention, *ffns)
 
 
-def _ffn_rules(config: ModelConfig, *, fused: bool) -> list[Rule]:
+def _ffn_rules(config: ModelConfig, *, fused: bool) -> list[WeightMapping]:
     if not isinstance(config.ffn, MoEConfig):
         return dense_rules("ffn", "mlp")
-    corrected = [same("ffn.router.bias", "mlp.gate.e_score_correction_bias")]
+    corrected = [rename("ffn.router.bias", "mlp.gate.e_score_correction_bias")]
     return [
         *corrected * isinstance(config.ffn.router, DeepSeekV3RouterConfig),
         *dense_rules("ffn.shared", "mlp.shared_experts"),
@@ -316,7 +326,7 @@ def _neighbours(width: int) -> list[int]:
 
 
 def _latent(config: ModelConfig) -> LatentAttentionConfig:
-    return expect(config.attention, LatentAttentionConfig, "model.attention")
+    return require_variant(config.attention, LatentAttentionConfig, "model.attention")
 
 
 ARCHITECTURES.register("DeepseekV3ForCausalLM")(
@@ -327,10 +337,10 @@ ARCHITECTURES.register("DeepseekV3ForCausalLM")(
         write,
         rules,
         fused_rules=lambda config: rules(config, fused=True),
-        prefix="model.",
-        length_key="max_position_embeddings",
+        base_model_prefix="model.",
+        max_length_key="max_position_embeddings",
         further=further,
-        marks={"family": "decoder", "attention.name": "latent"},
+        fingerprint={"family": "decoder", "attention.name": "latent"},
     )
 )
-register_bare("DeepseekV3Model", ARCHITECTURES.get("DeepseekV3ForCausalLM"))
+register_base_model("DeepseekV3Model", ARCHITECTURES.get("DeepseekV3ForCausalLM"))

@@ -1,11 +1,11 @@
 """DeepSeek-V2 and V2-Lite: DeepseekV2ForCausalLM, a V3 with softmax, and groups as good as their best expert."""
 
-from megatfm.config import ModelConfig, expect
+from megatfm.config import ModelConfig, require_variant
 from megatfm.config.experts import DeepSeekV2RouterConfig
 from megatfm.convert.architectures import deepseek
-from megatfm.convert.config_keys import Json, alias, idle, only, taken
-from megatfm.convert.experts import dropless
-from megatfm.convert.registry import ARCHITECTURES, Architecture, register_bare
+from megatfm.convert.config_keys import Json, alias, ignored, supported_values, used
+from megatfm.convert.experts import require_dropless
+from megatfm.convert.registry import ARCHITECTURES, Architecture, register_base_model
 from megatfm.errors import UsageError
 
 GREEDY, LIMITED = "greedy", "group_limited_greedy"
@@ -17,29 +17,29 @@ V3_ALONE = (
     "num_mtp_layers",
 )
 KEYS = {key: value for key, value in deepseek.KEYS.items() if key not in V3_ALONE} | {
-    "vocab_size": taken(102400),
-    "hidden_size": taken(4096),
-    "intermediate_size": taken(11008),
-    "num_hidden_layers": taken(32),
-    "first_k_dense_replace": taken(0),
-    "num_attention_heads": taken(32),
-    "num_key_value_heads": taken(None, int, None),
-    "max_position_embeddings": taken(2048),
-    "mlp_bias": only(False),
-    "bos_token_id": taken(1, int, list, None),
-    "eos_token_id": taken(2, int, list, None),
-    "moe_intermediate_size": taken(1407),
-    "n_routed_experts": taken(64),
+    "vocab_size": used(102400),
+    "hidden_size": used(4096),
+    "intermediate_size": used(11008),
+    "num_hidden_layers": used(32),
+    "first_k_dense_replace": used(0),
+    "num_attention_heads": used(32),
+    "num_key_value_heads": used(None, int, None),
+    "max_position_embeddings": used(2048),
+    "mlp_bias": supported_values(False),
+    "bos_token_id": used(1, int, list, None),
+    "eos_token_id": used(2, int, list, None),
+    "moe_intermediate_size": used(1407),
+    "n_routed_experts": used(64),
     "num_experts": alias("n_routed_experts"),
-    "num_experts_per_tok": taken(None, int),
-    "n_shared_experts": taken(2),
-    "n_group": taken(None, int, None),
-    "topk_group": taken(None, int, None),
-    "routed_scaling_factor": taken(1.0),
-    "topk_method": only(GREEDY, LIMITED),
-    "scoring_func": only("softmax"),
-    **idle("norm_topk_prob", kinds=[bool, None]),  # theirs never does
-    **idle("router_aux_loss_coef"),
+    "num_experts_per_tok": used(None, int),
+    "n_shared_experts": used(2),
+    "n_group": used(None, int, None),
+    "topk_group": used(None, int, None),
+    "routed_scaling_factor": used(1.0),
+    "topk_method": supported_values(GREEDY, LIMITED),
+    "scoring_func": supported_values("softmax"),
+    **ignored("norm_topk_prob", kinds=[bool, None]),  # theirs never does
+    **ignored("router_aux_loss_coef"),
 }
 
 
@@ -61,7 +61,7 @@ def read(theirs: Json) -> ModelConfig:
 def write(ours: ModelConfig) -> Json:
     theirs = deepseek.write_with(ours)
     for config in deepseek.sparse_blocks(ours)[:1]:
-        router = expect(dropless(config).router, DeepSeekV2RouterConfig, "model.ffn.router")
+        router = require_variant(require_dropless(config).router, DeepSeekV2RouterConfig, "model.ffn.router")
         limited = router.n_groups > 1
         theirs |= {
             "topk_method": LIMITED if limited else GREEDY,
@@ -81,9 +81,9 @@ ARCHITECTURES.register("DeepseekV2ForCausalLM")(
         write,
         deepseek.rules,
         fused_rules=lambda config: deepseek.rules(config, fused=True),
-        prefix="model.",
-        length_key="max_position_embeddings",
-        marks={"family": "decoder", "attention.name": "latent"},
+        base_model_prefix="model.",
+        max_length_key="max_position_embeddings",
+        fingerprint={"family": "decoder", "attention.name": "latent"},
     )
 )
-register_bare("DeepseekV2Model", ARCHITECTURES.get("DeepseekV2ForCausalLM"))
+register_base_model("DeepseekV2Model", ARCHITECTURES.get("DeepseekV2ForCausalLM"))

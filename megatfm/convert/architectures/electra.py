@@ -2,25 +2,25 @@
 
 from megatfm.config import ModelConfig
 from megatfm.convert import encoder
-from megatfm.convert.config_keys import Json, only, taken
+from megatfm.convert.config_keys import Json, supported_values, used
 from megatfm.convert.encoder import BLOCK, OLD_NORMS, POSITION_IDS, SUMMARY, embedding, head
 from megatfm.convert.encoder import read as read_encoder
 from megatfm.convert.encoder import write as write_encoder
-from megatfm.convert.registry import ARCHITECTURES, Architecture, register_bare
-from megatfm.convert.table import Rule, layers, linear
+from megatfm.convert.registry import ARCHITECTURES, Architecture, register_base_model
+from megatfm.convert.table import WeightMapping, per_layer, rename_linear
 
 KEYS = (
     encoder.KEYS
     | SUMMARY
     | {
-        "embedding_size": taken(128),
-        "hidden_size": taken(256),
-        "num_attention_heads": taken(4),
-        "intermediate_size": taken(1024),
-        "pad_token_id": taken(0, int, None),
+        "embedding_size": used(128),
+        "hidden_size": used(256),
+        "num_attention_heads": used(4),
+        "intermediate_size": used(1024),
+        "pad_token_id": used(0, int, None),
     }
 )
-GENERATOR_KEYS = KEYS | {"hidden_act": only("gelu")}
+GENERATOR_KEYS = KEYS | {"hidden_act": supported_values("gelu")}
 """The activation of its head is always this one."""
 
 
@@ -36,28 +36,28 @@ def write(ours: ModelConfig) -> Json:
     return write_encoder(ours, embedding_size=ours.embedding_width)
 
 
-def rules(config: ModelConfig) -> list[Rule]:
+def rules(config: ModelConfig) -> list[WeightMapping]:
     return [
         *_encoder(config, copies=["generator_lm_head.weight"]),
         *head("generator_predictions.dense", "generator_predictions.LayerNorm", "generator_lm_head.bias"),
     ]
 
 
-def discriminator_rules(config: ModelConfig) -> list[Rule]:
+def discriminator_rules(config: ModelConfig) -> list[WeightMapping]:
     return [
         *_encoder(config),
-        *linear("dense", "discriminator_predictions.dense", bias=True),
-        *linear("verdict", "discriminator_predictions.dense_prediction", bias=True),
+        *rename_linear("dense", "discriminator_predictions.dense", bias=True),
+        *rename_linear("verdict", "discriminator_predictions.dense_prediction", bias=True),
     ]
 
 
-def _encoder(config: ModelConfig, copies: tuple[str, ...] | list[str] = ()) -> list[Rule]:
+def _encoder(config: ModelConfig, copies: tuple[str, ...] | list[str] = ()) -> list[WeightMapping]:
     wider = config.embedding_width != config.d_model
-    projection = linear("encoder.embedding.projection", "electra.embeddings_project", bias=True)
+    projection = rename_linear("encoder.embedding.projection", "electra.embeddings_project", bias=True)
     return [
         *embedding("electra.embeddings.", copies=copies),
         *(projection if wider else []),
-        *layers(config.n_layers, "encoder.layers.", "electra.encoder.layer.", BLOCK),
+        *per_layer(config.n_layers, "encoder.layers.", "electra.encoder.layer.", BLOCK),
     ]
 
 
@@ -68,10 +68,10 @@ ARCHITECTURES.register("ElectraForPreTraining")(
         read_discriminator,
         write,
         discriminator_rules,
-        prefix="electra.",
-        ignored=(POSITION_IDS,),
-        spellings=OLD_NORMS,
-        marks={"family": "discriminator"},
+        base_model_prefix="electra.",
+        ignored_tensors=(POSITION_IDS,),
+        legacy_names=OLD_NORMS,
+        fingerprint={"family": "discriminator"},
     )
 )
 ARCHITECTURES.register("ElectraForMaskedLM")(
@@ -81,10 +81,10 @@ ARCHITECTURES.register("ElectraForMaskedLM")(
         read,
         write,
         rules,
-        prefix="electra.",
-        ignored=(POSITION_IDS,),
-        spellings=OLD_NORMS,
-        marks={"family": "encoder", "position.name": "learned"},
+        base_model_prefix="electra.",
+        ignored_tensors=(POSITION_IDS,),
+        legacy_names=OLD_NORMS,
+        fingerprint={"family": "encoder", "position.name": "learned"},
     )
 )
-register_bare("ElectraModel", ARCHITECTURES.get("ElectraForPreTraining"))
+register_base_model("ElectraModel", ARCHITECTURES.get("ElectraForPreTraining"))

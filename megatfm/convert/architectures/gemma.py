@@ -4,53 +4,53 @@ Norms before and after sublayers, stored less 1; windows in turn; soft caps (2);
 rotary positions by kind of block (3).
 """
 
-from megatfm.config import ModelConfig, RopeConfig, ScaledAttention, expect
+from megatfm.config import ModelConfig, RopeConfig, ScaledAttention, require_variant
 from megatfm.convert import layer_types
 from megatfm.convert.architectures import llama
-from megatfm.convert.config_keys import WORD, Json, idle, only, taken
+from megatfm.convert.config_keys import WORD, Json, ignored, supported_values, used
 from megatfm.convert.keys import ROPE, activation, rope, rope_of_kind, std, their_activation, their_rope
-from megatfm.convert.registry import ARCHITECTURES, Architecture, register_bare
-from megatfm.convert.table import Rule, linear, same, under
+from megatfm.convert.registry import ARCHITECTURES, Architecture, register_base_model
+from megatfm.convert.table import WeightMapping, rename, rename_linear, with_prefix
 from megatfm.errors import UsageError
 
 GEMMA2 = ROPE | {
-    "vocab_size": taken(256000),
-    "hidden_size": taken(2304),
-    "intermediate_size": taken(9216),
-    "num_hidden_layers": taken(26),
-    "num_attention_heads": taken(8),
-    "num_key_value_heads": taken(4),
-    "head_dim": taken(256),
-    "hidden_activation": taken("gelu_pytorch_tanh"),
-    "max_position_embeddings": taken(8192),
-    "rms_norm_eps": taken(1e-6),
-    "tie_word_embeddings": taken(True),
-    "attention_bias": taken(False),
-    "attention_dropout": taken(0.0, float, None),
-    "query_pre_attn_scalar": taken(256),
-    "sliding_window": taken(4096, int),
-    "layer_types": taken(None, list, None),
-    "final_logit_softcapping": taken(30.0, float, None),
-    "attn_logit_softcapping": taken(50.0, float, None),
-    "use_bidirectional_attention": only(None, False),
-    "initializer_range": taken(0.02),
-    "pad_token_id": taken(0, int, None),
-    "eos_token_id": taken(1, int, list, None),
-    "bos_token_id": taken(2, int, list, None),
-    **idle("hidden_act"),
-    **idle("cache_implementation", kinds=WORD),
+    "vocab_size": used(256000),
+    "hidden_size": used(2304),
+    "intermediate_size": used(9216),
+    "num_hidden_layers": used(26),
+    "num_attention_heads": used(8),
+    "num_key_value_heads": used(4),
+    "head_dim": used(256),
+    "hidden_activation": used("gelu_pytorch_tanh"),
+    "max_position_embeddings": used(8192),
+    "rms_norm_eps": used(1e-6),
+    "tie_word_embeddings": used(True),
+    "attention_bias": used(False),
+    "attention_dropout": used(0.0, float, None),
+    "query_pre_attn_scalar": used(256),
+    "sliding_window": used(4096, int),
+    "layer_types": used(None, list, None),
+    "final_logit_softcapping": used(30.0, float, None),
+    "attn_logit_softcapping": used(50.0, float, None),
+    "use_bidirectional_attention": supported_values(None, False),
+    "initializer_range": used(0.02),
+    "pad_token_id": used(0, int, None),
+    "eos_token_id": used(1, int, list, None),
+    "bos_token_id": used(2, int, list, None),
+    **ignored("hidden_act"),
+    **ignored("cache_implementation", kinds=WORD),
 }
 GEMMA3 = GEMMA2 | {
-    "vocab_size": taken(262_208),
-    "max_position_embeddings": taken(131_072),
-    "final_logit_softcapping": taken(None, float, None),
-    "attn_logit_softcapping": only(None),  # which transformers reads and does not apply
-    "use_bidirectional_attention": only(False, None),
-    "original_max_position_embeddings": only(None),
-    "partial_rotary_factor": only(None),
-    "rope_local_base_freq": taken(None, float),
-    "sliding_window_pattern": taken(None, int),
-    **idle("_sliding_window_pattern", kinds=[int]),
+    "vocab_size": used(262_208),
+    "max_position_embeddings": used(131_072),
+    "final_logit_softcapping": used(None, float, None),
+    "attn_logit_softcapping": supported_values(None),  # which transformers reads and does not apply
+    "use_bidirectional_attention": supported_values(False, None),
+    "original_max_position_embeddings": supported_values(None),
+    "partial_rotary_factor": supported_values(None),
+    "rope_local_base_freq": used(None, float),
+    "sliding_window_pattern": used(None, int),
+    **ignored("_sliding_window_pattern", kinds=[int]),
 }
 PATTERN, THETA, LOCAL_THETA = 6, 1e6, 1e4
 """Theirs: of Gemma 3, every so-manieth block sees all; bases of rotary positions."""
@@ -92,7 +92,7 @@ def _read(theirs: Json, others: Json) -> ModelConfig:
     for key in ("final_logit_softcapping", "attn_logit_softcapping"):
         if isinstance(theirs[key], int):
             raise UsageError(f"config.json: {key} = {theirs[key]}: transformers takes {theirs[key]}.0 alone")
-    return ModelConfig.of(
+    return ModelConfig.from_dotted(
         {
             "vocab_size": theirs["vocab_size"],
             "d_model": width,
@@ -128,7 +128,7 @@ def write_3(ours: ModelConfig) -> Json:
         raise UsageError("model.attention.qk_norm = false: Gemma 3 normalises queries and keys")
     types = layer_types.write(ours)
     depths = {kind: types.index(kind) for kind in dict.fromkeys(types)}
-    ropes = {kind: their_rope(ours.at(depth))["rope_parameters"] for kind, depth in depths.items()}
+    ropes = {kind: their_rope(ours.layer_config(depth))["rope_parameters"] for kind, depth in depths.items()}
     plain = {"rope_type": "default", "rope_theta": LOCAL_THETA}
     return {
         **_write(ours),
@@ -137,8 +137,8 @@ def write_3(ours: ModelConfig) -> Json:
 
 
 def _write(ours: ModelConfig) -> Json:
-    attention = expect(ours.attention, ScaledAttention, "model.attention")
-    expect(ours.at(0).position, RopeConfig, "model.position")
+    attention = require_variant(ours.attention, ScaledAttention, "model.attention")
+    require_variant(ours.layer_config(0).position, RopeConfig, "model.position")
     scale = attention.scale or ours.head_width**-0.5
     activated = their_activation(ours.ffn.activation, gated=True)
     return {
@@ -163,27 +163,35 @@ def _write(ours: ModelConfig) -> Json:
     }
 
 
-def rules(config: ModelConfig) -> list[Rule]:
+def rules(config: ModelConfig) -> list[WeightMapping]:
     bias, normed = (bool(getattr(config.attention, key, False)) for key in ("bias", "qk_norm"))
     block = [
-        *linear("attn_residual.norm", "input_layernorm"),
-        *(rule for part in "qkvo" for rule in linear(f"attn.w{part}", f"self_attn.{part}_proj", bias=bias)),
-        *(rule for part in "qk" * normed for rule in linear(f"attn.{part}_norm", f"self_attn.{part}_norm")),
-        *linear("attn_residual.norm_out", "post_attention_layernorm"),
-        *linear("ffn_residual.norm", "pre_feedforward_layernorm"),
+        *rename_linear("attn_residual.norm", "input_layernorm"),
+        *(
+            rule
+            for part in "qkvo"
+            for rule in rename_linear(f"attn.w{part}", f"self_attn.{part}_proj", bias=bias)
+        ),
+        *(
+            rule
+            for part in "qk" * normed
+            for rule in rename_linear(f"attn.{part}_norm", f"self_attn.{part}_norm")
+        ),
+        *rename_linear("attn_residual.norm_out", "post_attention_layernorm"),
+        *rename_linear("ffn_residual.norm", "pre_feedforward_layernorm"),
         *llama.dense_rules("ffn", "mlp"),
-        *linear("ffn_residual.norm_out", "post_feedforward_layernorm"),
+        *rename_linear("ffn_residual.norm_out", "post_feedforward_layernorm"),
     ]
     copies = ["lm_head.weight"] if config.embedding.tied else []
     return [
-        same("decoder.embedding.tokens.weight", "model.embed_tokens.weight", copies=copies),
+        rename("decoder.embedding.tokens.weight", "model.embed_tokens.weight", copies=copies),
         *(
             rule
             for i in range(config.n_layers)
-            for rule in under(f"decoder.layers.{i}.", f"model.layers.{i}.", block)
+            for rule in with_prefix(f"decoder.layers.{i}.", f"model.layers.{i}.", block)
         ),
-        *linear("decoder.norm", "model.norm"),
-        *([] if config.embedding.tied else [same("head.weight", "lm_head.weight")]),
+        *rename_linear("decoder.norm", "model.norm"),
+        *([] if config.embedding.tied else [rename("head.weight", "lm_head.weight")]),
     ]
 
 
@@ -195,12 +203,12 @@ ARCHITECTURES.register("Gemma2ForCausalLM")(
         read,
         write,
         rules,
-        prefix="model.",
-        length_key="max_position_embeddings",
-        marks=MARKS,
+        base_model_prefix="model.",
+        max_length_key="max_position_embeddings",
+        fingerprint=MARKS,
     )
 )
-register_bare("Gemma2Model", ARCHITECTURES.get("Gemma2ForCausalLM"))
+register_base_model("Gemma2Model", ARCHITECTURES.get("Gemma2ForCausalLM"))
 ARCHITECTURES.register("Gemma3ForCausalLM")(
     Architecture(
         "gemma3_text",
@@ -208,9 +216,9 @@ ARCHITECTURES.register("Gemma3ForCausalLM")(
         read_3,
         write_3,
         rules,
-        prefix="model.",
-        length_key="max_position_embeddings",
-        marks=MARKS | {"attention.qk_norm": True},
+        base_model_prefix="model.",
+        max_length_key="max_position_embeddings",
+        fingerprint=MARKS | {"attention.qk_norm": True},
     )
 )
-register_bare("Gemma3TextModel", ARCHITECTURES.get("Gemma3ForCausalLM"))
+register_base_model("Gemma3TextModel", ARCHITECTURES.get("Gemma3ForCausalLM"))

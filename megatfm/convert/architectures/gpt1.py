@@ -2,32 +2,32 @@
 
 from megatfm.config import ModelConfig
 from megatfm.convert.architectures.gpt2 import block_rules
-from megatfm.convert.config_keys import Json, alias, idle, taken
+from megatfm.convert.config_keys import Json, alias, ignored, used
 from megatfm.convert.encoder import SUMMARY
 from megatfm.convert.keys import std
-from megatfm.convert.registry import ARCHITECTURES, Architecture, register_bare
-from megatfm.convert.table import Rule, layers, same
+from megatfm.convert.registry import ARCHITECTURES, Architecture, register_base_model
+from megatfm.convert.table import WeightMapping, per_layer, rename
 from megatfm.errors import UsageError
 
 ACTIVATIONS = {"gelu": "gelu_tanh", "relu": "relu", "silu": "swish", "swish": "swish"}
 """Their "gelu" is the tanh form here."""
 KEYS = SUMMARY | {
-    "vocab_size": taken(40478),
-    "n_positions": taken(512),
-    "n_embd": taken(768),
-    "n_layer": taken(12),
-    "n_head": taken(12),
-    "layer_norm_epsilon": taken(1e-5),
-    "resid_pdrop": taken(0.1),
-    "attn_pdrop": taken(0.1),
-    "initializer_range": taken(0.02),
-    "tie_word_embeddings": taken(True),
+    "vocab_size": used(40478),
+    "n_positions": used(512),
+    "n_embd": used(768),
+    "n_layer": used(12),
+    "n_head": used(12),
+    "layer_norm_epsilon": used(1e-5),
+    "resid_pdrop": used(0.1),
+    "attn_pdrop": used(0.1),
+    "initializer_range": used(0.02),
+    "tie_word_embeddings": used(True),
     "hidden_size": alias("n_embd"),
     "max_position_embeddings": alias("n_positions"),
     "num_attention_heads": alias("n_head"),
     "num_hidden_layers": alias("n_layer"),
-    "afn": taken("gelu"),
-    **idle("embd_pdrop", "n_ctx", "n_special", "predict_special_tokens"),
+    "afn": used("gelu"),
+    **ignored("embd_pdrop", "n_ctx", "n_special", "predict_special_tokens"),
 }
 
 
@@ -35,7 +35,7 @@ def read(theirs: Json) -> ModelConfig:
     width, afn = theirs["n_embd"], theirs["afn"]
     if afn not in ACTIVATIONS:
         raise UsageError(f"config.json: afn = {afn!r} is not one of {', '.join(ACTIVATIONS)}")
-    return ModelConfig.of(
+    return ModelConfig.from_dotted(
         {
             "vocab_size": theirs["vocab_size"],
             "d_model": width,
@@ -81,13 +81,13 @@ def write(ours: ModelConfig) -> Json:
     }
 
 
-def rules(config: ModelConfig) -> list[Rule]:
+def rules(config: ModelConfig) -> list[WeightMapping]:
     copies = ["lm_head.weight"] if config.embedding.tied else []
     return [
-        same("decoder.embedding.tokens.weight", "transformer.tokens_embed.weight", copies=copies),
-        same("decoder.embedding.positions.weight", "transformer.positions_embed.weight"),
-        *layers(config.n_layers, "decoder.layers.", "transformer.h.", block_rules(config)),
-        *([] if config.embedding.tied else [same("head.weight", "lm_head.weight")]),
+        rename("decoder.embedding.tokens.weight", "transformer.tokens_embed.weight", copies=copies),
+        rename("decoder.embedding.positions.weight", "transformer.positions_embed.weight"),
+        *per_layer(config.n_layers, "decoder.layers.", "transformer.h.", block_rules(config)),
+        *([] if config.embedding.tied else [rename("head.weight", "lm_head.weight")]),
     ]
 
 
@@ -98,9 +98,9 @@ ARCHITECTURES.register("OpenAIGPTLMHeadModel")(
         read,
         write,
         rules,
-        prefix="transformer.",
-        ignored=(r"\.attn\.bias$", r"position_ids$"),
-        marks={"family": "decoder", "position.name": "learned", "norm.placement": "post"},
+        base_model_prefix="transformer.",
+        ignored_tensors=(r"\.attn\.bias$", r"position_ids$"),
+        fingerprint={"family": "decoder", "position.name": "learned", "norm.placement": "post"},
     )
 )
-register_bare("OpenAIGPTModel", ARCHITECTURES.get("OpenAIGPTLMHeadModel"))
+register_base_model("OpenAIGPTModel", ARCHITECTURES.get("OpenAIGPTLMHeadModel"))

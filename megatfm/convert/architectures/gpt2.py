@@ -1,41 +1,41 @@
 """GPT-2 and GPT-3: GPT2LMHeadModel. Its matrices are [d_in, d_out], and queries, keys and values are one."""
 
 from megatfm.config import ModelConfig
-from megatfm.convert.config_keys import Json, alias, idle, only, taken
+from megatfm.convert.config_keys import Json, alias, ignored, supported_values, used
 from megatfm.convert.encoder import SUMMARY
 from megatfm.convert.keys import activation, std, their_activation
-from megatfm.convert.registry import ARCHITECTURES, Architecture, register_bare
-from megatfm.convert.table import Rule, fused, layers, linear, same, transposed
+from megatfm.convert.registry import ARCHITECTURES, Architecture, register_base_model
+from megatfm.convert.table import WeightMapping, concat, per_layer, rename, rename_linear, transpose
 
 KEYS = SUMMARY | {
-    "vocab_size": taken(50257),
-    "n_positions": taken(1024),
-    "n_embd": taken(768),
-    "n_layer": taken(12),
-    "n_head": taken(12),
-    "layer_norm_epsilon": taken(1e-5),
-    "resid_pdrop": taken(0.1),
-    "attn_pdrop": taken(0.1),
-    "initializer_range": taken(0.02),
-    "tie_word_embeddings": taken(True),
+    "vocab_size": used(50257),
+    "n_positions": used(1024),
+    "n_embd": used(768),
+    "n_layer": used(12),
+    "n_head": used(12),
+    "layer_norm_epsilon": used(1e-5),
+    "resid_pdrop": used(0.1),
+    "attn_pdrop": used(0.1),
+    "initializer_range": used(0.02),
+    "tie_word_embeddings": used(True),
     "hidden_size": alias("n_embd"),
     "max_position_embeddings": alias("n_positions"),
     "num_attention_heads": alias("n_head"),
     "num_hidden_layers": alias("n_layer"),
-    "n_inner": taken(None, int, None),
-    "activation_function": taken("gelu_new"),
-    "scale_attn_weights": only(True),
-    "scale_attn_by_inverse_layer_idx": only(False),
-    "bos_token_id": taken(50256, int, list, None),
-    "eos_token_id": taken(50256, int, list, None),
-    **idle("reorder_and_upcast_attn", kinds=[bool]),
-    **idle("embd_pdrop", "n_ctx", "n_special", "predict_special_tokens"),
+    "n_inner": used(None, int, None),
+    "activation_function": used("gelu_new"),
+    "scale_attn_weights": supported_values(True),
+    "scale_attn_by_inverse_layer_idx": supported_values(False),
+    "bos_token_id": used(50256, int, list, None),
+    "eos_token_id": used(50256, int, list, None),
+    **ignored("reorder_and_upcast_attn", kinds=[bool]),
+    **ignored("embd_pdrop", "n_ctx", "n_special", "predict_special_tokens"),
 }
 
 
 def read(theirs: Json) -> ModelConfig:
     width = theirs["n_embd"]
-    return ModelConfig.of(
+    return ModelConfig.from_dotted(
         {
             "vocab_size": theirs["vocab_size"],
             "d_model": width,
@@ -76,32 +76,32 @@ def write(ours: ModelConfig) -> Json:
     }
 
 
-def block_rules(config: ModelConfig) -> list[Rule]:
+def block_rules(config: ModelConfig) -> list[WeightMapping]:
     """Of one block; GPT-1's are named alike."""
     width = config.d_model
     qkv = [f"attn.w{part}" for part in "qkv"]
     return [
-        *linear("attn_residual.norm", "ln_1", bias=True),
-        fused([f"{name}.weight" for name in qkv], "attn.c_attn.weight", [width] * 3, transpose=True),
-        fused([f"{name}.bias" for name in qkv], "attn.c_attn.bias", [width] * 3),
-        transposed("attn.wo.weight", "attn.c_proj.weight"),
-        same("attn.wo.bias", "attn.c_proj.bias"),
-        *linear("ffn_residual.norm", "ln_2", bias=True),
-        transposed("ffn.w_up.weight", "mlp.c_fc.weight"),
-        same("ffn.w_up.bias", "mlp.c_fc.bias"),
-        transposed("ffn.w_down.weight", "mlp.c_proj.weight"),
-        same("ffn.w_down.bias", "mlp.c_proj.bias"),
+        *rename_linear("attn_residual.norm", "ln_1", bias=True),
+        concat([f"{name}.weight" for name in qkv], "attn.c_attn.weight", [width] * 3, transpose=True),
+        concat([f"{name}.bias" for name in qkv], "attn.c_attn.bias", [width] * 3),
+        transpose("attn.wo.weight", "attn.c_proj.weight"),
+        rename("attn.wo.bias", "attn.c_proj.bias"),
+        *rename_linear("ffn_residual.norm", "ln_2", bias=True),
+        transpose("ffn.w_up.weight", "mlp.c_fc.weight"),
+        rename("ffn.w_up.bias", "mlp.c_fc.bias"),
+        transpose("ffn.w_down.weight", "mlp.c_proj.weight"),
+        rename("ffn.w_down.bias", "mlp.c_proj.bias"),
     ]
 
 
-def rules(config: ModelConfig) -> list[Rule]:
+def rules(config: ModelConfig) -> list[WeightMapping]:
     copies = ["lm_head.weight"] if config.embedding.tied else []
     return [
-        same("decoder.embedding.tokens.weight", "transformer.wte.weight", copies=copies),
-        same("decoder.embedding.positions.weight", "transformer.wpe.weight"),
-        *layers(config.n_layers, "decoder.layers.", "transformer.h.", block_rules(config)),
-        *linear("decoder.norm", "transformer.ln_f", bias=True),
-        *([] if config.embedding.tied else [same("head.weight", "lm_head.weight")]),
+        rename("decoder.embedding.tokens.weight", "transformer.wte.weight", copies=copies),
+        rename("decoder.embedding.positions.weight", "transformer.wpe.weight"),
+        *per_layer(config.n_layers, "decoder.layers.", "transformer.h.", block_rules(config)),
+        *rename_linear("decoder.norm", "transformer.ln_f", bias=True),
+        *([] if config.embedding.tied else [rename("head.weight", "lm_head.weight")]),
     ]
 
 
@@ -112,9 +112,9 @@ ARCHITECTURES.register("GPT2LMHeadModel")(
         read,
         write,
         rules,
-        prefix="transformer.",
-        ignored=(r"\.attn\.(masked_)?bias$",),
-        marks={"family": "decoder", "position.name": "learned", "norm.placement": "pre"},
+        base_model_prefix="transformer.",
+        ignored_tensors=(r"\.attn\.(masked_)?bias$",),
+        fingerprint={"family": "decoder", "position.name": "learned", "norm.placement": "pre"},
     )
 )
-register_bare("GPT2Model", ARCHITECTURES.get("GPT2LMHeadModel"))
+register_base_model("GPT2Model", ARCHITECTURES.get("GPT2LMHeadModel"))

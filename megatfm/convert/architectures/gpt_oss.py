@@ -5,14 +5,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatfm.config import HeadsAttentionConfig, ModelConfig, expect
+from megatfm.config import HeadsAttentionConfig, ModelConfig, require_variant
 from megatfm.convert import layer_types
 from megatfm.convert.architectures import llama
-from megatfm.convert.config_keys import COMMON, Json, alias, idle, only, taken
-from megatfm.convert.experts import dropless, top_k_router
+from megatfm.convert.config_keys import COMMON, Json, alias, ignored, supported_values, used
+from megatfm.convert.experts import require_dropless, require_top_k_router
 from megatfm.convert.keys import rope
-from megatfm.convert.registry import ARCHITECTURES, Architecture, register_bare
-from megatfm.convert.table import Rule, linear, same
+from megatfm.convert.registry import ARCHITECTURES, Architecture, register_base_model
+from megatfm.convert.table import WeightMapping, rename, rename_linear
 from megatfm.errors import UsageError
 from megatfm.layers.activation.clamped_swiglu import ALPHA, LIMIT
 
@@ -23,31 +23,31 @@ YARN = {
 }  # fmt: skip
 """Theirs, for a config.json that says nothing of positions."""
 KEYS = llama.KEYS | {
-    "num_hidden_layers": taken(36),
-    "num_local_experts": taken(128),
+    "num_hidden_layers": used(36),
+    "num_local_experts": used(128),
     "num_experts": alias("num_local_experts"),
-    "num_experts_per_tok": taken(4),
-    "vocab_size": taken(201088),
-    "hidden_size": taken(2880),
-    "intermediate_size": taken(2880),
-    "head_dim": taken(64),
-    "num_attention_heads": taken(64),
-    "num_key_value_heads": taken(8),
-    "sliding_window": taken(128, int),
-    "layer_types": taken(None, list, None),
-    "max_position_embeddings": taken(131072),
-    "rms_norm_eps": taken(1e-5),
-    "attention_dropout": taken(0.0),
-    "attention_bias": taken(True),
-    "mlp_bias": only(False),
-    "swiglu_alpha": only(ALPHA),
-    "swiglu_limit": only(LIMIT),
+    "num_experts_per_tok": used(4),
+    "vocab_size": used(201088),
+    "hidden_size": used(2880),
+    "intermediate_size": used(2880),
+    "head_dim": used(64),
+    "num_attention_heads": used(64),
+    "num_key_value_heads": used(8),
+    "sliding_window": used(128, int),
+    "layer_types": used(None, list, None),
+    "max_position_embeddings": used(131072),
+    "rms_norm_eps": used(1e-5),
+    "attention_dropout": used(0.0),
+    "attention_bias": used(True),
+    "mlp_bias": supported_values(False),
+    "swiglu_alpha": supported_values(ALPHA),
+    "swiglu_limit": supported_values(LIMIT),
     "bos_token_id": COMMON["bos_token_id"],
     "eos_token_id": COMMON["eos_token_id"],
-    **idle("hidden_act"),  # the experts' is always the clamped one
-    **idle("output_router_logits", kinds=[bool]),
-    **idle("router_aux_loss_coef", kinds=[float]),
-    **idle("experts_per_token", "initial_context_length"),
+    **ignored("hidden_act"),  # the experts' is always the clamped one
+    **ignored("output_router_logits", kinds=[bool]),
+    **ignored("router_aux_loss_coef", kinds=[float]),
+    **ignored("experts_per_token", "initial_context_length"),
 }
 
 
@@ -69,7 +69,7 @@ def read(theirs: Json) -> ModelConfig:
         "router": {"name": "top_k", "normalise": True, "bias": True},
     }
     window = {"attention": {"pattern": {"name": "window", "width": theirs["sliding_window"]}}}
-    return ModelConfig.of(
+    return ModelConfig.from_dotted(
         {
             "vocab_size": theirs["vocab_size"],
             "d_model": theirs["hidden_size"],
@@ -92,10 +92,10 @@ def read(theirs: Json) -> ModelConfig:
 
 
 def write(ours: ModelConfig) -> Json:
-    experts = dropless(ours)
-    top_k_router(ours)
+    experts = require_dropless(ours)
+    require_top_k_router(ours)
     without = ("hidden_act", "mlp_bias")
-    theirs = llama.write(ours.changed({"ffn.activation": "swiglu"}))
+    theirs = llama.write(ours.with_changes({"ffn.activation": "swiglu"}))
     return {
         **{key: value for key, value in theirs.items() if key not in without},
         "num_local_experts": experts.n_experts,
@@ -107,36 +107,53 @@ def write(ours: ModelConfig) -> Json:
     }
 
 
-def rules(config: ModelConfig) -> list[Rule]:
-    bias = expect(config.attention, HeadsAttentionConfig, "model.attention").bias
+def rules(config: ModelConfig) -> list[WeightMapping]:
+    bias = require_variant(config.attention, HeadsAttentionConfig, "model.attention").bias
     attention = [
-        *(rule for part in "qkvo" for rule in linear(f"attn.w{part}", f"self_attn.{part}_proj", bias=bias)),
-        same("attn.core.sinks.weight", "self_attn.sinks"),
+        *(
+            rule
+            for part in "qkvo"
+            for rule in rename_linear(f"attn.w{part}", f"self_attn.{part}_proj", bias=bias)
+        ),
+        rename("attn.core.sinks.weight", "self_attn.sinks"),
     ]
     experts = [
-        *linear("ffn.router", "mlp.router", bias=True),
-        Rule(("ffn.experts.w_gate", "ffn.experts.w_up"), ("mlp.experts.gate_up_proj",), _in_turn, _parted),
-        Rule(
-            ("ffn.experts.b_gate", "ffn.experts.b_up"), ("mlp.experts.gate_up_proj_bias",), _in_turn, _parted
+        *rename_linear("ffn.router", "mlp.router", bias=True),
+        WeightMapping(
+            ("ffn.experts.w_gate", "ffn.experts.w_up"),
+            ("mlp.experts.gate_up_proj",),
+            interleave_gate_up,
+            deinterleave_gate_up,
         ),
-        Rule(("ffn.experts.w_down",), ("mlp.experts.down_proj",), _turned, _turned),
-        same("ffn.experts.b_down", "mlp.experts.down_proj_bias"),
+        WeightMapping(
+            ("ffn.experts.b_gate", "ffn.experts.b_up"),
+            ("mlp.experts.gate_up_proj_bias",),
+            interleave_gate_up,
+            deinterleave_gate_up,
+        ),
+        WeightMapping(
+            ("ffn.experts.w_down",), ("mlp.experts.down_proj",), transpose_experts, transpose_experts
+        ),
+        rename("ffn.experts.b_down", "mlp.experts.down_proj_bias"),
     ]
     return llama.rules_around(config, attention, experts)
 
 
-def _in_turn(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def interleave_gate_up(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Gate and up, [E, F] or [E, F, D], as [E, 2 F] or [E, D, 2 F], one of each in turn."""
     both = torch.stack(list(tensors), dim=2).flatten(1, 2)
     return [both if both.dim() == 2 else both.transpose(1, 2)]
 
 
-def _parted(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def deinterleave_gate_up(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Split the columns that alternate between gate and up into the two; weights are transposed, biases have no third
+    dim."""
     both = tensors[0] if tensors[0].dim() == 2 else tensors[0].transpose(1, 2)
     return [both[:, ::2], both[:, 1::2]]
 
 
-def _turned(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def transpose_experts(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Swap the input and the output dim of each expert's weight."""
     return [tensors[0].transpose(1, 2)]
 
 
@@ -147,9 +164,9 @@ ARCHITECTURES.register("GptOssForCausalLM")(
         read,
         write,
         rules,
-        prefix="model.",
-        length_key="max_position_embeddings",
-        marks=llama.MARKS | {"ffn.name": "moe", "attention.sinks": True},
+        base_model_prefix="model.",
+        max_length_key="max_position_embeddings",
+        fingerprint=llama.MARKS | {"ffn.name": "moe", "attention.sinks": True},
     )
 )
-register_bare("GptOssModel", ARCHITECTURES.get("GptOssForCausalLM"))
+register_base_model("GptOssModel", ARCHITECTURES.get("GptOssForCausalLM"))

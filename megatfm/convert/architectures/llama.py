@@ -2,33 +2,33 @@
 
 from collections.abc import Sequence
 
-from megatfm.config import HeadsAttentionConfig, ModelConfig, expect
-from megatfm.convert.config_keys import Json, Key, idle, only, taken
+from megatfm.config import HeadsAttentionConfig, ModelConfig, require_variant
+from megatfm.convert.config_keys import Json, Key, ignored, supported_values, used
 from megatfm.convert.keys import ROPE, activation, rope, std, their_activation, their_rope
-from megatfm.convert.registry import ARCHITECTURES, Architecture, register_bare
-from megatfm.convert.table import Rule, linear, same, under
+from megatfm.convert.registry import ARCHITECTURES, Architecture, register_base_model
+from megatfm.convert.table import WeightMapping, rename, rename_linear, with_prefix
 from megatfm.errors import UsageError
 
 KEYS: dict[str, Key] = ROPE | {
-    "vocab_size": taken(32000),
-    "hidden_size": taken(4096),
-    "intermediate_size": taken(11008),
-    "num_hidden_layers": taken(32),
-    "num_attention_heads": taken(32),
-    "num_key_value_heads": taken(None, int, None),
-    "head_dim": taken(None, int, None),
-    "max_position_embeddings": taken(2048),
-    "rms_norm_eps": taken(1e-6),
-    "hidden_act": taken("silu"),
-    "attention_bias": taken(False),
-    "mlp_bias": taken(False),
-    "attention_dropout": taken(0.0, float, None),
-    "initializer_range": taken(0.02),
-    "tie_word_embeddings": taken(False),
-    "sliding_window": only(None),
-    "bos_token_id": taken(1, int, list, None),
-    "eos_token_id": taken(2, int, list, None),
-    **idle("max_sequence_length"),
+    "vocab_size": used(32000),
+    "hidden_size": used(4096),
+    "intermediate_size": used(11008),
+    "num_hidden_layers": used(32),
+    "num_attention_heads": used(32),
+    "num_key_value_heads": used(None, int, None),
+    "head_dim": used(None, int, None),
+    "max_position_embeddings": used(2048),
+    "rms_norm_eps": used(1e-6),
+    "hidden_act": used("silu"),
+    "attention_bias": used(False),
+    "mlp_bias": used(False),
+    "attention_dropout": used(0.0, float, None),
+    "initializer_range": used(0.02),
+    "tie_word_embeddings": used(False),
+    "sliding_window": supported_values(None),
+    "bos_token_id": used(1, int, list, None),
+    "eos_token_id": used(2, int, list, None),
+    **ignored("max_sequence_length"),
 }
 MARKS = {"family": "decoder", "position.name": "rope", "attention.name": "heads", "ffn.name": "dense"}
 
@@ -40,7 +40,7 @@ def read(theirs: Json) -> ModelConfig:
             f"config.json: num_attention_heads = {heads} does not divide hidden_size = {width}, as transformers asks "
             "whatever head_dim is"
         )
-    return ModelConfig.of(
+    return ModelConfig.from_dotted(
         {
             "vocab_size": theirs["vocab_size"],
             "d_model": width,
@@ -82,15 +82,19 @@ def write(ours: ModelConfig) -> Json:
     }
 
 
-def rules(config: ModelConfig) -> list[Rule]:
-    bias = expect(config.attention, HeadsAttentionConfig, "model.attention").bias
+def rules(config: ModelConfig) -> list[WeightMapping]:
+    bias = require_variant(config.attention, HeadsAttentionConfig, "model.attention").bias
     attention = [
-        rule for part in "qkvo" for rule in linear(f"attn.w{part}", f"self_attn.{part}_proj", bias=bias)
+        rule
+        for part in "qkvo"
+        for rule in rename_linear(f"attn.w{part}", f"self_attn.{part}_proj", bias=bias)
     ]
     return rules_around(config, attention)
 
 
-def rules_around(config: ModelConfig, attention: Sequence[Rule], *ffns: Sequence[Rule]) -> list[Rule]:
+def rules_around(
+    config: ModelConfig, attention: Sequence[WeightMapping], *ffns: Sequence[WeightMapping]
+) -> list[WeightMapping]:
     """Of all that is not attention: Mistral's and DeepSeek's are named alike.
 
     ffns: the feed-forward network, where it is another; of each layer, where there are several.
@@ -98,30 +102,34 @@ def rules_around(config: ModelConfig, attention: Sequence[Rule], *ffns: Sequence
     ffns = ffns or (dense_rules("ffn", "mlp", bias=config.ffn.bias),)
     blocks = [
         [
-            *linear("attn_residual.norm", "input_layernorm"),
+            *rename_linear("attn_residual.norm", "input_layernorm"),
             *attention,
-            *linear("ffn_residual.norm", "post_attention_layernorm"),
+            *rename_linear("ffn_residual.norm", "post_attention_layernorm"),
             *ffn,
         ]
         for ffn in ffns
     ]
     copies = ["lm_head.weight"] if config.embedding.tied else []
     return [
-        same("decoder.embedding.tokens.weight", "model.embed_tokens.weight", copies=copies),
+        rename("decoder.embedding.tokens.weight", "model.embed_tokens.weight", copies=copies),
         *(
             rule
             for i in range(config.n_layers)
-            for rule in under(f"decoder.layers.{i}.", f"model.layers.{i}.", blocks[i % len(blocks)])
+            for rule in with_prefix(f"decoder.layers.{i}.", f"model.layers.{i}.", blocks[i % len(blocks)])
         ),
-        *linear("decoder.norm", "model.norm"),
-        *([] if config.embedding.tied else [same("head.weight", "lm_head.weight")]),
+        *rename_linear("decoder.norm", "model.norm"),
+        *([] if config.embedding.tied else [rename("head.weight", "lm_head.weight")]),
     ]
 
 
-def dense_rules(ours: str, theirs: str, *, bias: bool = False) -> list[Rule]:
+def dense_rules(ours: str, theirs: str, *, bias: bool = False) -> list[WeightMapping]:
     """Of a gated feed-forward network."""
     parts = ("gate", "up", "down")
-    return [rule for part in parts for rule in linear(f"{ours}.w_{part}", f"{theirs}.{part}_proj", bias=bias)]
+    return [
+        rule
+        for part in parts
+        for rule in rename_linear(f"{ours}.w_{part}", f"{theirs}.{part}_proj", bias=bias)
+    ]
 
 
 ARCHITECTURES.register("LlamaForCausalLM")(
@@ -131,10 +139,10 @@ ARCHITECTURES.register("LlamaForCausalLM")(
         read,
         write,
         rules,
-        prefix="model.",
-        ignored=(r"rotary_emb\.inv_freq$",),
-        length_key="max_position_embeddings",
-        marks=MARKS,
+        base_model_prefix="model.",
+        ignored_tensors=(r"rotary_emb\.inv_freq$",),
+        max_length_key="max_position_embeddings",
+        fingerprint=MARKS,
     )
 )
-register_bare("LlamaModel", ARCHITECTURES.get("LlamaForCausalLM"))
+register_base_model("LlamaModel", ARCHITECTURES.get("LlamaForCausalLM"))

@@ -4,24 +4,24 @@ Which tokens see all is an input there and a part of the model here: it is kept 
 is the first token, as in their classifiers, where that is missing.
 """
 
-from megatfm.config import LongformerPatternConfig, ModelConfig, expect
+from megatfm.config import LongformerPatternConfig, ModelConfig, require_variant
 from megatfm.convert.architectures import roberta
-from megatfm.convert.config_keys import Json, idle, taken
+from megatfm.convert.config_keys import Json, ignored, used
 from megatfm.convert.encoder import AFTER_ATTENTION, POSITION_IDS, SELF_ATTENTION, embedding, head
-from megatfm.convert.registry import ARCHITECTURES, Architecture, register_bare
-from megatfm.convert.table import Rule, layers, linear
+from megatfm.convert.registry import ARCHITECTURES, Architecture, register_base_model
+from megatfm.convert.table import WeightMapping, per_layer, rename_linear
 from megatfm.errors import UsageError
 
 TOKENS = "megatfm_global_tokens"
 """The key of config.json."""
 KEYS = roberta.KEYS | {
-    "vocab_size": taken(30522),
-    "pad_token_id": taken(1),
-    "bos_token_id": taken(0, int, list, None),
-    "eos_token_id": taken(2, int, list, None),
-    "attention_window": taken(512, int, list),
-    TOKENS: taken([0], list),
-    **idle("attention_mode", "ignore_attention_mask", "onnx_export"),
+    "vocab_size": used(30522),
+    "pad_token_id": used(1),
+    "bos_token_id": used(0, int, list, None),
+    "eos_token_id": used(2, int, list, None),
+    "attention_window": used(512, int, list),
+    TOKENS: used([0], list),
+    **ignored("attention_mode", "ignore_attention_mask", "onnx_export"),
 }
 
 
@@ -39,11 +39,11 @@ def read(theirs: Json) -> ModelConfig:
         )
     pattern = {"name": "longformer", "width": widths.pop(), "tokens": theirs[TOKENS]}
     ours = roberta.read(theirs)
-    return ours.changed({"attention.name": "longformer", "attention.pattern": pattern})
+    return ours.with_changes({"attention.name": "longformer", "attention.pattern": pattern})
 
 
 def write(ours: ModelConfig) -> Json:
-    pattern = expect(ours.attention.pattern, LongformerPatternConfig, "model.attention.pattern")
+    pattern = require_variant(ours.attention.pattern, LongformerPatternConfig, "model.attention.pattern")
     if pattern.width % 2:
         raise UsageError(
             f"model.attention.pattern.width = {pattern.width}: transformers' windows are even: an odd one is "
@@ -52,16 +52,16 @@ def write(ours: ModelConfig) -> Json:
     return roberta.write(ours) | {"attention_window": pattern.width, TOKENS: list(pattern.tokens)}
 
 
-def rules(config: ModelConfig) -> list[Rule]:
+def rules(config: ModelConfig) -> list[WeightMapping]:
     wide = [
         rule
         for ours, theirs in (("wq", "query"), ("wk", "key"), ("wv", "value"))
-        for rule in linear(f"attn.{ours}_global", f"attention.self.{theirs}_global", bias=True)
+        for rule in rename_linear(f"attn.{ours}_global", f"attention.self.{theirs}_global", bias=True)
     ]
     block = [*SELF_ATTENTION, *wide, *AFTER_ATTENTION]
     return [
         *embedding("longformer.embeddings.", copies=["lm_head.decoder.weight"]),
-        *layers(config.n_layers, "encoder.layers.", "longformer.encoder.layer.", block),
+        *per_layer(config.n_layers, "encoder.layers.", "longformer.encoder.layer.", block),
         *head("lm_head.dense", "lm_head.layer_norm", "lm_head.bias", copies=["lm_head.decoder.bias"]),
     ]
 
@@ -73,9 +73,9 @@ ARCHITECTURES.register("LongformerForMaskedLM")(
         read,
         write,
         rules,
-        prefix="longformer.",
-        ignored=(POSITION_IDS, r"^longformer\.pooler\."),
-        marks={"family": "encoder", "attention.name": "longformer"},
+        base_model_prefix="longformer.",
+        ignored_tensors=(POSITION_IDS, r"^longformer\.pooler\."),
+        fingerprint={"family": "encoder", "attention.name": "longformer"},
     )
 )
-register_bare("LongformerModel", ARCHITECTURES.get("LongformerForMaskedLM"))
+register_base_model("LongformerModel", ARCHITECTURES.get("LongformerForMaskedLM"))

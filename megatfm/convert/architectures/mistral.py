@@ -2,17 +2,17 @@
 
 from megatfm.config import ModelConfig, WindowPatternConfig
 from megatfm.convert.architectures import llama
-from megatfm.convert.config_keys import Json, only, taken
-from megatfm.convert.registry import ARCHITECTURES, Architecture, register_bare
+from megatfm.convert.config_keys import Json, supported_values, used
+from megatfm.convert.registry import ARCHITECTURES, Architecture, register_base_model
 
 KEYS = llama.KEYS | {
-    "intermediate_size": taken(14336),
-    "num_key_value_heads": taken(8, int, None),
-    "max_position_embeddings": taken(131_072),
-    "sliding_window": taken(4096, int, None),
-    "attention_dropout": taken(0.0),
-    "attention_bias": only(False),
-    "mlp_bias": only(False),
+    "intermediate_size": used(14336),
+    "num_key_value_heads": used(8, int, None),
+    "max_position_embeddings": used(131_072),
+    "sliding_window": used(4096, int, None),
+    "attention_dropout": used(0.0),
+    "attention_bias": supported_values(False),
+    "mlp_bias": supported_values(False),
 }
 
 
@@ -21,7 +21,7 @@ def read(theirs: Json) -> ModelConfig:
     width = theirs["sliding_window"]
     if width is None:
         return ours
-    return ours.changed({"attention.pattern": {"name": "window", "width": width}})
+    return ours.with_changes({"attention.pattern": {"name": "window", "width": width}})
 
 
 def write(ours: ModelConfig) -> Json:
@@ -38,10 +38,10 @@ ARCHITECTURES.register("MistralForCausalLM")(
         read,
         write,
         llama.rules,
-        prefix="model.",
-        ignored=(r"rotary_emb\.inv_freq$",),
-        length_key="max_position_embeddings",
-        marks=llama.MARKS,
+        base_model_prefix="model.",
+        ignored_tensors=(r"rotary_emb\.inv_freq$",),
+        max_length_key="max_position_embeddings",
+        fingerprint=llama.MARKS,
     )
 )
-register_bare("MistralModel", ARCHITECTURES.get("MistralForCausalLM"))
+register_base_model("MistralModel", ARCHITECTURES.get("MistralForCausalLM"))

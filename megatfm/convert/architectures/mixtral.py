@@ -1,24 +1,30 @@
 """Mixtral: MixtralForCausalLM, a Mistral all of whose blocks have experts."""
 
-from megatfm.config import HeadsAttentionConfig, ModelConfig, expect
+from megatfm.config import HeadsAttentionConfig, ModelConfig, require_variant
 from megatfm.convert.architectures import llama, mistral
-from megatfm.convert.config_keys import Json, alias, idle, taken
-from megatfm.convert.experts import ExpertNames, dropless, expert_rules, top_k_router, top_k_section
-from megatfm.convert.registry import ARCHITECTURES, Architecture, register_bare
-from megatfm.convert.table import Rule, linear
+from megatfm.convert.config_keys import Json, alias, ignored, used
+from megatfm.convert.experts import (
+    ExpertNames,
+    expert_rules,
+    require_dropless,
+    require_top_k_router,
+    top_k_moe_section,
+)
+from megatfm.convert.registry import ARCHITECTURES, Architecture, register_base_model
+from megatfm.convert.table import WeightMapping, rename_linear
 from megatfm.errors import UsageError
 
 NAMES = ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2")
 THETA = 1e6
 """Their default, for a config.json that has none."""
 KEYS = mistral.KEYS | {
-    "rms_norm_eps": taken(1e-5),
-    "sliding_window": taken(None, int, None),
-    "num_local_experts": taken(8),
+    "rms_norm_eps": used(1e-5),
+    "sliding_window": used(None, int, None),
+    "num_local_experts": used(8),
     "num_experts": alias("num_local_experts"),
-    "num_experts_per_tok": taken(2),
-    **idle("output_router_logits", kinds=[bool]),
-    **idle("router_aux_loss_coef", "router_jitter_noise", kinds=[float]),
+    "num_experts_per_tok": used(2),
+    **ignored("output_router_logits", kinds=[bool]),
+    **ignored("router_aux_loss_coef", "router_jitter_noise", kinds=[float]),
 }
 
 
@@ -27,14 +33,14 @@ def read(theirs: Json) -> ModelConfig:
     if theirs["rope_theta"] is None and "rope_theta" not in given:
         theirs = theirs | {"rope_theta": THETA}
     dense = mistral.read(theirs)
-    experts = top_k_section(
+    experts = top_k_moe_section(
         theirs, theirs["num_local_experts"], dense.ffn.d_ff, dense.ffn.activation, normalise=True
     )
-    return dense.changed({"ffn": experts})
+    return dense.with_changes({"ffn": experts})
 
 
 def write(ours: ModelConfig) -> Json:
-    router, experts = top_k_router(ours), dropless(ours)
+    router, experts = require_top_k_router(ours), require_dropless(ours)
     if not router.normalise:
         raise UsageError("model.ffn.router.normalise = false: Mixtral's weights add up to 1")
     return {
@@ -44,10 +50,12 @@ def write(ours: ModelConfig) -> Json:
     }
 
 
-def rules(config: ModelConfig, *, fused: bool = False) -> list[Rule]:
-    bias = expect(config.attention, HeadsAttentionConfig, "model.attention").bias
+def rules(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
+    bias = require_variant(config.attention, HeadsAttentionConfig, "model.attention").bias
     attention = [
-        rule for part in "qkvo" for rule in linear(f"attn.w{part}", f"self_attn.{part}_proj", bias=bias)
+        rule
+        for part in "qkvo"
+        for rule in rename_linear(f"attn.w{part}", f"self_attn.{part}_proj", bias=bias)
     ]
     return llama.rules_around(config, attention, expert_rules(config, NAMES, fused=fused))
 
@@ -60,10 +68,10 @@ ARCHITECTURES.register("MixtralForCausalLM")(
         write,
         rules,
         fused_rules=lambda config: rules(config, fused=True),
-        prefix="model.",
-        ignored=(r"rotary_emb\.inv_freq$",),
-        length_key="max_position_embeddings",
-        marks=llama.MARKS | {"ffn.name": "moe"},
+        base_model_prefix="model.",
+        ignored_tensors=(r"rotary_emb\.inv_freq$",),
+        max_length_key="max_position_embeddings",
+        fingerprint=llama.MARKS | {"ffn.name": "moe"},
     )
 )
-register_bare("MixtralModel", ARCHITECTURES.get("MixtralForCausalLM"))
+register_base_model("MixtralModel", ARCHITECTURES.get("MixtralForCausalLM"))

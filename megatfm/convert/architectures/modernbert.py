@@ -1,60 +1,68 @@
 """ModernBERT (Warner et al. 2024): ModernBertForMaskedLM. Blocks see a window, every third one all; the first block's
 attention has no norm of its own, since the embedding has one."""
 
-from megatfm.config import HeadsAttentionConfig, ModelConfig, expect
+from megatfm.config import HeadsAttentionConfig, ModelConfig, require_variant
 from megatfm.config.model_parts import LayerNormConfig
 from megatfm.convert import layer_types
-from megatfm.convert.config_keys import Json, idle, only, taken
-from megatfm.convert.keys import ROPE, activation, derived, rope_of_kind, std, their_activation, their_rope
-from megatfm.convert.registry import ARCHITECTURES, Architecture, register_bare
-from megatfm.convert.table import Rule, fused, linear, same, under
+from megatfm.convert.config_keys import Json, ignored, supported_values, used
+from megatfm.convert.keys import (
+    ROPE,
+    activation,
+    check_implied_values,
+    rope_of_kind,
+    std,
+    their_activation,
+    their_rope,
+)
+from megatfm.convert.registry import ARCHITECTURES, Architecture, register_base_model
+from megatfm.convert.table import WeightMapping, concat, rename, rename_linear, with_prefix
 from megatfm.errors import UsageError
 
 KEYS = {
-    "vocab_size": taken(50368),
-    "hidden_size": taken(768),
-    "intermediate_size": taken(1152),
-    "num_hidden_layers": taken(22),
-    "num_attention_heads": taken(12),
-    "hidden_activation": taken("gelu"),
-    "classifier_activation": taken("gelu"),
-    "max_position_embeddings": taken(8192),
-    "norm_eps": taken(1e-5),
-    "norm_bias": taken(False),
-    "attention_bias": taken(False),
-    "mlp_bias": taken(False),
-    "classifier_bias": taken(False),
-    "decoder_bias": taken(True),
-    "tie_word_embeddings": only(True),
-    "attention_dropout": taken(0.0),
-    "embedding_dropout": taken(0.0),
-    "mlp_dropout": taken(0.0),
-    "layer_types": taken(None, list, None),
-    "global_attn_every_n_layers": taken(None, int),
-    "local_attention": taken(128),
-    "initializer_range": taken(0.02),
+    "vocab_size": used(50368),
+    "hidden_size": used(768),
+    "intermediate_size": used(1152),
+    "num_hidden_layers": used(22),
+    "num_attention_heads": used(12),
+    "hidden_activation": used("gelu"),
+    "classifier_activation": used("gelu"),
+    "max_position_embeddings": used(8192),
+    "norm_eps": used(1e-5),
+    "norm_bias": used(False),
+    "attention_bias": used(False),
+    "mlp_bias": used(False),
+    "classifier_bias": used(False),
+    "decoder_bias": used(True),
+    "tie_word_embeddings": supported_values(True),
+    "attention_dropout": used(0.0),
+    "embedding_dropout": used(0.0),
+    "mlp_dropout": used(0.0),
+    "layer_types": used(None, list, None),
+    "global_attn_every_n_layers": used(None, int),
+    "local_attention": used(128),
+    "initializer_range": used(0.02),
     "rope_parameters": ROPE["rope_parameters"],
-    "rope_scaling": only(None),
-    "global_rope_theta": taken(None, float),
-    "local_rope_theta": taken(None, float),
-    "rope_theta": only(None),
-    "partial_rotary_factor": only(None),
-    "original_max_position_embeddings": only(None),
-    "sparse_prediction": only(False),
-    "sliding_window": only(None),
-    "pad_token_id": taken(50283, int, None),
-    "eos_token_id": taken(50282, int, list, None),
-    "bos_token_id": taken(50281, int, list, None),
-    **idle(
+    "rope_scaling": supported_values(None),
+    "global_rope_theta": used(None, float),
+    "local_rope_theta": used(None, float),
+    "rope_theta": supported_values(None),
+    "partial_rotary_factor": supported_values(None),
+    "original_max_position_embeddings": supported_values(None),
+    "sparse_prediction": supported_values(False),
+    "sliding_window": supported_values(None),
+    "pad_token_id": used(50283, int, None),
+    "eos_token_id": used(50282, int, list, None),
+    "bos_token_id": used(50281, int, list, None),
+    **ignored(
         "initializer_cutoff_factor",
         "sparse_pred_ignore_index",
         "classifier_pooling",
         "position_embedding_type",
     ),
-    **idle(
+    **ignored(
         "deterministic_flash_attn", "reference_compile", "repad_logits_with_grad", "gradient_checkpointing"
     ),
-    **idle("layer_norm_eps"),
+    **ignored("layer_norm_eps"),
 }
 PAD = 50283
 """Their padding token, of which there must be an embedding."""
@@ -63,7 +71,7 @@ EVERY, THETA, LOCAL_THETA = 3, 160_000.0, 10_000.0
 
 
 def read(theirs: Json) -> ModelConfig:
-    derived(theirs, classifier_activation=theirs["hidden_activation"])
+    check_implied_values(theirs, classifier_activation=theirs["hidden_activation"])
     every = EVERY if theirs["global_attn_every_n_layers"] is None else theirs["global_attn_every_n_layers"]
     width, local = theirs["hidden_size"], theirs["local_attention"]
     if every < 1 or local < 2 or width % max(theirs["num_attention_heads"], 1):
@@ -83,7 +91,7 @@ def read(theirs: Json) -> ModelConfig:
         )
     }
     window = {"attention": {"pattern": {"name": "window", "width": local // 2 * 2}}}
-    return ModelConfig.of(
+    return ModelConfig.from_dotted(
         {
             "family": "encoder",
             "vocab_size": theirs["vocab_size"],
@@ -118,7 +126,10 @@ def read(theirs: Json) -> ModelConfig:
 
 def write(ours: ModelConfig) -> Json:
     types = layer_types.write(ours)
-    ropes = {kind: their_rope(ours.at(types.index(kind)))["rope_parameters"] for kind in dict.fromkeys(types)}
+    ropes = {
+        kind: their_rope(ours.layer_config(types.index(kind)))["rope_parameters"]
+        for kind in dict.fromkeys(types)
+    }
     plain = {"rope_type": "default", "rope_theta": LOCAL_THETA}
     activated = their_activation(ours.ffn.activation, gated=True)
     return {
@@ -130,8 +141,8 @@ def write(ours: ModelConfig) -> Json:
         "hidden_activation": activated,
         "classifier_activation": activated,
         "norm_eps": ours.norm.eps,
-        "norm_bias": expect(ours.norm, LayerNormConfig, "model.norm").bias,
-        "attention_bias": expect(ours.attention, HeadsAttentionConfig, "model.attention").bias,
+        "norm_bias": require_variant(ours.norm, LayerNormConfig, "model.norm").bias,
+        "attention_bias": require_variant(ours.attention, HeadsAttentionConfig, "model.attention").bias,
         "mlp_bias": ours.ffn.bias,
         "classifier_bias": ours.head.transform_bias,
         "decoder_bias": ours.head.bias,
@@ -146,30 +157,30 @@ def write(ours: ModelConfig) -> Json:
     }
 
 
-def rules(config: ModelConfig) -> list[Rule]:
+def rules(config: ModelConfig) -> list[WeightMapping]:
     d, d_ff = config.d_model, config.ffn.d_ff
-    norm_bias = expect(config.norm, LayerNormConfig, "model.norm").bias
-    bias = expect(config.attention, HeadsAttentionConfig, "model.attention").bias
+    norm_bias = require_variant(config.norm, LayerNormConfig, "model.norm").bias
+    bias = require_variant(config.attention, HeadsAttentionConfig, "model.attention").bias
 
-    def norm(ours: str, theirs: str) -> list[Rule]:
-        return linear(ours, theirs, bias=norm_bias)
+    def norm(ours: str, theirs: str) -> list[WeightMapping]:
+        return rename_linear(ours, theirs, bias=norm_bias)
 
-    def stacked(ours: list[str], theirs: str, size: int, *, with_bias: bool) -> list[Rule]:
+    def stacked(ours: list[str], theirs: str, size: int, *, with_bias: bool) -> list[WeightMapping]:
         parts = ["weight", *["bias"] * with_bias]
         return [
-            fused([f"{o}.{part}" for o in ours], f"{theirs}.{part}", [size] * len(ours)) for part in parts
+            concat([f"{o}.{part}" for o in ours], f"{theirs}.{part}", [size] * len(ours)) for part in parts
         ]
 
     block = [
         *stacked([f"attn.w{part}" for part in "qkv"], "attn.Wqkv", d, with_bias=bias),
-        *linear("attn.wo", "attn.Wo", bias=bias),
+        *rename_linear("attn.wo", "attn.Wo", bias=bias),
         *norm("ffn_residual.norm", "mlp_norm"),
         *stacked(["ffn.w_gate", "ffn.w_up"], "mlp.Wi", d_ff, with_bias=config.ffn.bias),
-        *linear("ffn.w_down", "mlp.Wo", bias=config.ffn.bias),
+        *rename_linear("ffn.w_down", "mlp.Wo", bias=config.ffn.bias),
     ]
     before = norm("attn_residual.norm", "attn_norm")
     return [
-        same(
+        rename(
             "encoder.embedding.tokens.weight",
             "model.embeddings.tok_embeddings.weight",
             copies=["decoder.weight"],
@@ -178,12 +189,12 @@ def rules(config: ModelConfig) -> list[Rule]:
         *(
             rule
             for i in range(config.n_layers)
-            for rule in under(f"encoder.layers.{i}.", f"model.layers.{i}.", [*before * (i > 0), *block])
+            for rule in with_prefix(f"encoder.layers.{i}.", f"model.layers.{i}.", [*before * (i > 0), *block])
         ),
         *norm("encoder.norm", "model.final_norm"),
-        *linear("head.transform.dense", "head.dense", bias=config.head.transform_bias),
+        *rename_linear("head.transform.dense", "head.dense", bias=config.head.transform_bias),
         *norm("head.transform.norm", "head.norm"),
-        *([same("head.bias", "decoder.bias")] if config.head.bias else []),
+        *([rename("head.bias", "decoder.bias")] if config.head.bias else []),
     ]
 
 
@@ -194,9 +205,9 @@ ARCHITECTURES.register("ModernBertForMaskedLM")(
         read,
         write,
         rules,
-        prefix="model.",
-        length_key="max_position_embeddings",
-        marks={"family": "encoder", "position.name": "rope", "norm.first": False},
+        base_model_prefix="model.",
+        max_length_key="max_position_embeddings",
+        fingerprint={"family": "encoder", "position.name": "rope", "norm.first": False},
     )
 )
-register_bare("ModernBertModel", ARCHITECTURES.get("ModernBertForMaskedLM"))
+register_base_model("ModernBertModel", ARCHITECTURES.get("ModernBertForMaskedLM"))

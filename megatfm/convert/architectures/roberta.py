@@ -1,21 +1,21 @@
 """RoBERTa: RobertaForMaskedLM. Its positions begin one after the padding token's id."""
 
-from megatfm.config import LearnedPositionConfig, ModelConfig, expect
+from megatfm.config import LearnedPositionConfig, ModelConfig, require_variant
 from megatfm.convert import encoder
-from megatfm.convert.config_keys import Json, only, taken
+from megatfm.convert.config_keys import Json, supported_values, used
 from megatfm.convert.encoder import BLOCK, POSITION_IDS, embedding, head
 from megatfm.convert.encoder import read as read_encoder
 from megatfm.convert.encoder import write as write_encoder
-from megatfm.convert.registry import ARCHITECTURES, Architecture, register_bare
-from megatfm.convert.table import Rule, layers
+from megatfm.convert.registry import ARCHITECTURES, Architecture, register_base_model
+from megatfm.convert.table import WeightMapping, per_layer
 from megatfm.errors import UsageError
 
 KEYS = encoder.KEYS | {
-    "vocab_size": taken(50265),
-    "hidden_act": only("gelu"),  # that of the head is always this one
-    "pad_token_id": taken(1),
-    "bos_token_id": taken(0, int, list, None),
-    "eos_token_id": taken(2, int, list, None),
+    "vocab_size": used(50265),
+    "hidden_act": supported_values("gelu"),  # that of the head is always this one
+    "pad_token_id": used(1),
+    "bos_token_id": used(0, int, list, None),
+    "eos_token_id": used(2, int, list, None),
 }
 
 
@@ -36,7 +36,7 @@ def read(theirs: Json) -> ModelConfig:
 
 
 def write(ours: ModelConfig) -> Json:
-    position = expect(ours.position, LearnedPositionConfig, "model.position")
+    position = require_variant(ours.position, LearnedPositionConfig, "model.position")
     if position.offset < 1:
         raise UsageError("RoBERTa's positions begin after the padding token's id: model.position.offset is 0")
     return write_encoder(
@@ -46,10 +46,10 @@ def write(ours: ModelConfig) -> Json:
     )
 
 
-def rules(config: ModelConfig) -> list[Rule]:
+def rules(config: ModelConfig) -> list[WeightMapping]:
     return [
         *embedding("roberta.embeddings.", copies=["lm_head.decoder.weight"]),
-        *layers(config.n_layers, "encoder.layers.", "roberta.encoder.layer.", BLOCK),
+        *per_layer(config.n_layers, "encoder.layers.", "roberta.encoder.layer.", BLOCK),
         *head("lm_head.dense", "lm_head.layer_norm", "lm_head.bias", copies=["lm_head.decoder.bias"]),
     ]
 
@@ -61,9 +61,9 @@ ARCHITECTURES.register("RobertaForMaskedLM")(
         read,
         write,
         rules,
-        prefix="roberta.",
-        ignored=(POSITION_IDS, r"^roberta\.pooler\."),
-        marks={"family": "encoder", "position.name": "learned", "position.offset": 2},
+        base_model_prefix="roberta.",
+        ignored_tensors=(POSITION_IDS, r"^roberta\.pooler\."),
+        fingerprint={"family": "encoder", "position.name": "learned", "position.offset": 2},
     )
 )
-register_bare("RobertaModel", ARCHITECTURES.get("RobertaForMaskedLM"))
+register_base_model("RobertaModel", ARCHITECTURES.get("RobertaForMaskedLM"))

@@ -1,37 +1,37 @@
 """Switch Transformer (Fedus et al. 2022): SwitchTransformersForConditionalGeneration, a T5 some of whose blocks have
 experts, of which each token goes through one."""
 
-from megatfm.config import ModelConfig, expect
+from megatfm.config import ModelConfig, require_variant
 from megatfm.config.experts import MoEConfig, SwitchRouterConfig
 from megatfm.convert.architectures import t5
-from megatfm.convert.config_keys import Json, alias, idle, only, taken
-from megatfm.convert.experts import apart, stacked
+from megatfm.convert.config_keys import Json, alias, ignored, supported_values, used
+from megatfm.convert.experts import stacked, unbind_experts
 from megatfm.convert.keys import activation, their_activation
 from megatfm.convert.registry import ARCHITECTURES, Architecture
-from megatfm.convert.table import Rule, same
+from megatfm.convert.table import WeightMapping, rename
 from megatfm.errors import UsageError
 
 WITHOUT = ("feed_forward_proj", "is_gated_act", "scale_decoder_outputs", "n_positions", "head_dim")
 KEYS = {key: value for key, value in t5.KEYS.items() if key not in WITHOUT} | {
-    "d_model": taken(768),
-    "num_layers": taken(12),
-    "num_decoder_layers": taken(12, int, None),
-    "num_heads": taken(12),
-    "expert_capacity": taken(64),
-    "num_experts": taken(8),
-    "num_sparse_encoder_layers": taken(3),
-    "num_sparse_decoder_layers": taken(3),
-    "encoder_sparse_step": taken(None, int),
-    "decoder_sparse_step": taken(None, int),
-    "router_bias": only(False),
-    "router_dtype": only("float32"),
-    "dense_act_fn": taken("relu"),
-    "tie_word_embeddings": taken(True),
+    "d_model": used(768),
+    "num_layers": used(12),
+    "num_decoder_layers": used(12, int, None),
+    "num_heads": used(12),
+    "expert_capacity": used(64),
+    "num_experts": used(8),
+    "num_sparse_encoder_layers": used(3),
+    "num_sparse_decoder_layers": used(3),
+    "encoder_sparse_step": used(None, int),
+    "decoder_sparse_step": used(None, int),
+    "router_bias": supported_values(False),
+    "router_dtype": supported_values("float32"),
+    "dense_act_fn": used("relu"),
+    "tie_word_embeddings": used(True),
     "hidden_size": alias("d_model"),
-    **idle("router_jitter_noise", "router_z_loss_coef", "router_aux_loss_coef"),
-    **idle("add_router_probs", "router_ignore_padding_tokens", "router_type", "output_router_logits"),
-    **idle("batch_prioritized_routing", "num_selected_experts"),
-    **idle("feed_forward_proj", "is_gated_act", "n_positions"),
+    **ignored("router_jitter_noise", "router_z_loss_coef", "router_aux_loss_coef"),
+    **ignored("add_router_probs", "router_ignore_padding_tokens", "router_type", "output_router_logits"),
+    **ignored("batch_prioritized_routing", "num_selected_experts"),
+    **ignored("feed_forward_proj", "is_gated_act", "n_positions"),
 }
 
 
@@ -45,7 +45,7 @@ def read(theirs: Json) -> ModelConfig:
     dense = t5.read(theirs | plain)
     scaled = dense.d_model**-0.5 if theirs["tie_word_embeddings"] else 1.0
     acts = activation(theirs["dense_act_fn"])
-    dense = dense.changed({"ffn.activation": acts, "head.scale": scaled})
+    dense = dense.with_changes({"ffn.activation": acts, "head.scale": scaled})
     experts = {
         "name": "moe",
         "d_ff": theirs["d_ff"],
@@ -69,7 +69,7 @@ def read(theirs: Json) -> ModelConfig:
         return dense
     names = ["sparse" if sparse else "dense" for sparse in longer]
     sections = {"sparse": {"ffn": experts}, "dense": {}}
-    return dense.changed(
+    return dense.with_changes(
         {"blocks": names, **{f"block.{name}": sections[name] for name in dict.fromkeys(names)}}
     )
 
@@ -89,17 +89,19 @@ def write(ours: ModelConfig) -> Json:
     theirs = t5.write(ours)
     theirs = {key: value for key, value in theirs.items() if key in KEYS and key != "feed_forward_proj"}
     theirs |= {"dense_act_fn": acts, "router_jitter_noise": 0.0}
-    sparse = [config for config in map(ours.at, range(ours.n_layers)) if isinstance(config.ffn, MoEConfig)]
+    sparse = [
+        config for config in map(ours.layer_config, range(ours.n_layers)) if isinstance(config.ffn, MoEConfig)
+    ]
     for config in sparse[:1]:
-        experts = expect(config.ffn, MoEConfig, "model.ffn")
-        expect(experts.router, SwitchRouterConfig, "model.ffn.router")
+        experts = require_variant(config.ffn, MoEConfig, "model.ffn")
+        require_variant(experts.router, SwitchRouterConfig, "model.ffn.router")
         if experts.places is None:
             raise UsageError(
                 "model.ffn.places is not set: transformers' Switch gives each expert a number of places for a row"
             )
         theirs |= {"num_experts": experts.n_experts, "expert_capacity": experts.places}
     for side, n_layers in (("encoder", ours.encoder_layers), ("decoder", ours.n_layers)):
-        wanted = [isinstance(ours.at(depth).ffn, MoEConfig) for depth in range(n_layers)]
+        wanted = [isinstance(ours.layer_config(depth).ffn, MoEConfig) for depth in range(n_layers)]
         counts = (n for n in range(n_layers + 1) if _kinds(n, n_layers) == wanted)
         if (count := next(counts, None)) is None:
             raise UsageError(
@@ -109,31 +111,34 @@ def write(ours: ModelConfig) -> Json:
     return theirs
 
 
-def rules(config: ModelConfig) -> list[Rule]:
-    def experts(n: int, number: int) -> list[Rule]:
+def rules(config: ModelConfig) -> list[WeightMapping]:
+    def experts(n: int, number: int) -> list[WeightMapping]:
         inner = f"layer.{number}.mlp"
         return [
-            same("ffn.router.weight", f"{inner}.router.classifier.weight"),
+            rename("ffn.router.weight", f"{inner}.router.classifier.weight"),
             *(
-                Rule(
+                WeightMapping(
                     (f"ffn.experts.w_{ours}",),
                     tuple(f"{inner}.experts.expert_{e}.{theirs}.weight" for e in range(n)),
-                    apart,
+                    unbind_experts,
                     stacked,
                 )
                 for ours, theirs in (("up", "wi"), ("down", "wo"))
             ),
         ]
 
-    def ffn(depth: int, number: int) -> list[Rule]:
-        section = config.at(depth).ffn
-        norm = same("ffn_residual.norm.weight", f"layer.{number}.layer_norm.weight")
+    def ffn(depth: int, number: int) -> list[WeightMapping]:
+        section = config.layer_config(depth).ffn
+        norm = rename("ffn_residual.norm.weight", f"layer.{number}.layer_norm.weight")
         if isinstance(section, MoEConfig):
             return [norm, *experts(section.n_experts, number)]
         parts = (("up", "wi"), ("down", "wo"))
         return [
             norm,
-            *(same(f"ffn.w_{ours}.weight", f"layer.{number}.mlp.{theirs}.weight") for ours, theirs in parts),
+            *(
+                rename(f"ffn.w_{ours}.weight", f"layer.{number}.mlp.{theirs}.weight")
+                for ours, theirs in parts
+            ),
         ]
 
     return t5.rules_around(config, ffn)
@@ -146,7 +151,9 @@ ARCHITECTURES.register("SwitchTransformersForConditionalGeneration")(
         read,
         write,
         rules,
-        ignored=(r"^(en|de)coder\.block\.\d+\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",),
-        marks={"family": "encoder_decoder"},
+        ignored_tensors=(
+            r"^(en|de)coder\.block\.\d+\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",
+        ),
+        fingerprint={"family": "encoder_decoder"},
     )
 )

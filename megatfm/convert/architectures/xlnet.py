@@ -7,40 +7,40 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from megatfm.config import ModelConfig
-from megatfm.convert.config_keys import Json, alias, idle, only, taken
+from megatfm.convert.config_keys import Json, alias, ignored, supported_values, used
 from megatfm.convert.encoder import SUMMARY
-from megatfm.convert.keys import activation, derived, std, their_activation
-from megatfm.convert.registry import ARCHITECTURES, Architecture, register_bare
-from megatfm.convert.table import Rule, layers, linear, same
+from megatfm.convert.keys import activation, check_implied_values, std, their_activation
+from megatfm.convert.registry import ARCHITECTURES, Architecture, register_base_model
+from megatfm.convert.table import WeightMapping, per_layer, rename, rename_linear
 from megatfm.errors import UsageError
 
 KEYS = SUMMARY | {
-    "vocab_size": taken(32000),
-    "d_model": taken(1024),
-    "n_layer": taken(24),
-    "n_head": taken(16),
-    "d_inner": taken(4096),
-    "d_head": taken(None, int),
-    "ff_activation": taken("gelu"),
-    "layer_norm_eps": taken(1e-12),
-    "attn_type": only("bi"),
-    "bi_data": only(False),
-    "clamp_len": only(-1),
-    "same_length": only(False),
-    "untie_r": only(True),
-    "tie_word_embeddings": only(True),
-    "dropout": taken(0.1),
-    "initializer_range": taken(0.02),
-    "pad_token_id": taken(5, int, None),
-    "bos_token_id": taken(1, int, list, None),
-    "eos_token_id": taken(2, int, list, None),
+    "vocab_size": used(32000),
+    "d_model": used(1024),
+    "n_layer": used(24),
+    "n_head": used(16),
+    "d_inner": used(4096),
+    "d_head": used(None, int),
+    "ff_activation": used("gelu"),
+    "layer_norm_eps": used(1e-12),
+    "attn_type": supported_values("bi"),
+    "bi_data": supported_values(False),
+    "clamp_len": supported_values(-1),
+    "same_length": supported_values(False),
+    "untie_r": supported_values(True),
+    "tie_word_embeddings": supported_values(True),
+    "dropout": used(0.1),
+    "initializer_range": used(0.02),
+    "pad_token_id": used(5, int, None),
+    "bos_token_id": used(1, int, list, None),
+    "eos_token_id": used(2, int, list, None),
     "n_token": alias("vocab_size"),
     "hidden_size": alias("d_model"),
     "num_attention_heads": alias("n_head"),
     "num_hidden_layers": alias("n_layer"),
     # About memory: without one, they change nothing.
-    **idle("mem_len", "reuse_len", "use_mems_eval", "use_mems_train"),
-    **idle("start_n_top", "end_n_top"),
+    **ignored("mem_len", "reuse_len", "use_mems_eval", "use_mems_train"),
+    **ignored("start_n_top", "end_n_top"),
 }
 
 
@@ -50,8 +50,8 @@ def read(theirs: Json) -> ModelConfig:
             f"config.json: d_model = {theirs['d_model']}, n_head = {theirs['n_head']}: only even "
             "widths run in transformers"
         )
-    derived(theirs, d_head=theirs["d_model"] // theirs["n_head"])
-    return ModelConfig.of(
+    check_implied_values(theirs, d_head=theirs["d_model"] // theirs["n_head"])
+    return ModelConfig.from_dotted(
         {
             "family": "xlnet",
             "vocab_size": theirs["vocab_size"],
@@ -97,55 +97,57 @@ def write(ours: ModelConfig) -> Json:
     }
 
 
-def rules(config: ModelConfig) -> list[Rule]:
+def rules(config: ModelConfig) -> list[WeightMapping]:
     n = config.attention.n_heads
     block = [
         *(_inwards(f"attn.w{part}.weight", f"rel_attn.{part}", n) for part in "qkv"),
         _inwards("attn.wk_position.weight", "rel_attn.r", n),
         _outwards("attn.wo.weight", "rel_attn.o", n),
-        same("attn.content_bias", "rel_attn.r_w_bias"),
-        same("attn.position_bias", "rel_attn.r_r_bias"),
-        same("attn.segment_bias", "rel_attn.r_s_bias"),
-        same("attn.segments", "rel_attn.seg_embed"),
-        *linear("attn_residual.norm", "rel_attn.layer_norm", bias=True),
-        *linear("ffn.w_up", "ff.layer_1", bias=True),
-        *linear("ffn.w_down", "ff.layer_2", bias=True),
-        *linear("ffn_residual.norm", "ff.layer_norm", bias=True),
+        rename("attn.content_bias", "rel_attn.r_w_bias"),
+        rename("attn.position_bias", "rel_attn.r_r_bias"),
+        rename("attn.segment_bias", "rel_attn.r_s_bias"),
+        rename("attn.segments", "rel_attn.seg_embed"),
+        *rename_linear("attn_residual.norm", "rel_attn.layer_norm", bias=True),
+        *rename_linear("ffn.w_up", "ff.layer_1", bias=True),
+        *rename_linear("ffn.w_down", "ff.layer_2", bias=True),
+        *rename_linear("ffn_residual.norm", "ff.layer_norm", bias=True),
     ]
     return [
-        Rule(
+        WeightMapping(
             ("encoder.query.weight",),
             ("transformer.mask_emb",),
             lambda tensors: [tensors[0][None, None]],
             lambda tensors: [tensors[0][0, 0]],
         ),
-        same(
+        rename(
             "encoder.embedding.tokens.weight", "transformer.word_embedding.weight", copies=["lm_loss.weight"]
         ),
-        *layers(config.n_layers, "encoder.layers.", "transformer.layer.", block),
-        same("head.bias", "lm_loss.bias"),
+        *per_layer(config.n_layers, "encoder.layers.", "transformer.layer.", block),
+        rename("head.bias", "lm_loss.bias"),
     ]
 
 
-def _inwards(ours: str, theirs: str, n_heads: int) -> Rule:
+def _inwards(ours: str, theirs: str, n_heads: int) -> WeightMapping:
     """[heads · width, d_in] as [d_in, heads, width]."""
 
     def forth(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [tensors[0].T.unflatten(1, (n_heads, -1))]
 
-    return Rule((ours,), (theirs,), forth, lambda tensors: [tensors[0].flatten(1).T])
+    return WeightMapping((ours,), (theirs,), forth, lambda tensors: [tensors[0].flatten(1).T])
 
 
-def _outwards(ours: str, theirs: str, n_heads: int) -> Rule:
+def _outwards(ours: str, theirs: str, n_heads: int) -> WeightMapping:
     """[d_out, heads · width] as [d_out, heads, width]."""
 
     def forth(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [tensors[0].unflatten(1, (n_heads, -1))]
 
-    return Rule((ours,), (theirs,), forth, lambda tensors: [tensors[0].flatten(1)])
+    return WeightMapping((ours,), (theirs,), forth, lambda tensors: [tensors[0].flatten(1)])
 
 
 ARCHITECTURES.register("XLNetLMHeadModel")(
-    Architecture("xlnet", KEYS, read, write, rules, prefix="transformer.", marks={"family": "xlnet"})
+    Architecture(
+        "xlnet", KEYS, read, write, rules, base_model_prefix="transformer.", fingerprint={"family": "xlnet"}
+    )
 )
-register_bare("XLNetModel", ARCHITECTURES.get("XLNetLMHeadModel"))
+register_base_model("XLNetModel", ARCHITECTURES.get("XLNetLMHeadModel"))

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatfm.errors import MegatfmError
 
 
-class FileHandle:
+class SyncIOHandle:
     """DeepSpeed's `aio_handle`; what it is tuned by (blocks, queues, threads) is the operator's alone."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -70,7 +70,7 @@ class FileHandle:
         return 0
 
 
-def install(package: ModuleType) -> None:
+def install_aio_handle(package: ModuleType) -> None:
     """Let DeepSpeed take this for its operator, which it would compile."""
     kind = type(package.ops.op_builder.AsyncIOBuilder())
-    kind.load = lambda self, verbose=True: SimpleNamespace(aio_handle=FileHandle)
+    kind.load = lambda self, verbose=True: SimpleNamespace(aio_handle=SyncIOHandle)

@@ -24,7 +24,7 @@ MARK = "megatfm-offload.json"
 CONTENT = b'{"made by": "megatfm, for what DeepSpeed offloads: removed with its run"}\n'
 
 
-class OwnFolder:
+class OffloadDirectory:
     """A new folder in `path`, locked as long as its engine lives. Raises UsageError where none can be made or used."""
 
     def __init__(self, path: Path) -> None:
@@ -39,7 +39,7 @@ class OwnFolder:
             with (parent / "lock").open("ab") as turn:
                 fcntl.flock(turn, fcntl.LOCK_EX)
                 host = re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname())
-                _remove_left(parent, host)
+                _remove_stale(parent, host)
                 self.path = Path(tempfile.mkdtemp(prefix=f"{host}-", dir=parent))
                 (self.path / MARK).write_bytes(CONTENT)
                 self._lock = _lock_mark(self.path)
@@ -77,7 +77,7 @@ def _lock_mark(folder: Path) -> IO[bytes]:
     return file
 
 
-def _remove_left(parent: Path, host: str) -> None:
+def _remove_stale(parent: Path, host: str) -> None:
     """Remove what killed processes of this host have left: a run that goes on reads its checkpoint.
 
     Whether one of another host lives can't be seen here, since not every filesystem's locks cross machines.

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from megatfm.errors import UsageError
-from megatfm.parallel.layout import ParameterLayout
-from megatfm.parallel.mesh import DENSE, EXPERT, EXPERTS, PIPELINE, TENSOR, Mesh
+from megatfm.parallel.layout import ModelLayout
+from megatfm.parallel.mesh import DENSE_DATA_AXES, EXPERT, EXPERT_DATA_AXES, PIPELINE, TENSOR, Mesh
 from megatfm.parallel.process_environment import read_process_environment
 
-REMEMBERED = "_PartitionedParameterCoordinator__params_to_release"
+CACHED_METHOD = "_PartitionedParameterCoordinator__params_to_release"
 """A method whose results are cached for ever, with the models that they are of."""
 
 
@@ -45,7 +45,7 @@ def load(device: torch.device) -> ModuleType:
                 f"parallel.engine = 'deepspeed': DeepSpeed can't be imported ({error}): `make deepspeed` installs it "
                 "beside this torch; or set parallel.engine = 'native'"
             ) from error
-        _forget_engines_before()
+        _reset_globals()
         # An all-reduce through shared memory would be compiled here, for half a minute.
         package.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -54,7 +54,7 @@ def load(device: torch.device) -> ModuleType:
 
 
 @contextmanager
-def any_precision() -> Iterator[None]:
+def allow_fp16_on_cpu() -> Iterator[None]:
     """While an engine is made: float16 computes on every host, if slowly. DeepSpeed 0.19.8 asks whether it is fast, and
     where it isn't, as on most hosts, refuses it; and takes float32 weights that it is to put in files for bfloat16,
     silently: `dtype or torch.float16 if … else …` (partition_parameters.py) is read as `(dtype or torch.float16) if …`.
@@ -68,7 +68,7 @@ def any_precision() -> Iterator[None]:
         vars(accelerator).pop("is_fp16_supported", None)
 
 
-def _forget_engines_before() -> None:
+def _reset_globals() -> None:
     """What DeepSpeed keeps for a process: groups of a world that may be gone, and numbers that it gives to modules and
     parameters, which must be the same on all ranks."""
     comm: Any = importlib.import_module("deepspeed.comm.comm")
@@ -84,17 +84,17 @@ def _forget_engines_before() -> None:
 def release(engine: Any) -> None:
     """Take the hooks of an engine that nobody uses any more off its parameters, and the model out of what DeepSpeed
     keeps for a process: they would keep it, and its groups."""
-    with _anonymous():
+    with _tolerate_missing_group():
         engine.destroy()
     offload = importlib.import_module("deepspeed.runtime.zero.parameter_offload")
     coordinator = importlib.import_module("deepspeed.runtime.zero.partitioned_param_coordinator")
     offload.FWD_MODULE_STACK[:] = [each for each in offload.FWD_MODULE_STACK if each is not engine.module]
-    method: Any = getattr(coordinator.PartitionedParameterCoordinator, REMEMBERED)
+    method: Any = getattr(coordinator.PartitionedParameterCoordinator, CACHED_METHOD)
     inspect.getclosurevars(method).nonlocals["func"].cache_clear()
 
 
 @contextmanager
-def _anonymous() -> Iterator[None]:
+def _tolerate_missing_group() -> Iterator[None]:
     """Where the groups are gone already: DeepSpeed asks for its rank, and does with it nothing but print."""
     comm = importlib.import_module("deepspeed.comm")
     asked = comm.get_rank
@@ -106,34 +106,36 @@ def _anonymous() -> Iterator[None]:
         comm.get_rank = asked  # type: ignore[attr-defined]
 
 
-def forget_unended() -> None:
+def clear_module_stack() -> None:
     """After passes: where modules are computed again, and not to their ends, which nobody needs, DeepSpeed would
     believe for ever that they are running."""
     importlib.import_module("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK.clear()
 
 
-def hand_over_experts(
-    parameters: Mapping[str, Any], layout: ParameterLayout, mesh: Mesh, zero: int
+def register_experts(
+    parameters: Mapping[str, Any], layout: ModelLayout, mesh: Mesh, zero: int
 ) -> nn.Module | None:
     """Tell DeepSpeed which parameters are experts that lie on different ranks, and over whom each one's gradients are
     summed. Returns what must be a part of its model, for it looks for experts there."""
     groups = importlib.import_module("deepspeed.utils.groups")
-    experts = [parameter for name, parameter in parameters.items() if layout[name].data == EXPERTS]
+    experts = [
+        parameter for name, parameter in parameters.items() if layout[name].data_axes == EXPERT_DATA_AXES
+    ]
     if not experts:
         return None
     groups._EXPERT_PARALLEL_GROUP[EXPERT] = mesh.group(EXPERT)
-    groups._EXPERT_DATA_PARALLEL_GROUP[EXPERT] = data = mesh.flat_group(EXPERTS.all)
+    groups._EXPERT_DATA_PARALLEL_GROUP[EXPERT] = data = mesh.flat_group(EXPERT_DATA_AXES.all)
     for parameter in experts:
         parameter.allreduce, parameter.group_name = False, EXPERT
         parameter.ds_zero_placement_family = "autoep_expert"
         parameter.ds_zero_partition_group_name, parameter.ds_zero_partition_process_group = EXPERT, data
-    return _sign_of_experts() if zero < 3 and any(p.requires_grad for p in experts) else None
+    return _make_moe_marker() if zero < 3 and any(p.requires_grad for p in experts) else None
 
 
-def _sign_of_experts() -> nn.Module:
+def _make_moe_marker() -> nn.Module:
     layer = importlib.import_module("deepspeed.moe.layer")
 
-    class Sign(layer.MoE):  # type: ignore[name-defined, misc]
+    class MoEMarker(layer.MoE):  # type: ignore[name-defined, misc]
         """DeepSpeed has a model for one with experts where a module is of this class; nothing calls it."""
 
         num_experts = 0
@@ -144,7 +146,7 @@ def _sign_of_experts() -> nn.Module:
         def set_deepspeed_parallelism(self, *_: Any) -> None:
             """The groups are there."""
 
-    return Sign()
+    return MoEMarker()
 
 
 class ModelParallelUnit:
@@ -152,7 +154,7 @@ class ModelParallelUnit:
     ranks to it: gradients are summed over them, and ZeRO cuts over them, too."""
 
     def __init__(self, mesh: Mesh) -> None:
-        self._data = mesh.flat_group(DENSE.all)
+        self._data = mesh.flat_group(DENSE_DATA_AXES.all)
         self._model = mesh.flat_group((PIPELINE, TENSOR))
 
     def get_model_parallel_rank(self) -> int:

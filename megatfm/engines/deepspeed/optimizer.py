@@ -22,12 +22,12 @@ class FlatOptimizer:
         self._parts = partitions.parts
         self._blocks = {name: part.weights for name, part in self._parts.items()}
 
-    def set_rate(self, lr: float) -> None:
+    def set_lr(self, lr: float) -> None:
         """The run's rate, before each group's own ratio."""
         for options in self._torch.param_groups:
             options["lr"] = lr * options["lr_ratio"]
 
-    def blocks(self) -> Mapping[str, Tensor]:
+    def tensors(self) -> Mapping[str, Tensor]:
         """What the optimizer moves: name → elements, flattened."""
         return self._blocks
 
@@ -59,7 +59,7 @@ class FlatOptimizer:
         """Take over what `state` gave. Raises MegatfmError where parameters that share a step count differ in it."""
         whole: dict[Tensor, dict[str, Tensor]] = {}
         for name, part in self._parts.items():
-            own = whole.setdefault(part.owner, {})
+            own = whole.setdefault(part.flat, {})
             values = dict(state[name])
             if TRAINED in values:
                 self._blocks[name].copy_(values.pop(TRAINED))
@@ -70,22 +70,27 @@ class FlatOptimizer:
             for key, value in values.items():
                 if value.dim():
                     flat = own.setdefault(
-                        key, torch.zeros_like(part.kept.detach(), dtype=value.dtype).view(-1)
+                        key, torch.zeros_like(part.resident.detach(), dtype=value.dtype).view(-1)
                     )
-                    part.of(flat).copy_(value)
+                    part.view_in(flat).copy_(value)
                 elif not torch.equal(own.setdefault(key, value), value):
                     raise MegatfmError(
                         f"the checkpoint has {key} = {value.item():g} of {name} and {own[key].item():g} of a parameter "
                         "beside it, and DeepSpeed has one for both: resume under parallel.engine = 'native'"
                     )
         for owner, values in whole.items():
-            self._partitions.put_states(owner, values)
+            self._partitions.set_optimizer_state(owner, values)
 
     def _state(self) -> dict[str, dict[str, Tensor]]:
-        owners = {part.owner for part in self._parts.values()}
-        states = {owner: self._partitions.states(owner, self._torch.state.get(owner, {})) for owner in owners}
+        owners = {part.flat for part in self._parts.values()}
+        states = {
+            owner: self._partitions.optimizer_state(owner, self._torch.state.get(owner, {}))
+            for owner in owners
+        }
         return {
-            name: {key: part.of(value) if value.dim() else value for key, value in states[part.owner].items()}
+            name: {
+                key: part.view_in(value) if value.dim() else value for key, value in states[part.flat].items()
+            }
             for name, part in self._parts.items()
         }
 

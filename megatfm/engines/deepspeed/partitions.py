@@ -2,7 +2,7 @@
 
 Stage 0 leaves parameters alone. Stages 1 and 2 lay those of an optimizer's group one after another, and give each data
 rank an equal part of that; stage 3 does so with each parameter by itself. So what a rank holds of a parameter is
-elements that follow each other, and `FlatBox` says which.
+elements that follow each other, and `FlatShardedTensor` says which.
 """
 
 from abc import ABC, abstractmethod
@@ -29,21 +29,21 @@ class Part:
     `first` on of the flattened parameter. group: of the torch optimizer that moves it, by its number. kept: where the
     owner's elements are between steps; the owner itself, unless they are in a file."""
 
-    owner: Tensor
+    flat: Tensor
     start: int
     size: int
-    first: int
+    offset: int
     group: int
-    kept: Tensor
+    resident: Tensor
 
-    def of(self, flat: Tensor) -> Tensor:
+    def view_in(self, flat: Tensor) -> Tensor:
         """Its elements in a tensor of the owner's shape, as a view."""
         return flat.detach().view(-1)[self.start : self.start + self.size]
 
     @property
     def weights(self) -> Tensor:
         """Its elements, as a view."""
-        return self.of(self.kept)
+        return self.view_in(self.resident)
 
 
 class Partitions(ABC):
@@ -69,7 +69,7 @@ class Partitions(ABC):
             return {}
         return {name: self._gradient(self._parameters[name], part) for name, part in self.parts.items()}
 
-    def hand_over(self) -> None:
+    def prepare_step(self) -> None:
         """Before a step: DeepSpeed's optimizer is to take the gradients as they are now."""
         self._engine.set_gradient_accumulation_boundary(True)
 
@@ -86,11 +86,11 @@ class Partitions(ABC):
         """Let the model compute with a frozen weight, of which this is all that tensor parallelism leaves here."""
         parameter.copy_(whole)
 
-    def states(self, owner: Tensor, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def optimizer_state(self, owner: Tensor, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """What torch's optimizer remembers of an owner, where it can be read."""
         return state
 
-    def put_states(self, owner: Tensor, state: Mapping[str, Tensor]) -> None:
+    def set_optimizer_state(self, owner: Tensor, state: Mapping[str, Tensor]) -> None:
         """Let torch's optimizer remember this of an owner instead."""
         self._engine.basic_optimizer.state[owner] = {
             key: value.view_as(owner) if value.dim() else value for key, value in state.items()
@@ -106,7 +106,7 @@ class Partitions(ABC):
     def _gradient(self, parameter: Any, part: Part) -> Tensor: ...
 
 
-class WholePartitions(Partitions):
+class UnpartitionedParameters(Partitions):
     """Of stage 0."""
 
     def _part(self, parameter: Any, group: int) -> Part:
@@ -148,10 +148,10 @@ class FlatPartitions(Partitions):
     def _gradient(self, parameter: Any, part: Part) -> Tensor:
         if self._optimizer.cpu_offload:
             return (
-                part.of(part.owner.grad) if part.owner.grad is not None else part.owner.new_zeros(part.size)
+                part.view_in(part.flat.grad) if part.flat.grad is not None else part.flat.new_zeros(part.size)
             )
         if not part.size:
-            return part.owner.detach().new_zeros(0)
+            return part.flat.detach().new_zeros(0)
         gradient: Tensor = parameter._hp_mapping.get_lp_grad_fragment(parameter._index_in_param_group)
         return gradient.view(-1)
 
@@ -173,7 +173,7 @@ class FlatPartitions(Partitions):
         self._optimizer.update_lp_params()
 
 
-class AddedUpPartitions(FlatPartitions):
+class Bf16OptimizerPartitions(FlatPartitions):
     """Of stage 1 in bf16, where DeepSpeed adds each micro-batch's gradients up in float32, over whole weights."""
 
     OWNERS = "fp32_groups_flat_partition"
@@ -182,7 +182,7 @@ class AddedUpPartitions(FlatPartitions):
         return any(any(there) for there in self._optimizer.fp32_groups_has_gradients)
 
     def _gradient(self, parameter: Any, part: Part) -> Tensor:
-        return part.of(self._optimizer.fp32_groups_gradient_flat_partition[part.group])
+        return part.view_in(self._optimizer.fp32_groups_gradient_flat_partition[part.group])
 
     @quiet()
     def forget(self) -> None:
@@ -220,9 +220,9 @@ class ShardedPartitions(Partitions):
         return gradient.view(-1)[: part.size]
 
     @quiet()
-    def hand_over(self) -> None:
+    def prepare_step(self) -> None:
         """DeepSpeed copies what it offloads as it is reduced; here it waits, so that clipping comes before."""
-        super().hand_over()
+        super().prepare_step()
         self._optimizer.finalize_gradient_accumulation_boundary()
 
     @quiet()
@@ -235,7 +235,7 @@ class ShardedPartitions(Partitions):
     def weights_changed(self) -> None:
         optimizer = self._optimizer
         for number in range(len(optimizer.fp16_groups)):
-            with self._swapped.in_memory(number):
+            with self._swapped.swap_in(number):
                 optimizer._reassign_or_swap_out_partitioned_parameters(number)
         if optimizer.persistent_parameters:
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
@@ -246,26 +246,26 @@ class ShardedPartitions(Partitions):
         shard = parameter.ds_tensor
         first = torch.distributed.get_rank(parameter.ds_process_group) * shard.ds_numel
         own = whole.reshape(-1)[first : first + shard.ds_numel]
-        with self._swapped.parameter_in_memory(parameter):
+        with self._swapped.swap_in_parameter(parameter):
             shard.view(-1)[: own.numel()].copy_(own)
         parameter.ds_secondary_tensor = None
 
-    def states(self, owner: Tensor, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def optimizer_state(self, owner: Tensor, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return self._swapped.states(owner, state)
 
-    def put_states(self, owner: Tensor, state: Mapping[str, Tensor]) -> None:
+    def set_optimizer_state(self, owner: Tensor, state: Mapping[str, Tensor]) -> None:
         if not self._swapped.put_states(owner, state):
-            super().put_states(owner, state)
+            super().set_optimizer_state(owner, state)
 
 
 def partitions(
     engine: Any, parameters: Mapping[str, nn.Parameter], groups: Sequence[Sequence[str]], stage: int
 ) -> Partitions:
     """What an engine of DeepSpeed keeps, read as its stage and precision lay it."""
-    if hasattr(engine.optimizer, AddedUpPartitions.OWNERS):
-        return AddedUpPartitions(engine, parameters, groups)
+    if hasattr(engine.optimizer, Bf16OptimizerPartitions.OWNERS):
+        return Bf16OptimizerPartitions(engine, parameters, groups)
     if stage == 0:
-        return WholePartitions(engine, parameters, groups)
+        return UnpartitionedParameters(engine, parameters, groups)
     if stage == 3:
         return ShardedPartitions(engine, parameters, groups)
     return FlatPartitions(engine, parameters, groups)

@@ -11,15 +11,15 @@ from typing import Any
 from torch import nn
 
 from megatfm.config import Config
-from megatfm.config.deepspeed import WHOLE_IN_FILES, WHOLE_WAY_OUT
+from megatfm.config.deepspeed import NVME_UNSHARDED_ERROR, NVME_UNSHARDED_HINT
 from megatfm.config.deepspeed_json import derive
 from megatfm.engines.deepspeed import files
-from megatfm.engines.deepspeed.folders import OwnFolder
+from megatfm.engines.deepspeed.folders import OffloadDirectory
 from megatfm.engines.deepspeed.operators import load_quantizer
 from megatfm.engines.interface import EngineSetup
 from megatfm.engines.precision import PRECISIONS
 from megatfm.errors import UsageError
-from megatfm.parallel.blocks import blocks
+from megatfm.parallel.blocks import transformer_blocks
 
 log = logging.getLogger("megatfm")
 
@@ -32,7 +32,7 @@ class Settings:
     """DeepSpeed's JSON. folder: this engine's own, for what is kept in files."""
 
     json: dict[str, Any]
-    folder: OwnFolder | None
+    folder: OffloadDirectory | None
 
     def remove(self) -> None:
         """Nobody needs the files any more."""
@@ -53,8 +53,8 @@ def settings(config: Config, setup: EngineSetup, package: ModuleType) -> Setting
         load_quantizer(package, setup.device, keys)
         log.warning("%s: %s", keys, own.INEXACT)
     if own.nvme_path and own.in_files:
-        files.install(package)
-        folder = OwnFolder(Path(own.nvme_path))
+        files.install_aio_handle(package)
+        folder = OffloadDirectory(Path(own.nvme_path))
     derived = derive(config, setup.precision, folder.path if folder else None)
     _add_buffers(derived, setup)
     return Settings(derived, folder)
@@ -71,10 +71,10 @@ def _add_buffers(derived: dict[str, Any], setup: EngineSetup) -> None:
         place, sizes = zero["offload_param"], _own_sizes(setup)
         swapping = importlib.import_module("deepspeed.runtime.swap_tensor.utils")
         smallest = max(swapping.MIN_AIO_BYTES, derived.get("aio", {}).get("block_size", 2**20))
-        bytes_each = PRECISIONS[setup.precision].computed.itemsize
+        bytes_each = PRECISIONS[setup.precision].compute_dtype.itemsize
         in_files = {name for name, size in sizes.items() if size * bytes_each >= smallest}
-        if any(math.prod(map(setup.mesh.size, setup.layout[name].data.all)) == 1 for name in in_files):
-            raise UsageError(f"{WHOLE_IN_FILES}: {WHOLE_WAY_OUT}")
+        if any(math.prod(map(setup.mesh.size, setup.layout[name].data_axes.all)) == 1 for name in in_files):
+            raise UsageError(f"{NVME_UNSHARDED_ERROR}: {NVME_UNSHARDED_HINT}")
         place["buffer_count"] = max(buffers_in_use(setup.model, in_files), place.get("buffer_count", 0))
         place["buffer_size"] = max(max(sizes.values()), place.get("buffer_size", 0))
 
@@ -82,7 +82,7 @@ def _add_buffers(derived: dict[str, Any], setup: EngineSetup) -> None:
 def _own_sizes(setup: EngineSetup) -> dict[str, int]:
     """Elements of each weight that are this rank's, padding included."""
     return {
-        name: -(-math.prod(placement.region[1]) // math.prod(map(setup.mesh.size, placement.data.all)))
+        name: -(-math.prod(placement.region[1]) // math.prod(map(setup.mesh.size, placement.data_axes.all)))
         for name, placement in setup.layout.items()
     }
 
@@ -95,6 +95,6 @@ def buffers_in_use(model: nn.Module, in_files: set[str]) -> int:
     if not all(parameter.requires_grad for parameter in parameters.values()):
         return max(1, len(in_files))
     swapped = {id(parameters[name]) for name in in_files}
-    inside = [swapped & {id(p) for p in block.parameters()} for block in blocks(model)]
+    inside = [swapped & {id(p) for p in block.parameters()} for block in transformer_blocks(model)]
     outside = swapped.difference(*inside)
     return max(1, len(outside) + sum(sorted(map(len, inside))[-2:]))

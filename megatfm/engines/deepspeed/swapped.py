@@ -35,7 +35,7 @@ class SwappedGroups:
         return self._map(own.swap_path, number)
 
     @contextmanager
-    def in_memory(self, number: int) -> Iterator[None]:
+    def swap_in(self, number: int) -> Iterator[None]:
         """Have a group's weights in memory, to read them."""
         optimizer = self._optimizer
         swapped = id(optimizer.fp32_partitioned_groups_flat[number]) in self._numbers
@@ -71,7 +71,7 @@ class SwappedGroups:
         return True
 
     @contextmanager
-    def parameter_in_memory(self, parameter: Any) -> Iterator[None]:
+    def swap_in_parameter(self, parameter: Any) -> Iterator[None]:
         """Have this rank's shard of what the model computes with in memory, to set it."""
         shard = parameter.ds_tensor
         in_file = shard.status.name == "NOT_AVAILABLE"

@@ -27,12 +27,12 @@ class _Prepare(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         for node in list(graph.nodes):
             if node.target is _aten.addmm.default and not node.kwargs and _is_gathered(node.args[1]):
-                _add_bias_later(node)
+                _split_addmm(node)
             elif node.target is _sums.reduce_scatter_tensor.default:
-                _multiply_once(node)
+                _merge_matmuls(node)
         for node in list(graph.nodes):
             if node.target in VIEWS:
-                _view_once(node)
+                _collapse_views(node)
         for node in reversed(list(graph.nodes)):
             if node.target in (*VIEWS, _aten.add.Tensor, _aten.mm.default) and not node.users:
                 graph.erase_node(node)
@@ -45,7 +45,7 @@ class _Prepare(CustomGraphPass):
 PREPARE = _Prepare()
 
 
-def _view_once(node: Node) -> None:
+def _collapse_views(node: Node) -> None:
     """A view of a view, which several products share, hides from the pass what was gathered."""
     (inner, shape), value = node.args, node.meta["val"]
     while isinstance(inner, Node) and inner.target in VIEWS:
@@ -71,7 +71,7 @@ def _without_views(node: Node) -> Node:
     return node
 
 
-def _add_bias_later(node: Node) -> None:
+def _split_addmm(node: Node) -> None:
     """The pass knows products, but not those that add a bias. Behind a view, nothing puts the two together again."""
     bias, left, right = node.args
     rows, width = node.meta["val"].shape
@@ -83,12 +83,12 @@ def _add_bias_later(node: Node) -> None:
     node.graph.erase_node(node)
 
 
-def _multiply_once(scattered: Node) -> None:
+def _merge_matmuls(scattered: Node) -> None:
     """The gradient to what several matrices multiplied is a sum of products, and the pass knows one: that of the
     gradients side by side with the matrices one below the other, which also adds them up in the product's precision."""
     (summed, *others), graph = scattered.args, scattered.graph
     assert isinstance(summed, Node)
-    products = list(_added(summed))
+    products = list(_addends(summed))
     if len(products) < 2 or any(each.target is not _aten.mm.default for each in products):
         return
     with graph.inserting_before(scattered):
@@ -101,7 +101,7 @@ def _multiply_once(scattered: Node) -> None:
     scattered.args = (product, *others)
 
 
-def _added(node: Node) -> Iterator[Node]:
+def _addends(node: Node) -> Iterator[Node]:
     """The terms of a sum that nothing else uses; views left out."""
     node = _without_views(node)
     if node.target is _aten.add.Tensor and len(node.users) == 1 and not node.kwargs:
@@ -110,7 +110,7 @@ def _added(node: Node) -> Iterator[Node]:
                 yield node
                 return
         for each in node.args:
-            yield from _added(each)  # type: ignore[arg-type]
+            yield from _addends(each)  # type: ignore[arg-type]
     else:
         yield node
 

@@ -43,7 +43,7 @@ class Bucket:
                 _fill(buffer[rank, start : start + size], rows[first : first + count])
         return buffer
 
-    def pack_own(self, blocks: Mapping[str, Tensor], like: Tensor) -> Tensor:
+    def pack_shard(self, blocks: Mapping[str, Tensor], like: Tensor) -> Tensor:
         """The rows that this rank keeps → its row of the buffer [width]."""
         row = like.new_empty(self.width)
         for name, start, size in self._columns:
@@ -59,7 +59,7 @@ class Bucket:
                 part = rows[first : first + count]
                 part.copy_(buffer[rank, start : start + size][: part.numel()].view_as(part))
 
-    def unpack_own(self, row: Tensor, rank: int) -> dict[str, Tensor]:
+    def unpack_shard(self, row: Tensor, rank: int) -> dict[str, Tensor]:
         """Row [width] of a rank → views of the rows that it keeps."""
         blocks = {}
         for name, start, _ in self._columns:
@@ -91,7 +91,7 @@ def _fill(room: Tensor, part: Tensor) -> None:
         room[part.numel() :] = 0
 
 
-def deal(shapes: Mapping[str, Sequence[int]], ranks: int, most: int) -> Iterator[Bucket]:
+def assign_buckets(shapes: Mapping[str, Sequence[int]], ranks: int, most: int) -> Iterator[Bucket]:
     """Buckets of neighbouring tensors, each of at most so many elements or of one tensor."""
     bucket: dict[str, Sequence[int]] = {}
     filled = 0

@@ -20,29 +20,29 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.config import ParallelConfig
-from megatfm.engines.passes import Beginnings
-from megatfm.parallel.layout import Region
+from megatfm.engines.passes import GradientSync
+from megatfm.parallel.layout import Chunk
 
 Stages = Sequence[nn.Module]
 """The parts of the model that this rank computes, each called by itself; their parameters have global names."""
 
 
 @dataclass(frozen=True)
-class Sharing:
+class ZeroOptions:
     """What a layout asks for.
 
     zero: the stage. accumulate: gradients of a step's micro-batches, "whole": each rank adds up whole ones, reduced
     once; "shards": they are reduced after each micro-batch, so that only shards are kept (stages 2 and 3). reduced: the
     dtype in which gradients are sent and summed over ranks; None: the stored one. prefetch: of stages 2 and 3, blocks
     whose weights are asked for before the one ahead of them runs; 0: as FSDP2 does by itself; None: as `ahead` says.
-    group_memory: what they send is allocated by the process group.
+    use_group_allocator: what they send is allocated by the process group.
     """
 
     zero: Literal[0, 1, 2, 3] = 3
     accumulate: Literal["whole", "shards"] = "whole"
-    reduced: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
     prefetch: int | None = None
-    group_memory: bool = False
+    use_group_allocator: bool = False
 
     @classmethod
     def of(cls, parallel: ParallelConfig) -> Self:
@@ -52,17 +52,17 @@ class Sharing:
             parallel.zero, parallel.accumulate, reduced, parallel.prefetch, parallel.comm_memory == "group"
         )
 
-    def ahead(self, device_type: str) -> int:
+    def prefetch_depth(self, device_type: str) -> int:
         """`prefetch` on a device. On CPUs asking early is no faster, since gathering takes the cores of what runs."""
         return int(device_type != "cpu") if self.prefetch is None else self.prefetch
 
 
-class DataParallel(Beginnings, Protocol):
+class DataParallel(GradientSync, Protocol):
     """One way to share. Every method is called by all data ranks together, in the same order."""
 
     local: dict[str, Tensor]
     """The blocks of the weights that the optimizer moves here, in the stored precision."""
-    boxes: dict[str, Region]
+    boxes: dict[str, Chunk]
     """Where they are in the global tensors."""
     sharded: bool
     """Whether the blocks on the ranks of a parameter's shard axis are different ones, or copies."""

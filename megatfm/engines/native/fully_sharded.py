@@ -13,17 +13,17 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-from megatfm.engines.native.data_parallel import Sharing, Stages, named_parameters
+from megatfm.engines.native.data_parallel import Stages, ZeroOptions, named_parameters
 from megatfm.engines.precision import Precision
-from megatfm.ops.aligned import all_aligned
-from megatfm.parallel.blocks import blocks
-from megatfm.parallel.layout import ParameterLayout, Region
-from megatfm.parallel.mesh import DENSE, DataAxes, Mesh
+from megatfm.ops.aligned import align_all
+from megatfm.parallel.blocks import transformer_blocks
+from megatfm.parallel.layout import Chunk, ModelLayout
+from megatfm.parallel.mesh import DENSE_DATA_AXES, DataAxes, Mesh
 from megatfm.parallel.torch_stage import reduce_gradients
 
 log = logging.getLogger("megatfm")
 
-OF_RECOMPUTATION = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
+CHECKPOINT_MODES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 """What torch's selective recomputation watches operations by, in the forward pass and in the second one."""
 
 
@@ -33,21 +33,21 @@ class FullySharded:
     def __init__(
         self,
         stages: Stages,
-        layout: ParameterLayout,
+        layout: ModelLayout,
         mesh: Mesh,
         *,
-        sharing: Sharing,
+        sharing: ZeroOptions,
         precision: Precision,
         device: torch.device,
     ) -> None:
         self._stages, self._sharing = stages, sharing
-        self._left = False  # whether gradients are to be reduced after the last backward pass
+        self._needs_reduction = False  # whether gradients are to be reduced after the last backward pass
         self.sharded = True
         for stage in stages:
-            stage.to(precision.stored)
+            stage.to(precision.param_dtype)
             _shard(stage, layout, mesh, precision, sharing)
-            _prefetch(stage, sharing.ahead(device.type))
-            if sharing.group_memory:
+            _prefetch(stage, sharing.prefetch_depth(device.type))
+            if sharing.use_group_allocator:
                 _allocate_in_groups(stage, mesh, device)
             stage.to_empty(device=device)
         self._modules = [m for stage in stages for m in stage.modules() if isinstance(m, FSDPModule)]
@@ -55,33 +55,33 @@ class FullySharded:
         self.boxes = {name: _box(layout, name, p) for name, p in self._parameters.items()}
         self.local = {name: _local(p) for name, p in self._parameters.items()}
 
-    def begin(self, last: bool) -> None:
+    def begin(self, is_last: bool) -> None:
         for stage in self._stages:
             assert isinstance(stage, FSDPModule)
-            stage.set_requires_gradient_sync(last or self._sharing.accumulate == "shards")
+            stage.set_requires_gradient_sync(is_last or self._sharing.accumulate == "shards")
             if self._sharing.zero == 2:
-                stage.set_reshard_after_backward(last)
+                stage.set_reshard_after_backward(is_last)
 
-    def begin_pipeline(self, keep_whole: bool) -> None:
-        """With keep_whole, stage 3 keeps gathered weights until the end of the step: the second part of a backward
+    def start_pipeline_step(self, keep_unsharded: bool) -> None:
+        """With keep_unsharded, stage 3 keeps gathered weights until the end of the step: the second part of a backward
         pass doesn't gather them again."""
-        self._left = True
+        self._needs_reduction = True
         for stage in self._stages:
             assert isinstance(stage, FSDPModule)
             stage.set_requires_gradient_sync(False)
             stage.set_is_last_backward(False)
-            if keep_whole:
+            if keep_unsharded:
                 stage.set_reshard_after_forward(False)
-            stage.set_reshard_after_backward(not keep_whole and self._sharing.zero == 3)
+            stage.set_reshard_after_backward(not keep_unsharded and self._sharing.zero == 3)
 
     def reduce(self) -> None:
         """Nothing where it was done in the last backward pass, after which no other stage could have one; then what
         FSDP2 left anywhere in its buffers is laid where memory begins."""
-        for stage in self._stages if self._left else ():
+        for stage in self._stages if self._needs_reduction else ():
             reduce_gradients(stage)
-        self._left = False
+        self._needs_reduction = False
         before = self.gradients()
-        for name, gradient in all_aligned(before).items():
+        for name, gradient in align_all(before).items():
             whole = self._parameters[name].grad
             if gradient is not before[name] and isinstance(whole, DTensor):
                 whole._local_tensor = gradient  # as FSDP2 itself sets it
@@ -102,36 +102,36 @@ class FullySharded:
 
 
 def _shard(
-    stage: nn.Module, layout: ParameterLayout, mesh: Mesh, precision: Precision, sharing: Sharing
+    stage: nn.Module, layout: ModelLayout, mesh: Mesh, precision: Precision, sharing: ZeroOptions
 ) -> None:
     """Each block by itself, and what lies in none together; inside these, modules whose parameters have other data axes
     (experts) each by itself."""
     policy = (
-        MixedPrecisionPolicy(precision.computed, sharing.reduced or precision.stored)
+        MixedPrecisionPolicy(precision.compute_dtype, sharing.reduce_dtype or precision.param_dtype)
         if precision.is_mixed
-        else MixedPrecisionPolicy(reduce_dtype=sharing.reduced)
+        else MixedPrecisionPolicy(reduce_dtype=sharing.reduce_dtype)
     )
     placements = {p: layout[name] for name, p in named_parameters([stage])}
 
     def dim(parameter: nn.Parameter) -> Shard | None:
-        return Shard(placements[parameter].data_dim)
+        return Shard(placements[parameter].fsdp_dim)
 
     reshard = (
         False if sharing.zero == 2 else None
     )  # None: all but the root, whose weights are needed again at once
-    for module, data in _alone(stage, layout):
+    for module, data in _expert_modules(stage, layout):
         fully_shard(
             module,
-            mesh=mesh.sharding(data),
+            mesh=mesh.fsdp_mesh(data),
             mp_policy=policy,
             reshard_after_forward=reshard,
             shard_placement_fn=dim,
         )
         _hide_hooks(module)
-    for module in (*blocks(stage), stage):
+    for module in (*transformer_blocks(stage), stage):
         fully_shard(
             module,
-            mesh=mesh.sharding(DENSE),
+            mesh=mesh.fsdp_mesh(DENSE_DATA_AXES),
             mp_policy=policy,
             reshard_after_forward=reshard,
             shard_placement_fn=dim,
@@ -160,7 +160,7 @@ def _prefetch(stage: nn.Module, ahead: int) -> None:
 
 def _allocate_in_groups(stage: nn.Module, mesh: Mesh, device: torch.device) -> None:
     """Have process groups allocate what is sent, where they can."""
-    group = mesh.group(DENSE.shard)
+    group = mesh.group(DENSE_DATA_AXES.shard)
     if not group._get_backend(device).supports_tensor_alloc(device):
         log.warning(
             "parallel.comm_memory = 'group': %s has no memory of its own for %s: torch allocates what is sent",
@@ -182,7 +182,7 @@ def _hide_hooks(module: nn.Module) -> None:
             if torch.compiler.is_compiling():
                 return hook(*args, **kwargs)
             with _disable_current_modes() as modes:
-                others = [mode for mode in modes if not isinstance(mode, OF_RECOMPUTATION)]
+                others = [mode for mode in modes if not isinstance(mode, CHECKPOINT_MODES)]
                 for mode in others:
                     _push_mode(mode)
                 try:
@@ -198,22 +198,22 @@ def _hide_hooks(module: nn.Module) -> None:
             hooks[key] = hidden(hook)
 
 
-def _alone(stage: nn.Module, layout: ParameterLayout) -> list[tuple[nn.Module, DataAxes]]:
+def _expert_modules(stage: nn.Module, layout: ModelLayout) -> list[tuple[nn.Module, DataAxes]]:
     """The modules whose own parameters have data axes other than the model's."""
     found = {}
     for name, _ in named_parameters([stage]):
-        if (data := layout[name].data) != DENSE:
+        if (data := layout[name].data_axes) != DENSE_DATA_AXES:
             found[name.rpartition(".")[0]] = data
     return [(stage.get_submodule(path), data) for path, data in found.items()]
 
 
-def _box(layout: ParameterLayout, name: str, parameter: nn.Parameter) -> Region:
+def _box(layout: ModelLayout, name: str, parameter: nn.Parameter) -> Chunk:
     if not isinstance(parameter, DTensor):
         return layout[name].region
     sizes, offsets = compute_local_shape_and_global_offset(
         parameter.shape, parameter.device_mesh, parameter.placements
     )
-    return layout[name].inside(tuple(offsets), tuple(sizes))
+    return layout[name].subregion(tuple(offsets), tuple(sizes))
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.engines.interface import Batch, LossFunction, Stateful
-from megatfm.engines.losses import Shares
-from megatfm.engines.passes import Beginnings, Terms, Weigh
+from megatfm.engines.losses import TermWeights
+from megatfm.engines.passes import GradientSync, LossScaler, Terms
 from megatfm.errors import MegatfmError, UsageError
 
 Run = Callable[[], None]
@@ -23,7 +23,7 @@ SHAPES = 64
 """For so many shapes of micro-batches graphs are kept; a schedule of batches has a few."""
 
 
-class Recorder(Protocol):
+class GraphCapture(Protocol):
     """Who records what is asked of a device."""
 
     def warm_up(self, run: Run) -> None:
@@ -66,7 +66,7 @@ class CudaGraphs:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class CapturedPass:
     """A pass, and the memory that it reads and writes. objective: held, so that no other has its id."""
 
     objective: LossFunction
@@ -77,9 +77,10 @@ class Recorded:
 
 
 class GraphedModel:
-    """`Passes` of a model whose gradients no other rank shares: recorded once for each shape of micro-batches."""
+    """`ForwardBackward` of a model whose gradients no other rank shares: recorded once for each shape of
+    micro-batches."""
 
-    def __init__(self, model: nn.Module, recorder: Recorder) -> None:
+    def __init__(self, model: nn.Module, recorder: GraphCapture) -> None:
         for path, module in model.named_modules():
             if isinstance(module, Stateful):
                 raise UsageError(
@@ -87,14 +88,14 @@ class GraphedModel:
                     "a graph that is replayed runs none of its code: set train.cuda_graphs = false"
                 )
         self._model, self._recorder = model, recorder
-        self._recorded: dict[object, Recorded] = {}
+        self._recorded: dict[object, CapturedPass] = {}
         self._gradients: dict[nn.Parameter, Tensor] = {}
 
     def step(
-        self, batches: Sequence[Batch], objective: LossFunction, weigh: Weigh, data: Beginnings
+        self, batches: Sequence[Batch], objective: LossFunction, scale_loss: LossScaler, data: GradientSync
     ) -> list[Terms]:
-        """See `Passes`; weigh: `Shares`, whose factors are copied."""
-        assert isinstance(weigh, Shares)
+        """See `ForwardBackward`; weigh: `TermWeights`, whose factors are copied."""
+        assert isinstance(scale_loss, TermWeights)
         for batch in batches:
             if _key(batch, objective) not in self._recorded:
                 if len(self._recorded) == SHAPES:
@@ -102,23 +103,23 @@ class GraphedModel:
                         f"train.cuda_graphs: micro-batches of more than {SHAPES} shapes, for each of which a graph "
                         "keeps its memory: set train.cuda_graphs = false, or let rows have fewer lengths"
                     )
-                self._recorded[_key(batch, objective)] = self._record(batch, objective, weigh)
-        self._lay()
+                self._recorded[_key(batch, objective)] = self._record(batch, objective, scale_loss)
+        self._bind_gradients()
         found = []
         for batch in batches:
-            data.begin(last=batch is batches[-1])
+            data.begin(is_last=batch is batches[-1])
             recorded = self._recorded[_key(batch, objective)]
             torch._foreach_copy_(list(recorded.inputs.values()), [batch[name] for name in recorded.inputs])
-            recorded.factors.copy_(weigh.factors)
+            recorded.factors.copy_(scale_loss.factors)
             recorded.replay()
             found.append({name: term.clone() for name, term in recorded.terms.items()})
         return found
 
     def evaluate(self, batch: Batch, objective: LossFunction) -> Terms:
-        """See `Passes`; not recorded."""
+        """See `ForwardBackward`; not recorded."""
         return objective(self._model, batch)
 
-    def _record(self, batch: Batch, objective: LossFunction, weigh: Shares) -> Recorded:
+    def _record(self, batch: Batch, objective: LossFunction, weigh: TermWeights) -> CapturedPass:
         inputs = {name: values.clone() for name, values in batch.items()}
         own = replace(weigh, factors=weigh.factors.clone())
         terms: Terms = {}
@@ -136,13 +137,13 @@ class GraphedModel:
             if parameter.grad is not None and parameter not in self._gradients:
                 self._gradients[parameter] = parameter.grad
         _forget(parameters)
-        self._lay()
+        self._bind_gradients()
         replay = self._recorder.record(run)
         for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
-        return Recorded(objective, inputs, own.factors, terms, replay)
+        return CapturedPass(objective, inputs, own.factors, terms, replay)
 
-    def _lay(self) -> None:
+    def _bind_gradients(self) -> None:
         """Gradients are in the places to which graphs add: what there was, or 0."""
         if none := [gradient for parameter, gradient in self._gradients.items() if parameter.grad is None]:
             torch._foreach_zero_(none)

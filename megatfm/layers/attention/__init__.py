@@ -10,12 +10,12 @@ from megatfm.layers.attention import (
     longformer,
 )
 from megatfm.layers.attention.cache import KVCache, LayerCache
-from megatfm.layers.attention.core import Core
+from megatfm.layers.attention.core import DotProductAttention
 from megatfm.layers.attention.registry import ATTENTIONS
 
 __all__ = [
     "ATTENTIONS",
-    "Core",
+    "DotProductAttention",
     "KVCache",
     "LayerCache",
     "compressed",

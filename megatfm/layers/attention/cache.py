@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatfm.layers.attention.patterns import Pattern
+from megatfm.layers.attention.patterns import AttentionPattern
 from megatfm.layers.sequence import SequenceMetadata
 
 # B batch, K key-value heads, T new tokens, S all tokens, H head width
@@ -22,7 +22,7 @@ class LayerCache:
         self._values: Tensor | None = None
         self._made: tuple[Tensor, Tensor, Tensor] | None = None
 
-    def extend(
+    def update(
         self, k_BKTH: Tensor, v_BKTH: Tensor, *, keeps: int | None = None, first: int = 0
     ) -> tuple[Tensor, Tensor]:
         """Add new keys and values; returns those of all tokens, [B, K, S, H] each.
@@ -43,7 +43,9 @@ class LayerCache:
         self.length = end
         return self._keys[:, :, :end], self._values[:, :, :end]
 
-    def append(self, k_BKSH: Tensor, v_BKSH: Tensor, places_BS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def append_compressed(
+        self, k_BKSH: Tensor, v_BKSH: Tensor, places_BS: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Add keys and values that were made of several tokens, and where they stand; returns all so far."""
         if self._made is not None:
             k, v, places = self._made
@@ -76,15 +78,15 @@ class LayerCache:
         return x_BKTH.new_empty(batch, heads, self.capacity, width)
 
 
-def extended(
-    cache: LayerCache, k_BKTH: Tensor, v_BKTH: Tensor, pattern: Pattern, sequence: SequenceMetadata, *,
+def update_cache(
+    cache: LayerCache, k_BKTH: Tensor, v_BKTH: Tensor, pattern: AttentionPattern, sequence: SequenceMetadata, *,
     whole: bool = False,
 ) -> tuple[Tensor, Tensor, SequenceMetadata]:  # fmt: skip
     """Keys and values that a pattern's new queries look at, and the sequence that they are of; kept is what later ones
     look at. whole: all are kept."""
-    first = sequence.until_first(pattern.keeps_first) if pattern.keeps_first else 0
-    k_BKSH, v_BKSH = cache.extend(k_BKTH, v_BKTH, keeps=None if whole else pattern.keeps, first=first)
-    return k_BKSH, v_BKSH, sequence.with_keys(k_BKSH.shape[2], first)
+    first = sequence.initial_tokens_end(pattern.n_initial_kept) if pattern.n_initial_kept else 0
+    k_BKSH, v_BKSH = cache.update(k_BKTH, v_BKTH, keeps=None if whole else pattern.cache_window, first=first)
+    return k_BKSH, v_BKSH, sequence.after_eviction(k_BKSH.shape[2], first)
 
 
 class KVCache:

@@ -7,21 +7,21 @@ before it. So a key stands where the stretch after it begins, and a query sees t
 import torch
 from torch import Tensor, nn
 
-from megatfm.config import CompressedAttentionConfig, ModelConfig, expect
-from megatfm.cost import Cost, Tokens
+from megatfm.config import CompressedAttentionConfig, ModelConfig, require_variant
+from megatfm.cost import Cost, TokenCounts
 from megatfm.errors import UsageError
 from megatfm.layers.attention.cache import LayerCache
-from megatfm.layers.attention.core import Core
-from megatfm.layers.attention.patterns import Compressed, Pattern, require_full
+from megatfm.layers.attention.core import DotProductAttention
+from megatfm.layers.attention.patterns import AttentionPattern, MemoryCompressedPattern, require_full
 from megatfm.layers.attention.registry import ATTENTIONS
-from megatfm.layers.attention.stretches import SeenStretches, Stretches, stretches
+from megatfm.layers.attention.stretches import CompressedBlocks, CompressedKeyMask, compress_blocks
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.initialisation.mup import with_fixed_inputs
 from megatfm.layers.linear import Linear
-from megatfm.layers.part import Part
+from megatfm.layers.part import SequenceShard
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.attention import ALL
-from megatfm.ops.initial import Initial
+from megatfm.ops.attention import FULL_MASK
+from megatfm.ops.initial import InitDistribution
 
 # B batch, T tokens, D model width, N heads, H head width, S stretches, F tokens of one
 
@@ -30,14 +30,14 @@ from megatfm.ops.initial import Initial
 class CompressedAttention(nn.Module):
     """Keys and values of F tokens are convolved to one, within each head: work and memory are 1/F of full attention."""
 
-    plan = (("", "enter"), ("w[qkv]", "column"), ("wo", "row"))
-    context = "sums"
+    tp_plan = (("", "enter"), ("w[qkv]", "column"), ("wo", "row"))
+    cp_plan = "sums"
 
-    def __init__(self, config: ModelConfig, initial: Initialiser, pattern: Pattern) -> None:
+    def __init__(self, config: ModelConfig, initial: Initialiser, pattern: AttentionPattern) -> None:
         super().__init__()
-        options = expect(config.attention, CompressedAttentionConfig, "model.attention")
+        options = require_variant(config.attention, CompressedAttentionConfig, "model.attention")
         require_full(config)
-        if pattern.plain != "causal" or config.position.name not in ("learned", "sinusoidal", "none"):
+        if pattern.builtin_mask != "causal" or config.position.name not in ("learned", "sinusoidal", "none"):
             raise UsageError(
                 "model.attention.name = 'compressed' makes one key of several tokens before the query, which have no "
                 f"one position: not in family = {config.family!r} with position.name = {config.position.name!r}: "
@@ -54,7 +54,7 @@ class CompressedAttention(nn.Module):
         fixed = with_fixed_inputs(initial)  # a head's channels are as many at every width
         self.of_keys = Convolution(shape, fixed("key", *fan))
         self.of_values = Convolution(shape, fixed("value", *fan))
-        self.core = StretchCore(config, initial, Compressed(options.factor))
+        self.core = CompressedAttentionCore(config, initial, MemoryCompressedPattern(options.factor))
         self.summed = nn.Identity()  # where sums over some tokens of stretches become those over all
 
     def forward(
@@ -66,7 +66,9 @@ class CompressedAttention(nn.Module):
         cache: LayerCache | None = None,
     ) -> Tensor:
         """[B, T, D]."""
-        if (sequence.row if isinstance(sequence, Part) else sequence).opened is not None:
+        if (
+            sequence.full_sequence if isinstance(sequence, SequenceShard) else sequence
+        ).prefix_mask is not None:
             raise UsageError(
                 "model.attention.name = 'compressed' makes keys of tokens before the query alone, and a prefix is seen "
                 "by earlier ones too: use objective.name = 'causal', or model.attention.name = 'heads'"
@@ -74,28 +76,30 @@ class CompressedAttention(nn.Module):
         q_BNTH, k_BNTH, v_BNTH = (self._heads(w(x_BTD)) for w in (self.wq, self.wk, self.wv))
         new = k_BNTH.shape[2]
         if cache is not None:
-            k_BNTH, v_BNTH = cache.extend(k_BNTH, v_BNTH, keeps=self.factor)
-        found = stretches(sequence.with_keys(k_BNTH.shape[2]), self.factor, new)
+            k_BNTH, v_BNTH = cache.update(k_BNTH, v_BNTH, keeps=self.factor)
+        found = compress_blocks(sequence.after_eviction(k_BNTH.shape[2]), self.factor, new)
         k_BNSH, v_BNSH = self.of_keys(k_BNTH, found), self.of_values(v_BNTH, found)
         k_BNSH, v_BNSH = self.summed(torch.cat([k_BNSH, v_BNSH], -1)).chunk(2, -1)
         places_BS = found.places
         if cache is not None:
-            k_BNSH, v_BNSH, places_BS = cache.append(k_BNSH, v_BNSH, places_BS.expand(len(x_BTD), -1))
+            k_BNSH, v_BNSH, places_BS = cache.append_compressed(
+                k_BNSH, v_BNSH, places_BS.expand(len(x_BTD), -1)
+            )
         heads_BNTH = self.core(q_BNTH, k_BNSH, v_BNSH, sequence, places_BS)
         return self.wo(heads_BNTH.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-    def sums_of(self, row: SequenceMetadata) -> int:
+    def reduced_numel(self, row: SequenceMetadata) -> int:
         """How many numbers of a head are summed where rows are cut."""
-        return len(row.positions) * stretches(row, self.factor).places.shape[1] * 2 * self.head_dim
+        return len(row.positions) * compress_blocks(row, self.factor).places.shape[1] * 2 * self.head_dim
 
 
-class StretchCore(Core):
+class CompressedAttentionCore(DotProductAttention):
     """Attention to stretches, which are all here wherever the tokens are."""
 
-    context = "alone"
+    cp_plan = "alone"
     eager_when_long = True
 
     def forward(  # type: ignore[override]  # instead of a bias, where the keys stand
@@ -104,25 +108,29 @@ class StretchCore(Core):
         """[B, N, T, H]."""
         # What a block stores is measured with a plain pattern in place of its own.
         pattern = self.pattern
-        seen = SeenStretches(sequence, places_BS, pattern.factor) if isinstance(pattern, Compressed) else ALL
+        seen = (
+            CompressedKeyMask(sequence, places_BS, pattern.factor)
+            if isinstance(pattern, MemoryCompressedPattern)
+            else FULL_MASK
+        )
         return self.of_heads(self.dropout.part, q_BNTH, k_BNSH, v_BNSH, sequence, seen=seen)
 
 
 class Convolution(nn.Module):
     """For each head F matrices [H, H], one for each token of a stretch; the heads last."""
 
-    plan = (("", "last dim"),)
+    tp_plan = (("", "last dim"),)
 
-    def __init__(self, shape: tuple[int, ...], initial: Initial) -> None:
+    def __init__(self, shape: tuple[int, ...], initial: InitDistribution) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(shape))
         self.initial = {"weight": initial}
 
-    def cost(self, tokens: Tokens) -> Cost:
+    def cost(self, tokens: TokenCounts) -> Cost:
         """Each token meets one of the matrices."""
-        return Cost(products=self.weight.numel() / len(self.weight) * tokens.n)
+        return Cost(matmul_macs=self.weight.numel() / len(self.weight) * tokens.n)
 
-    def forward(self, x_BNTH: Tensor, found: Stretches) -> Tensor:
+    def forward(self, x_BNTH: Tensor, found: CompressedBlocks) -> Tensor:
         """Keys or values of tokens → those of stretches [B, N, S, H], or what the tokens that are here give to them."""
         b, n, _, h = x_BNTH.shape
         index_BSF = found.tokens.expand(b, -1, -1)

@@ -6,13 +6,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from megatfm.config import ModelConfig, ScaledAttention, expect
-from megatfm.cost import Cost, Tokens
-from megatfm.layers.attention.patterns import Pattern, Seen, reached, wide_queries
+from megatfm.config import ModelConfig, ScaledAttention, require_variant
+from megatfm.cost import Cost, TokenCounts
+from megatfm.layers.attention.patterns import (
+    AttentionPattern,
+    PatternMask,
+    global_query_indices,
+    reachable_keys,
+)
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.attention import Case, Variant, Visible, choose
+from megatfm.ops.attention import AttentionMask, AttentionOptions, AttentionRequest, choose
 from megatfm.ops.compiled import constant_when_compiled
 
 # B batch, N query heads, K key-value heads, T queries, S keys, H head width
@@ -20,54 +25,54 @@ from megatfm.ops.compiled import constant_when_compiled
 log = logging.getLogger("megatfm")
 
 
-class Core(nn.Module):
+class DotProductAttention(nn.Module):
     """softmax(q kᵀ · scale + bias) v over what the pattern and the sequence let each query see.
 
     channels: of queries and of values together, over all heads, where they are not of the head width.
     """
 
-    plan = (("dropout", "keys of own part"),)
+    tp_plan = (("dropout", "keys of own part"),)
 
-    context = "core"
+    cp_plan = "core"
 
     def __init__(
         self,
         config: ModelConfig,
         initial: Initialiser,
-        pattern: Pattern,
+        pattern: AttentionPattern,
         *,
         scale: float | None = None,
         channels: int | None = None,
     ) -> None:
         super().__init__()
-        options = expect(config.attention, ScaledAttention, "model.attention")
-        self.pattern, self.shown, self.n_heads = pattern, repr(pattern), options.n_heads
+        options = require_variant(config.attention, ScaledAttention, "model.attention")
+        self.pattern, self.pattern_name, self.n_heads = pattern, repr(pattern), options.n_heads
         self.channels = channels or 2 * options.n_heads * config.head_width
-        self.dropout = Dropout(options.dropout, "cross" if pattern.of_memory else "attention")
+        self.dropout = Dropout(options.dropout, "cross" if pattern.is_cross_attention else "attention")
         self.sinks = Sinks(options.n_heads, initial) if getattr(options, "sinks", False) else None
-        self.variant = Variant(
+        self.variant = AttentionOptions(
             scale=options.scale or scale,
             softcap=options.softcap,
             dropout=options.dropout,
         )
 
-    def seen(self, sequence: SequenceMetadata, n_heads: int) -> Seen:
+    def seen(self, sequence: SequenceMetadata, n_heads: int) -> PatternMask:
         """What the queries of the heads that are here see."""
-        return Seen(self.pattern, sequence, self.dropout.part * n_heads, n_heads)
+        return PatternMask(self.pattern, sequence, self.dropout.part * n_heads, n_heads)
 
     def reached(self, row: SequenceMetadata, places: Tensor) -> Tensor:
         """The places of whole rows that queries at some may look at, but for wide ones."""
-        return reached(self.pattern.within(row.length), row, places)
+        return reachable_keys(self.pattern.simplify(row.length), row, places)
 
     def is_local(self, length: int) -> bool:
         """Whether the pattern bounds what queries look at in rows of this length, and not documents alone."""
-        return self.pattern.within(length).reach(0, 1, length) is not None
+        return self.pattern.simplify(length).key_ranges(0, 1, length) is not None
 
-    def wide(self, row: SequenceMetadata, dealt: Sequence[Tensor]) -> Tensor:
+    def wide(self, row: SequenceMetadata, indices_by_rank: Sequence[Tensor]) -> Tensor:
         """The places of queries that look at more, on several of the ranks to which the row is dealt."""
-        return wide_queries(self.pattern.within(row.length), row, dealt)
+        return global_query_indices(self.pattern.simplify(row.length), row, indices_by_rank)
 
-    def cost(self, tokens: Tokens) -> Cost:
+    def cost(self, tokens: TokenCounts) -> Cost:
         """Of the scores and of the sums of values."""
         return self.pattern.cost(tokens, self.channels, self.n_heads)
 
@@ -84,24 +89,24 @@ class Core(nn.Module):
 
     def of_heads(
         self,
-        part: int,
+        head_shard: int,
         q_BNTH: Tensor,
         k_BKSH: Tensor,
         v_BKSH: Tensor,
         sequence: SequenceMetadata,
         bias: Tensor | None = None,
-        seen: Visible | None = None,
+        seen: AttentionMask | None = None,
     ) -> Tensor:
         """The same of a part of the heads: of all of the model's, those from part · N on. seen: of keys that are not
         the sequence's tokens."""
         n_heads = q_BNTH.shape[1]
-        rng_keys = self.dropout.head_rng_keys(sequence, n_heads, part)
-        seen = seen or Seen(self.pattern, sequence, part * n_heads, n_heads)
+        rng_keys = self.dropout.head_rng_keys(sequence, n_heads, head_shard)
+        seen = seen or PatternMask(self.pattern, sequence, head_shard * n_heads, n_heads)
         sinks = None
         if self.sinks is not None:
             of_parts = self.sinks.weight.view(-1, n_heads)
-            sinks = of_parts[part % len(of_parts)]
-        case = Case.of(
+            sinks = of_parts[head_shard % len(of_parts)]
+        case = AttentionRequest.from_inputs(
             q_BNTH,
             k_BKSH,
             seen,
@@ -112,14 +117,14 @@ class Core(nn.Module):
             of_values=v_BKSH.shape[-1],
         )
         kernel = choose(case)
-        tell(kernel.name, self.shown, case)
+        log_once(kernel.name, self.pattern_name, case)
         return kernel.run(q_BNTH, k_BKSH, v_BKSH, seen, bias, self.variant, rng_keys, sinks)
 
 
 class Sinks(nn.Module):
     """A score for each head that no key has: what a head gives it, it gives no token."""
 
-    plan = (("", "last dim"),)
+    tp_plan = (("", "last dim"),)
 
     def __init__(self, n_heads: int, initial: Initialiser) -> None:
         super().__init__()
@@ -128,10 +133,10 @@ class Sinks(nn.Module):
         self.roles = {"weight": "vector"}
 
 
-def tell(kernel: str, pattern: str, case: Case) -> None:
+def log_once(kernel: str, pattern: str, case: AttentionRequest) -> None:
     """Log once which kernel serves which kind of attention."""
-    slow = case.masked and kernel in ("products", "fused")
-    _tell(kernel, pattern, case.plain, slow, case.drops, case.device, case.dtype)
+    slow = case.needs_dense_mask and kernel in ("products", "fused")
+    _tell(kernel, pattern, case.plain, slow, case.has_dropout, case.device, case.dtype)
 
 
 @constant_when_compiled

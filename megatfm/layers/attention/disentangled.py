@@ -6,17 +6,17 @@ from functools import partial
 from torch import Tensor, nn
 
 from megatfm.config import DisentangledPositionConfig, ModelConfig
-from megatfm.cost import Cost, Tokens, costs_of
+from megatfm.cost import Cost, TokenCounts, total_cost
 from megatfm.errors import UsageError
 from megatfm.layers.attention.cache import LayerCache
-from megatfm.layers.attention.patterns import Pattern, require_full
+from megatfm.layers.attention.patterns import AttentionPattern, require_full
 from megatfm.layers.attention.registry import ATTENTIONS
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention import probabilities, unless_blind
-from megatfm.ops.attention.rows import by_rows
+from megatfm.ops.attention.rows import attend_in_chunks
 
 # B batch, T queries, S keys, D model width, N heads, H head width, R relative positions
 
@@ -28,14 +28,14 @@ class DisentangledAttention(nn.Module):
     Position-to-content reads the vector of query − key, as the released code does; equation 4 has key − query.
     """
 
-    plan = (("", "enter"), ("w[qkv]", "column"), ("w[qk]_position", "column"), ("wo", "row"))
+    tp_plan = (("", "enter"), ("w[qkv]", "column"), ("w[qk]_position", "column"), ("wo", "row"))
 
-    context = "alone"
+    cp_plan = "alone"
 
-    def __init__(self, config: ModelConfig, initial: Initialiser, pattern: Pattern) -> None:
+    def __init__(self, config: ModelConfig, initial: Initialiser, pattern: AttentionPattern) -> None:
         super().__init__()
         require_full(config)
-        if not isinstance(config.position, DisentangledPositionConfig) or pattern.plain != "all":
+        if not isinstance(config.position, DisentangledPositionConfig) or pattern.builtin_mask != "all":
             raise UsageError(
                 "model.attention.name = 'disentangled' needs model.position.name = 'disentangled' and "
                 "family = 'encoder'"
@@ -50,10 +50,10 @@ class DisentangledAttention(nn.Module):
         self.wk_position = Linear(d, width, initial("key", d, width))
         self.core = DisentangledCore(config, pattern, partial(_clamped, farthest=farthest), 2 * farthest)
 
-    def cost(self, tokens: Tokens) -> Cost:
+    def cost(self, tokens: TokenCounts) -> Cost:
         """The table of positions goes through projections of its own."""
-        of_table = costs_of((self.wq_position, self.wk_position), tokens.of(self.core.n_rows))
-        of_tokens = costs_of((self.wq, self.wk, self.wv, self.wo), tokens)
+        of_table = total_cost((self.wq_position, self.wk_position), tokens.with_count(self.core.n_rows))
+        of_tokens = total_cost((self.wq, self.wk, self.wv, self.wo), tokens)
         return of_tokens + of_table + self.core.cost(tokens)
 
     def forward(
@@ -78,12 +78,12 @@ class DisentangledAttention(nn.Module):
 class DisentangledCore(nn.Module):
     """The scores and what follows from them. rows: of the table, which has `n_rows`, for distances query − key."""
 
-    plan = (("dropout", "keys of own part"),)
+    tp_plan = (("dropout", "keys of own part"),)
 
-    context = "core"
+    cp_plan = "core"
 
     def __init__(
-        self, config: ModelConfig, pattern: Pattern, rows: Callable[[Tensor], Tensor], n_rows: int
+        self, config: ModelConfig, pattern: AttentionPattern, rows: Callable[[Tensor], Tensor], n_rows: int
     ) -> None:
         super().__init__()
         self.pattern, self.rows, self.scale = pattern, rows, (3 * config.head_width) ** -0.5
@@ -91,10 +91,12 @@ class DisentangledCore(nn.Module):
         self.channels = 2 * self.n_heads * config.head_width
         self.dropout = Dropout(config.attention.dropout, "attention")
 
-    def cost(self, tokens: Tokens) -> Cost:
+    def cost(self, tokens: TokenCounts) -> Cost:
         """Of the scores and of the sums of values, and of queries and of keys with each of the table's rows."""
         by_row = self.channels * self.n_rows * tokens.n
-        return self.pattern.cost(tokens, self.channels, self.n_heads) + Cost(attention=by_row, seen=by_row)
+        return self.pattern.cost(tokens, self.channels, self.n_heads) + Cost(
+            attention_macs=by_row, visible_attention_macs=by_row
+        )
 
     def forward(
         self,
@@ -111,7 +113,7 @@ class DisentangledCore(nn.Module):
         rng_keys_BNT = self.dropout.head_rng_keys(sequence, q_BNTH.shape[1])
 
         def attend(rows: slice) -> Tensor:
-            distances_TS, some_BNTH = -sequence.distances(rows), q_BNTH[:, :, rows]  # query − key
+            distances_TS, some_BNTH = -sequence.relative_positions(rows), q_BNTH[:, :, rows]  # query − key
             of_keys, of_queries = (
                 self.rows(d).expand(*q_BNTH.shape[:2], -1, -1) for d in (distances_TS, distances_TS.T)
             )
@@ -124,7 +126,7 @@ class DisentangledCore(nn.Module):
             shares_BNTS = probabilities(scores_BNTS, mask_B1TS, self.dropout.rate, drawn)
             return unless_blind(shares_BNTS @ v_BNSH, mask_B1TS)
 
-        return by_rows(attend, q_BNTH, k_BNSH.shape[2], "disentangled")
+        return attend_in_chunks(attend, q_BNTH, k_BNSH.shape[2], "disentangled")
 
 
 def _clamped(distances: Tensor, farthest: int) -> Tensor:

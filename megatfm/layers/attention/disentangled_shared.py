@@ -5,15 +5,15 @@ from functools import partial
 from torch import Tensor, nn
 
 from megatfm.config import DisentangledBucketsConfig, ModelConfig
-from megatfm.cost import Cost, Tokens, costs_of
+from megatfm.cost import Cost, TokenCounts, total_cost
 from megatfm.errors import UsageError
 from megatfm.layers.attention.cache import LayerCache
 from megatfm.layers.attention.disentangled import DisentangledCore
-from megatfm.layers.attention.patterns import Pattern, require_full
+from megatfm.layers.attention.patterns import AttentionPattern, require_full
 from megatfm.layers.attention.registry import ATTENTIONS
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.linear import Linear
-from megatfm.layers.position.disentangled_buckets import log_buckets
+from megatfm.layers.position.disentangled_buckets import log_bucket_position
 from megatfm.layers.sequence import SequenceMetadata
 
 # B batch, T tokens, D model width, N heads, H head width, R buckets of relative positions
@@ -23,14 +23,14 @@ from megatfm.layers.sequence import SequenceMetadata
 class DisentangledSharedAttention(nn.Module):
     """The table of relative positions goes through the content's projections of queries and keys."""
 
-    plan = (("", "enter"), ("w[qkv]", "column"), ("wo", "row"))
+    tp_plan = (("", "enter"), ("w[qkv]", "column"), ("wo", "row"))
 
-    context = "alone"
+    cp_plan = "alone"
 
-    def __init__(self, config: ModelConfig, initial: Initialiser, pattern: Pattern) -> None:
+    def __init__(self, config: ModelConfig, initial: Initialiser, pattern: AttentionPattern) -> None:
         super().__init__()
         require_full(config)
-        if not isinstance(config.position, DisentangledBucketsConfig) or pattern.plain != "all":
+        if not isinstance(config.position, DisentangledBucketsConfig) or pattern.builtin_mask != "all":
             raise UsageError(
                 "model.attention.name = 'disentangled_shared' needs model.position.name = "
                 "'disentangled_buckets' and family = 'encoder'"
@@ -43,10 +43,10 @@ class DisentangledSharedAttention(nn.Module):
         self.wo = Linear(width, d, initial("out", width, d), bias=True)
         self.core = DisentangledCore(config, pattern, partial(_bucketed, n=n, farthest=farthest), 2 * n)
 
-    def cost(self, tokens: Tokens) -> Cost:
+    def cost(self, tokens: TokenCounts) -> Cost:
         """The table of positions goes through the projections of queries and keys, too."""
-        of_table = costs_of((self.wq, self.wk), tokens.of(self.core.n_rows))
-        of_tokens = costs_of((self.wq, self.wk, self.wv, self.wo), tokens)
+        of_table = total_cost((self.wq, self.wk), tokens.with_count(self.core.n_rows))
+        of_tokens = total_cost((self.wq, self.wk, self.wv, self.wo), tokens)
         return of_tokens + of_table + self.core.cost(tokens)
 
     def forward(
@@ -69,4 +69,4 @@ class DisentangledSharedAttention(nn.Module):
 
 def _bucketed(distances: Tensor, n: int, farthest: int) -> Tensor:
     """Return the row of the table of positions for each distance."""
-    return (log_buckets(distances, n, farthest) + n).clamp(0, 2 * n - 1)
+    return (log_bucket_position(distances, n, farthest) + n).clamp(0, 2 * n - 1)

@@ -2,18 +2,18 @@
 
 from torch import Tensor, nn
 
-from megatfm.config import HeadsAttentionConfig, ModelConfig, expect
-from megatfm.cost import Cost, Tokens, costs_of
-from megatfm.layers.attention.cache import LayerCache, extended
-from megatfm.layers.attention.core import Core
-from megatfm.layers.attention.patterns import Pattern
+from megatfm.config import HeadsAttentionConfig, ModelConfig, require_variant
+from megatfm.cost import Cost, TokenCounts, total_cost
+from megatfm.layers.attention.cache import LayerCache, update_cache
+from megatfm.layers.attention.core import DotProductAttention
+from megatfm.layers.attention.patterns import AttentionPattern
 from megatfm.layers.attention.registry import ATTENTIONS
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.linear import Linear
-from megatfm.layers.norm import RMSNorm, SplitRMSNorm, make_norm
+from megatfm.layers.norm import RMSNorm, ShardedRMSNorm, make_norm
 from megatfm.layers.position import POSITIONS
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.attention.distances import of_last
+from megatfm.ops.attention.distances import for_last_keys
 
 # B batch, T tokens, S keys, D model width, N query heads, K key-value heads, H head width
 
@@ -22,14 +22,14 @@ from megatfm.ops.attention.distances import of_last
 class HeadsAttention(nn.Module):
     """Projections around the core. Heads are viewed as −1, so that any number of local heads works."""
 
-    plan = (("", "enter"), ("w[qkv]", "column"), ("wo", "row"), ("[qk]_norm", "shared by heads"))
+    tp_plan = (("", "enter"), ("w[qkv]", "column"), ("wo", "row"), ("[qk]_norm", "shared by heads"))
 
-    context = "alone"
+    cp_plan = "alone"
 
-    def __init__(self, config: ModelConfig, initial: Initialiser, pattern: Pattern) -> None:
+    def __init__(self, config: ModelConfig, initial: Initialiser, pattern: AttentionPattern) -> None:
         super().__init__()
-        self.head_dim, self.of_memory = config.head_width, pattern.of_memory
-        options = expect(config.attention, HeadsAttentionConfig, "model.attention")
+        self.head_dim, self.of_memory = config.head_width, pattern.is_cross_attention
+        options = require_variant(config.attention, HeadsAttentionConfig, "model.attention")
         d, width, kv_width = (
             config.d_model,
             *(n * self.head_dim for n in (options.n_heads, options.kv_heads)),
@@ -44,21 +44,25 @@ class HeadsAttention(nn.Module):
         self.wq_norm: nn.Module | None = None
         self.wk_norm: nn.Module | None = None
         if options.qk_norm == "whole":
-            self.wq_norm, self.wk_norm = (SplitRMSNorm(n, config.norm.eps) for n in (width, kv_width))
+            self.wq_norm, self.wk_norm = (ShardedRMSNorm(n, config.norm.eps) for n in (width, kv_width))
         elif options.qk_norm:
             self.q_norm, self.k_norm = _head_norm(config), _head_norm(config)
         position = POSITIONS.get(config.position.name)
-        turns = position.heads is not None and not pattern.of_memory
-        self.position = position.heads(config, initial) if turns and position.heads else None
-        core = position.core if position.core and not pattern.of_memory else Core
+        turns = position.rotary is not None and not pattern.is_cross_attention
+        self.position = position.rotary(config, initial) if turns and position.rotary else None
+        core = (
+            position.attention
+            if position.attention and not pattern.is_cross_attention
+            else DotProductAttention
+        )
         self.core, self.pattern = core(config, initial, pattern), pattern
 
-    def cost(self, tokens: Tokens) -> Cost:
+    def cost(self, tokens: TokenCounts) -> Cost:
         """Keys and values are made from what is looked at."""
-        looked_at = tokens.of(tokens.memory) if self.of_memory else tokens
+        looked_at = tokens.with_count(tokens.encoder_tokens) if self.of_memory else tokens
         keys_and_values = self.wk, self.wv, self.k_norm, *filter(None, [self.wk_norm])
         others = (part for part in self.children() if part not in keys_and_values)
-        return costs_of(others, tokens) + costs_of(keys_and_values, looked_at)
+        return total_cost(others, tokens) + total_cost(keys_and_values, looked_at)
 
     def forward(
         self,
@@ -77,11 +81,11 @@ class HeadsAttention(nn.Module):
                 q_BNTH, k_BKSH = self.position(q_BNTH, k_BKSH, sequence)
             if cache is not None:
                 # Of keys that don't stand next to one another, biases are not those of distances in a row.
-                whole = bias is not None and self.pattern.keeps_first > 0
-                k_BKSH, v_BKSH, sequence = extended(
+                whole = bias is not None and self.pattern.n_initial_kept > 0
+                k_BKSH, v_BKSH, sequence = update_cache(
                     cache, k_BKSH, v_BKSH, self.pattern, sequence, whole=whole
                 )
-                bias = None if bias is None else of_last(bias, q_BNTH.shape[2], k_BKSH.shape[2])
+                bias = None if bias is None else for_last_keys(bias, q_BNTH.shape[2], k_BKSH.shape[2])
         else:
             k_BKSH, v_BKSH = self._memory_heads(memory_BSD, cache)
         heads_BNTH = self.core(q_BNTH, k_BKSH, v_BKSH, sequence, bias)

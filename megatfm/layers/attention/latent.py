@@ -4,11 +4,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatfm.config import LatentAttentionConfig, ModelConfig, expect
+from megatfm.config import LatentAttentionConfig, ModelConfig, require_variant
 from megatfm.errors import UsageError
-from megatfm.layers.attention.cache import LayerCache, extended
-from megatfm.layers.attention.core import Core
-from megatfm.layers.attention.patterns import Pattern
+from megatfm.layers.attention.cache import LayerCache, update_cache
+from megatfm.layers.attention.core import DotProductAttention
+from megatfm.layers.attention.patterns import AttentionPattern
 from megatfm.layers.attention.registry import ATTENTIONS
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.initialisation.mup import with_fixed_inputs
@@ -26,7 +26,7 @@ from megatfm.ops.attention import probabilities
 class LatentAttention(nn.Module):
     """Queries and keys have H channels of content and R that are turned by position; R's keys serve all heads."""
 
-    plan = (
+    tp_plan = (
         ("", "enter"),
         ("wq_down", "shared by heads"),
         ("q_norm", "shared by heads"),
@@ -37,12 +37,12 @@ class LatentAttention(nn.Module):
         ("wo", "row"),
     )
 
-    context = "alone"
+    cp_plan = "alone"
 
-    def __init__(self, config: ModelConfig, initial: Initialiser, pattern: Pattern) -> None:
+    def __init__(self, config: ModelConfig, initial: Initialiser, pattern: AttentionPattern) -> None:
         super().__init__()
-        latent = expect(config.attention, LatentAttentionConfig, "model.attention")
-        if config.position.name != "rope" or pattern.of_memory:
+        latent = require_variant(config.attention, LatentAttentionConfig, "model.attention")
+        if config.position.name != "rope" or pattern.is_cross_attention:
             raise UsageError(
                 "model.attention.name = 'latent' carries positions in its own rotary channels, in self-attention: it "
                 "needs model.position.name = 'rope' and a decoder or encoder, not "
@@ -115,7 +115,9 @@ class LatentAttention(nn.Module):
         products in another order (DeepSeek-AI 2024a, section 2.1.2).
         """
         no_values_B1T0 = latent_B1TX[..., :0]
-        latent_B1SX, _, sequence = extended(cache, latent_B1TX, no_values_B1T0, self.core.pattern, sequence)
+        latent_B1SX, _, sequence = update_cache(
+            cache, latent_B1TX, no_values_B1T0, self.core.pattern, sequence
+        )
         if q_BNTH.shape[2] == 1 and not self.core.draws(sequence):
             return self.core.of_one_query(q_BNTH, latent_B1SX, self.wk.weight, self.wv.weight, sequence)
         k_BNSH, v_BNSV = self.core.heads(latent_B1SX, self.wk.weight, self.wv.weight)
@@ -125,14 +127,21 @@ class LatentAttention(nn.Module):
         return x.unflatten(-1, (-1, width)).transpose(1, 2)
 
 
-class LatentCore(Core):
+class LatentCore(DotProductAttention):
     """Attention to keys and values that are made of a narrow vector a token: where rows are cut, that is sent."""
 
-    context = "latents"
+    cp_plan = "latents"
 
     def __init__(
-        self, config: ModelConfig, initial: Initialiser, pattern: Pattern, *, rope_dim: int, scale: float, channels: int
-    ) -> None:  # fmt: skip
+        self,
+        config: ModelConfig,
+        initial: Initialiser,
+        pattern: AttentionPattern,
+        *,
+        rope_dim: int,
+        scale: float,
+        channels: int,
+    ) -> None:
         super().__init__(config, initial, pattern, scale=scale, channels=channels)
         self.head_dim, self.rope_dim = config.head_width, rope_dim
 

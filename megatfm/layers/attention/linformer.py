@@ -6,70 +6,74 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from megatfm.config import LinformerAttentionConfig, ModelConfig, expect
-from megatfm.cost import Cost, Tokens, costs_of
+from megatfm.config import LinformerAttentionConfig, ModelConfig, require_variant
+from megatfm.cost import Cost, TokenCounts, total_cost
 from megatfm.errors import UsageError
 from megatfm.layers.attention.cache import LayerCache
-from megatfm.layers.attention.core import tell
+from megatfm.layers.attention.core import log_once
 from megatfm.layers.attention.heads import HeadsAttention
-from megatfm.layers.attention.patterns import Pattern, require_full
+from megatfm.layers.attention.patterns import AttentionPattern, require_full
 from megatfm.layers.attention.registry import ATTENTIONS
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.linear import Linear
-from megatfm.layers.part import Part
+from megatfm.layers.part import SequenceShard
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.attention import ALL, Case, Variant, attention_reference, choose
-from megatfm.ops.moved import on_host
+from megatfm.ops.attention import FULL_MASK, AttentionOptions, AttentionRequest, attention_reference, choose
+from megatfm.ops.moved import to_host
 
 # B batch, T tokens, D model width, N heads, H head width, P places of a document, R rank
 
-PIECE = 4096
+MAX_QUERIES_PER_CHUNK = 4096
 """Queries that a CPU takes at once: of more, what is in between is too large for caches, and for memory that is kept.
 Written-out products are faster there than the fused kernel (docs/LOG.md, 2026-11-23)."""
-BYTES = 24 * 2**20
+MAX_SCORE_BYTES = 24 * 2**20
 """Scores of a piece take no more: blocks of 32 MB would be mapped anew each time (`megatfm.train.watching.memory`)."""
 
-Pair = tuple[Tensor, Tensor]
+KVProjections = tuple[Tensor, Tensor]
 """Projections of keys and of values."""
 
 
 @ATTENTIONS.register("linformer")
-def linformer(config: ModelConfig, initial: Initialiser, pattern: Pattern) -> nn.Module:
+def linformer(config: ModelConfig, initial: Initialiser, pattern: AttentionPattern) -> nn.Module:
     """In an encoder-decoder, the encoder's; its decoder looks at all earlier tokens, and at all of the memory."""
-    if config.family == "encoder_decoder" and (pattern.of_memory or pattern.plain == "causal"):
-        return HeadsAttention(config.changed({"attention": {"name": "heads"}}), initial, pattern)
+    if config.family == "encoder_decoder" and (
+        pattern.is_cross_attention or pattern.builtin_mask == "causal"
+    ):
+        return HeadsAttention(config.with_changes({"attention": {"name": "heads"}}), initial, pattern)
     return LinformerAttention(config, initial, pattern)
 
 
-def shares_sketch(config: ModelConfig) -> bool:
+def shares_projection(config: ModelConfig) -> bool:
     """Whether a layer's projection is that of all layers of its encoder."""
     return getattr(config.attention, "share", None) == "layerwise"
 
 
-def layerwise_sketch(config: ModelConfig, sketched: Sequence[bool], initial: Initialiser) -> "Sketch | None":
+def layerwise_projection(
+    config: ModelConfig, sketched: Sequence[bool], initial: Initialiser
+) -> "SequenceProjection | None":
     """The projection that these layers of an encoder have in common. Raises UsageError where its sizes differ."""
-    options = [config.at(depth).attention for depth, has in enumerate(sketched) if has]
-    linformers = [expect(each, LinformerAttentionConfig, "model.attention") for each in options]
+    options = [config.layer_config(depth).attention for depth, has in enumerate(sketched) if has]
+    linformers = [require_variant(each, LinformerAttentionConfig, "model.attention") for each in options]
     if len({(each.length, each.rank) for each in linformers}) > 1:
         raise UsageError(
             "model.attention.share = 'layerwise' is one projection for all layers, and model.block has other lengths "
             "or ranks: give all the same, or choose share = 'key_value'"
         )
-    return Sketch(linformers[0], initial) if linformers else None
+    return SequenceProjection(linformers[0], initial) if linformers else None
 
 
 class LinformerAttention(nn.Module):
     """softmax(q (E k)ᵀ · scale) (F v): each document has R keys and values. Padding is a document of its own."""
 
-    plan = (("", "enter"), ("w[qkv]", "column"), ("wo", "row"), ("dropout", "keys of own part"))
-    context = "sums"
+    tp_plan = (("", "enter"), ("w[qkv]", "column"), ("wo", "row"), ("dropout", "keys of own part"))
+    cp_plan = "sums"
 
-    def __init__(self, config: ModelConfig, initial: Initialiser, pattern: Pattern) -> None:
+    def __init__(self, config: ModelConfig, initial: Initialiser, pattern: AttentionPattern) -> None:
         super().__init__()
-        options = expect(config.attention, LinformerAttentionConfig, "model.attention")
+        options = require_variant(config.attention, LinformerAttentionConfig, "model.attention")
         require_full(config)
-        if pattern.plain != "all" or config.position.name not in ("learned", "sinusoidal", "none"):
+        if pattern.builtin_mask != "all" or config.position.name not in ("learned", "sinusoidal", "none"):
             raise UsageError(
                 "model.attention.name = 'linformer' mixes keys of all places, later ones too, so that it leaks the "
                 f"future in family = {config.family!r} with position.name = {config.position.name!r}: choose family = "
@@ -82,10 +86,10 @@ class LinformerAttention(nn.Module):
         self.wv = Linear(d, width, initial("value", d, width), bias=options.bias)
         self.wo = Linear(width, d, initial("out", width, d), bias=options.bias)
         self.length, self.rank = options.length, options.rank
-        sketch = HeadSketch if options.share == "none" else Sketch
+        sketch = PerHeadSequenceProjection if options.share == "none" else SequenceProjection
         self.of_keys = None if options.share == "layerwise" else sketch(options, initial)
         self.of_values = sketch(options, initial) if options.share in ("none", "headwise") else None
-        self.variant = Variant(options.scale, dropout=options.dropout)
+        self.variant = AttentionOptions(options.scale, dropout=options.dropout)
         self.dropout = Dropout(options.dropout, "attention")
         self.summed = nn.Identity()  # where sums over some tokens of documents become those over all
 
@@ -108,13 +112,13 @@ class LinformerAttention(nn.Module):
         assert of_keys is not None
         sketches = of_keys, of_keys if self.of_values is None else self.of_values.weight
         rng_keys_BNT = self.dropout.head_rng_keys(sequence, q_BNTH.shape[1])
-        if isinstance(sequence, Part):
+        if isinstance(sequence, SequenceShard):
             heads_BNTH = self._parts(sketches, q_BNTH, k_BNTH, v_BNTH, rng_keys_BNT, sequence)
-        elif sequence.document_numbers() is None:
+        elif sequence.document_ids() is None:
             heads_BNTH = self._document(sketches, q_BNTH, k_BNTH, v_BNTH, rng_keys_BNT)
         else:
             # One document after the other: work and memory grow with their tokens, however many a row has.
-            places_BT = sequence.on_host().document_places()[0].expand(len(x_BTD), -1)
+            places_BT = sequence.on_host().positions_in_document()[0].expand(len(x_BTD), -1)
             rows = []
             for row, places_T in enumerate(places_BT):
                 parts = []
@@ -126,28 +130,39 @@ class LinformerAttention(nn.Module):
             heads_BNTH = torch.cat(rows)
         return self.wo(heads_BNTH.transpose(1, 2).flatten(2))
 
-    def cost(self, tokens: Tokens) -> Cost:
+    def cost(self, tokens: TokenCounts) -> Cost:
         """A key or value goes into `rank` of them, and a query looks at as many."""
         pairs = 4 * self.rank * tokens.n * self.channels
-        return costs_of((self.wq, self.wk, self.wv, self.wo), tokens) + Cost(attention=pairs, seen=pairs)
+        return total_cost((self.wq, self.wk, self.wv, self.wo), tokens) + Cost(
+            attention_macs=pairs, visible_attention_macs=pairs
+        )
 
     def _document(
-        self, sketches: Pair, q_BNTH: Tensor, k_BNTH: Tensor, v_BNTH: Tensor, rng_keys_BNT: Tensor | None
+        self,
+        sketches: KVProjections,
+        q_BNTH: Tensor,
+        k_BNTH: Tensor,
+        v_BNTH: Tensor,
+        rng_keys_BNT: Tensor | None,
     ) -> Tensor:
         """[B, N, T, H] of documents that begin at the first token; no other is in them."""
         tokens = k_BNTH.shape[2]
-        k_BNRH, v_BNRH = (sketched(x, of[:tokens]) for x, of in zip((k_BNTH, v_BNTH), sketches, strict=True))
+        k_BNRH, v_BNRH = (
+            project_sequence(x, of[:tokens]) for x, of in zip((k_BNTH, v_BNTH), sketches, strict=True)
+        )
         return self._looked(q_BNTH, k_BNRH, v_BNRH, rng_keys_BNT)
 
     def _looked(self, q_BNTH: Tensor, k_BNRH: Tensor, v_BNRH: Tensor, rng_keys_BNT: Tensor | None) -> Tensor:
-        rest = k_BNRH, v_BNRH, ALL, None, self.variant
-        case = Case.of(q_BNTH, k_BNRH, ALL, self.variant, drops=rng_keys_BNT is not None)
-        kernel = None if case.drops or case.device == "cpu" else choose(case)
-        tell(kernel.name if kernel else "products", f"Linformer(rank={self.rank})", case)
+        rest = k_BNRH, v_BNRH, FULL_MASK, None, self.variant
+        case = AttentionRequest.from_inputs(
+            q_BNTH, k_BNRH, FULL_MASK, self.variant, drops=rng_keys_BNT is not None
+        )
+        kernel = None if case.has_dropout or case.device == "cpu" else choose(case)
+        log_once(kernel.name if kernel else "products", f"Linformer(rank={self.rank})", case)
         if kernel:
             return kernel.run(q_BNTH, *rest, None)
         of_query = k_BNRH.shape[:3].numel() * q_BNTH.element_size()
-        piece = max(1, min(PIECE, BYTES // of_query))
+        piece = max(1, min(MAX_QUERIES_PER_CHUNK, MAX_SCORE_BYTES // of_query))
         if q_BNTH.shape[2] <= piece:
             return attention_reference(q_BNTH, *rest, rng_keys_BNT)
         pieces = q_BNTH.split(piece, 2)
@@ -158,23 +173,26 @@ class LinformerAttention(nn.Module):
 
     def _parts(
         self,
-        of: Pair,
+        of: KVProjections,
         q_BNTH: Tensor,
         k_BNTH: Tensor,
         v_BNTH: Tensor,
         rng_keys_BNT: Tensor | None,
-        part: Part,
+        part: SequenceShard,
     ) -> Tensor:
         """[B, N, T, H] of some of the tokens of documents: what is here of each is sketched, and these are summed."""
         documents, sketches = [], []
-        here, of_rows = on_host(part.places), part.row.on_host().document_places()[0]
+        here, of_rows = to_host(part.token_indices), part.full_sequence.on_host().positions_in_document()[0]
         for row, places_S in enumerate(of_rows.expand(len(q_BNTH), -1)):
             for start, end in pairwise([*(places_S == 0).nonzero()[:, 0].tolist(), len(places_S)]):
                 first, last = torch.searchsorted(here, torch.tensor([start, end])).tolist()
                 at = slice(row, row + 1), slice(None), slice(first, last)
                 documents.append(at)
-                places_T = part.places[at[2]] - start
-                made = [sketched(x[at], one[places_T]) for x, one in zip((k_BNTH, v_BNTH), of, strict=True)]
+                places_T = part.token_indices[at[2]] - start
+                made = [
+                    project_sequence(x[at], one[places_T])
+                    for x, one in zip((k_BNTH, v_BNTH), of, strict=True)
+                ]
                 sketches.append(torch.cat(made, -1))
         k_MNRH, v_MNRH = self.summed(torch.cat(sketches)).chunk(2, -1)
         looked = []
@@ -190,16 +208,16 @@ class LinformerAttention(nn.Module):
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-    def sums_of(self, row: SequenceMetadata) -> int:
+    def reduced_numel(self, row: SequenceMetadata) -> int:
         """How many numbers of a head are summed where rows are cut: a document's `rank` keys and values."""
-        documents = int((row.document_places()[0] == 0).expand(len(row.positions), -1).sum())
+        documents = int((row.positions_in_document()[0] == 0).expand(len(row.positions), -1).sum())
         return documents * 2 * self.head_dim * self.rank
 
 
-class Sketch(nn.Module):
+class SequenceProjection(nn.Module):
     """A matrix [P, R] for all heads of a layer, or of all layers."""
 
-    plan = (("", "shared by heads"),)
+    tp_plan = (("", "shared by heads"),)
 
     def __init__(self, options: LinformerAttentionConfig, initial: Initialiser) -> None:
         super().__init__()
@@ -213,16 +231,16 @@ class Sketch(nn.Module):
         return self.weight
 
 
-class HeadSketch(Sketch):
+class PerHeadSequenceProjection(SequenceProjection):
     """A matrix [P, R] for each head, the heads last."""
 
-    plan = (("", "last dim"),)
+    tp_plan = (("", "last dim"),)
 
     def _shape(self, options: LinformerAttentionConfig) -> tuple[int, ...]:
         return (options.length, options.rank, options.n_heads)
 
 
-def sketched(x_BNTH: Tensor, weight: Tensor) -> Tensor:
+def project_sequence(x_BNTH: Tensor, weight: Tensor) -> Tensor:
     """Keys or values of a document's tokens → [B, N, R, H]. weight: rows of their places in it, [T, R] or [T, R, N]."""
     if weight.dim() == 3:
         return torch.einsum("trn,bnth->bnrh", weight, x_BNTH)

@@ -5,17 +5,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from megatfm.config import LongformerAttentionConfig, ModelConfig, expect
-from megatfm.cost import Cost, Tokens
+from megatfm.config import LongformerAttentionConfig, ModelConfig, require_variant
+from megatfm.cost import Cost, TokenCounts
 from megatfm.errors import UsageError
 from megatfm.layers.attention.cache import LayerCache
-from megatfm.layers.attention.core import Core
-from megatfm.layers.attention.patterns import Longformer, Pattern
+from megatfm.layers.attention.core import DotProductAttention
+from megatfm.layers.attention.patterns import AttentionPattern, Longformer
 from megatfm.layers.attention.registry import ATTENTIONS
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.attention import Given, attention_reference
+from megatfm.ops.attention import DenseMask, attention_reference
 from megatfm.ops.moved import moved
 
 # B batch, T tokens, D model width, N heads, H head width, G places of tokens that see all
@@ -25,12 +25,12 @@ from megatfm.ops.moved import moved
 class LongformerAttention(nn.Module):
     """All keys are projected twice: once for queries that see a window, once for those that see all."""
 
-    plan = (("", "enter"), ("w[qkv]", "column"), ("w[qkv]_global", "column"), ("wo", "row"))
-    context = "alone"
+    tp_plan = (("", "enter"), ("w[qkv]", "column"), ("w[qkv]_global", "column"), ("wo", "row"))
+    cp_plan = "alone"
 
-    def __init__(self, config: ModelConfig, initial: Initialiser, pattern: Pattern) -> None:
+    def __init__(self, config: ModelConfig, initial: Initialiser, pattern: AttentionPattern) -> None:
         super().__init__()
-        options = expect(config.attention, LongformerAttentionConfig, "model.attention")
+        options = require_variant(config.attention, LongformerAttentionConfig, "model.attention")
         if not isinstance(pattern, Longformer) or not pattern.tokens:
             raise UsageError(
                 "model.attention.name = 'longformer' needs model.attention.pattern.name = 'longformer' with tokens "
@@ -58,7 +58,10 @@ class LongformerAttention(nn.Module):
             for name, values in drawn.items():
                 self.add_module(f"w{name}{part}", Linear(d, width, values, bias=options.bias))
         self.wo = Linear(width, d, initial("out", width, d), bias=options.bias)
-        self.core, self.wide = NearCore(config, initial, pattern), WideCore(config, initial, pattern)
+        self.core, self.wide = (
+            LocalAttention(config, initial, pattern),
+            GlobalAttention(config, initial, pattern),
+        )
         self.tokens = pattern.tokens
 
     def forward(
@@ -72,7 +75,7 @@ class LongformerAttention(nn.Module):
         """[B, T, D]."""
         heads_BNTH = self.core(*(self._heads(name, x_BTD) for name in ("wq", "wk", "wv")), sequence)
         key, device = ("tokens that see all", tuple(self.tokens)), x_BTD.device
-        places_BG, found_BG = sequence.once(key, lambda: self._places(sequence, device))
+        places_BG, found_BG = sequence.cached(key, lambda: self._places(sequence, device))
         at_BGD = x_BTD.gather(1, places_BG[..., None].expand(-1, -1, x_BTD.shape[2]))
         q_BNGH = self._heads("wq_global", at_BGD)
         k_BNTH, v_BNTH = self._heads("wk_global", x_BTD), self._heads("wv_global", x_BTD)
@@ -82,7 +85,7 @@ class LongformerAttention(nn.Module):
     def _places(self, sequence: SequenceMetadata, device: torch.device) -> tuple[Tensor, Tensor]:
         """Where in their rows tokens stand that see all [B, G], and whether it is one: rows have unequally many. The
         host finds them, which has to know how many."""
-        places_BT = sequence.on_host().document_places()[0].expand(len(sequence.positions), -1)
+        places_BT = sequence.on_host().positions_in_document()[0].expand(len(sequence.positions), -1)
         is_wide_BT = torch.isin(places_BT, torch.tensor(self.tokens))
         count_B = is_wide_BT.sum(1)
         order_BG = is_wide_BT.to(torch.int8).argsort(dim=1, descending=True, stable=True)[
@@ -96,20 +99,20 @@ class LongformerAttention(nn.Module):
         return made.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
-class NearCore(Core):
+class LocalAttention(DotProductAttention):
     """Attention to a window and to tokens that see all. What these see is computed apart, and put in its place."""
 
-    def wide(self, row: SequenceMetadata, dealt: Sequence[Tensor]) -> Tensor:
+    def wide(self, row: SequenceMetadata, indices_by_rank: Sequence[Tensor]) -> Tensor:
         """None."""
         return torch.empty(0, dtype=torch.int64)
 
 
-class WideCore(Core):
+class GlobalAttention(DotProductAttention):
     """Attention of tokens that see all of their document."""
 
-    context = "wide"
+    cp_plan = "wide"
 
-    def cost(self, tokens: Tokens) -> Cost:
+    def cost(self, tokens: TokenCounts) -> Cost:
         """Nothing more: the pattern's pairs, which the other core counts, have these."""
         return Cost()
 
@@ -125,12 +128,12 @@ class WideCore(Core):
     ) -> Tensor:
         """[B, N, T, H]: `heads` with theirs in their places."""
         seen_BGT = found_BG[..., None].expand(-1, -1, k_BNTH.shape[2])
-        if (numbers := sequence.document_numbers()) is not None:
+        if (numbers := sequence.document_ids()) is not None:
             seen_BGT = seen_BGT & (numbers[0].gather(1, places_BG)[..., None] == numbers[1][:, None])
         rng_keys_BNT = self.dropout.head_rng_keys(sequence, q_BNGH.shape[1])
         if rng_keys_BNT is not None:
             rng_keys_BNT = rng_keys_BNT.gather(2, places_BG[:, None].expand(-1, q_BNGH.shape[1], -1))
-        seen = Given(None, seen_BGT[:, None])
+        seen = DenseMask(None, seen_BGT[:, None])
         wide_BNGH = attention_reference(q_BNGH, k_BNTH, v_BNTH, seen, None, self.variant, rng_keys_BNT)
         # Where a row has fewer such tokens than another, its first place keeps what it has.
         index = places_BG[:, None, :, None].expand(-1, heads_BNTH.shape[1], -1, heads_BNTH.shape[3])

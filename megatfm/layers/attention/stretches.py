@@ -7,20 +7,20 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from megatfm.layers.part import Part
+from megatfm.layers.part import SequenceShard
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.attention import Plain
+from megatfm.ops.attention import BuiltinMask
 
 # B batch, T queries, S stretches, F tokens of one
 
-Made = TypeVar("Made")
+T = TypeVar("T")
 
-NOWHERE = 2**62
+NO_POSITION = 2**62
 """The place of a stretch that a row does not have, where others have more: later than all queries."""
 
 
 @dataclass(frozen=True)
-class Stretches:
+class CompressedBlocks:
     """places int64 [B or 1, S]: where in its row the token stands that comes after a stretch; `first`: or that is the
     document's first, and alone.
 
@@ -33,23 +33,25 @@ class Stretches:
     here: Tensor
 
 
-def stretches(sequence: SequenceMetadata, factor: int, new: int | None = None) -> Stretches:
+def compress_blocks(sequence: SequenceMetadata, factor: int, new: int | None = None) -> CompressedBlocks:
     """Stretches of documents, F tokens each from the first one on. new: only those that stand at one of so many last
     tokens. A stretch that nothing comes after is left out."""
-    row = sequence.row if isinstance(sequence, Part) else sequence
-    return sequence.once(("stretches", factor, new), lambda: _stretches(sequence, row, factor, new))
+    row = sequence.full_sequence if isinstance(sequence, SequenceShard) else sequence
+    return sequence.cached(("stretches", factor, new), lambda: _stretches(sequence, row, factor, new))
 
 
-def _stretches(sequence: SequenceMetadata, row: SequenceMetadata, factor: int, new: int | None) -> Stretches:
-    places_BT, index_T = row.document_places()[1], row.key_indices
+def _stretches(
+    sequence: SequenceMetadata, row: SequenceMetadata, factor: int, new: int | None
+) -> CompressedBlocks:
+    places_BT, index_T = row.positions_in_document()[1], row.key_indices
     old = 0 if new is None or row is not sequence else len(index_T) - new
     stands_BT = places_BT[:, old:] % factor == 0
-    if row.document_numbers() is None:
-        at_BS = stands_BT[0].nonzero()[None, :, 0] if old or row.past else _every(factor, places_BT)
+    if row.document_ids() is None:
+        at_BS = stands_BT[0].nonzero()[None, :, 0] if old or row.cached_length else _every(factor, places_BT)
         has_BS = torch.ones_like(at_BS, dtype=torch.bool)
     else:
         count_B = stands_BT.sum(1)
-        known_BT = row.on_host().document_places()[1][:, old:]
+        known_BT = row.on_host().positions_in_document()[1][:, old:]
         most = int((known_BT % factor == 0).sum(1).max())
         at_BS = stands_BT.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :most]
         has_BS = torch.arange(at_BS.shape[1], device=at_BS.device) < count_B[:, None]
@@ -59,13 +61,13 @@ def _stretches(sequence: SequenceMetadata, row: SequenceMetadata, factor: int, n
     tokens_BSF = at_BS[..., None] - factor * ~first_BS[..., None] + inside_F
     here_BSF = has_BS[..., None] & ~(first_BS[..., None] & (inside_F > 0)) & (tokens_BSF >= 0)
     tokens_BSF = tokens_BSF.clamp(0, len(index_T) - 1)
-    if isinstance(sequence, Part):
+    if isinstance(sequence, SequenceShard):
         held_T = torch.full_like(index_T, -1)
-        held_T[sequence.places] = torch.arange(len(sequence.places), device=index_T.device)
+        held_T[sequence.token_indices] = torch.arange(len(sequence.token_indices), device=index_T.device)
         tokens_BSF = held_T[tokens_BSF]
         here_BSF, tokens_BSF = here_BSF & (tokens_BSF >= 0), tokens_BSF.clamp(min=0)
-    places_BS = index_T[at_BS].where(has_BS, NOWHERE)
-    return Stretches(places_BS, first_BS, tokens_BSF, here_BSF)
+    places_BS = index_T[at_BS].where(has_BS, NO_POSITION)
+    return CompressedBlocks(places_BS, first_BS, tokens_BSF, here_BSF)
 
 
 def _every(factor: int, places_1T: Tensor) -> Tensor:
@@ -73,10 +75,10 @@ def _every(factor: int, places_1T: Tensor) -> Tensor:
     return torch.arange(0, places_1T.shape[1], factor, device=places_1T.device)[None]
 
 
-class SeenStretches:
-    """Stretches that stand no later than the query, in its document: a `Visible` of `ops.attention`."""
+class CompressedKeyMask:
+    """Stretches that stand no later than the query, in its document: a `AttentionMask` of `ops.attention`."""
 
-    plain: Plain | None = None
+    builtin_mask: BuiltinMask | None = None
     grain: int | None = None
     window: tuple[int, int] | None = None
 
@@ -84,17 +86,17 @@ class SeenStretches:
         self._sequence, self._places, self._factor = sequence, places_BS, factor
 
     def mask(self) -> Tensor:
-        return self.once("mask", self._mask)
+        return self.cached("mask", self._mask)
 
     def _mask(self) -> Tensor:
         of_q, of_k = self._documents()
         near = self._places[:, None, None] <= self._sequence.indices[None, None, :, None]
         return near & (of_q[:, None, :, None] == of_k[:, None, None])
 
-    def blocks(self, size: int) -> Tensor:
+    def block_mask(self, size: int) -> Tensor:
         return self._table(size, whole=False)
 
-    def whole(self, size: int) -> Tensor:
+    def full_block_mask(self, size: int) -> Tensor:
         return self._table(size, whole=True)
 
     def _table(self, size: int, *, whole: bool) -> Tensor:
@@ -109,13 +111,13 @@ class SeenStretches:
             return (k_last <= q_first) & same
         return (k_first <= q_last) & (of_k <= of_q_last) & (of_k_last >= of_q)
 
-    def sees(self, b: Tensor, n: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    def mask_mod(self, b: Tensor, n: Tensor, q: Tensor, k: Tensor) -> Tensor:
         of_q, of_k = self._documents()
         rows = b % len(self._places)
         near = self._places[rows, k] <= self._sequence.indices[q]
         return near & (of_q[b % len(of_q), q] == of_k[b % len(of_k), k])
 
-    def repeats(self, size: int) -> None:
+    def translation_invariant_blocks(self, size: int) -> None:
         return None
 
     def starts(self) -> Tensor:
@@ -125,23 +127,23 @@ class SeenStretches:
     def bands(self, *, fused: bool) -> None:
         return None
 
-    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        return self._sequence.once(("stretches", key, self._factor), make)
+    def cached(self, key: Hashable, make: Callable[[], T]) -> T:
+        return self._sequence.cached(("stretches", key, self._factor), make)
 
     def _documents(self) -> tuple[Tensor, Tensor]:
-        return self.once("documents", self._numbered)
+        return self.cached("documents", self._numbered)
 
     def _numbered(self) -> tuple[Tensor, Tensor]:
         """Of queries [B or 1, T] and stretches [B or 1, S]: how many documents begin in the row before theirs ends."""
         sequence = self._sequence
-        row = sequence.row if isinstance(sequence, Part) else sequence
-        places_BT = row.document_places()[1]
-        if row.document_numbers() is None:
+        row = sequence.full_sequence if isinstance(sequence, SequenceShard) else sequence
+        places_BT = row.positions_in_document()[1]
+        if row.document_ids() is None:
             return sequence.indices.new_zeros(1, len(sequence.indices)), torch.zeros_like(self._places[:1])
         starts_BT = (places_BT == 0).cumsum(1)
         starts_BT = starts_BT.expand(max(len(starts_BT), len(self._places)), -1)
-        has_BS = self._places < NOWHERE
-        of_k = starts_BT.gather(1, self._places.where(has_BS, 0)).where(has_BS, NOWHERE)
+        has_BS = self._places < NO_POSITION
+        of_k = starts_BT.gather(1, self._places.where(has_BS, 0)).where(has_BS, NO_POSITION)
         return starts_BT[:, sequence.indices], of_k
 
 

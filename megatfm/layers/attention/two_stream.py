@@ -12,26 +12,26 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
-from megatfm.cost import Cost, Tokens, cost_of, costs_of
+from megatfm.cost import Cost, TokenCounts, module_cost, total_cost
 from megatfm.layers.attention.patterns import require_full
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention import probabilities, unless_blind
-from megatfm.ops.attention.rows import by_rows
+from megatfm.ops.attention.rows import attend_in_chunks
 
 # B batch, Q queries, S keys, D model width, N heads, H head width, R relative positions
 
 
-class Both(NamedTuple):
+class LocalAndFull(NamedTuple):
     """A field at the tokens that are here, or at queries, and at all tokens of their rows."""
 
-    here_BT: Tensor
-    row_BS: Tensor
+    local: Tensor
+    full: Tensor
 
 
-class Pairs(NamedTuple):
+class PairwiseInputs(NamedTuple):
     """What stands between queries and keys, each [B, 1, q, S].
 
     mask: true where a query may look; None: everywhere. distances: the row of the table of relative positions, for
@@ -44,7 +44,7 @@ class Pairs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Stream:
+class QueryStream:
     """Where the queries of a stream stand, and what each of them may see of the row.
 
     sequence: of the queries, for dropout. places int64 [B, Q]: in their rows. A query sees the tokens of its document
@@ -53,33 +53,33 @@ class Stream:
 
     sequence: SequenceMetadata
     places_BQ: Tensor
-    segments: Both
-    documents: Both | None
-    order: Both | None
+    segments: LocalAndFull
+    documents: LocalAndFull | None
+    order: LocalAndFull | None
 
     def at_layer(self, depth: int, skip_rate: float) -> Self:
         """The same with one layer's random keys."""
         return replace(self, sequence=self.sequence.at_layer(depth, skip_rate))
 
-    def pairs(self, rows: slice) -> Pairs:
+    def pairs(self, rows: slice) -> PairwiseInputs:
         """Of some of the queries with all tokens; of all queries they are made once for all layers."""
         if len(range(*rows.indices(self.places_BQ.shape[1]))) < self.places_BQ.shape[1]:
             return self._pairs(rows)
-        return self.sequence.once("pairs of a stream", lambda: self._pairs(rows))
+        return self.sequence.cached("pairs of a stream", lambda: self._pairs(rows))
 
-    def _pairs(self, rows: slice) -> Pairs:
-        of_row = self.segments.row_BS
+    def _pairs(self, rows: slice) -> PairwiseInputs:
+        of_row = self.segments.full
         places_S = torch.arange(of_row.shape[1], device=of_row.device)
         distances_BQS = self.places_BQ[:, rows, None] - places_S + of_row.shape[1] - 1
-        segments_BQS = (self.segments.here_BT[:, rows, None] != of_row[:, None]).long()
-        seen = [of.row_BS[:, None] <= of.here_BT[:, rows, None] for of in (self.order,) if of]
-        seen += [of.row_BS[:, None] == of.here_BT[:, rows, None] for of in (self.documents,) if of]
+        segments_BQS = (self.segments.local[:, rows, None] != of_row[:, None]).long()
+        seen = [of.full[:, None] <= of.local[:, rows, None] for of in (self.order,) if of]
+        seen += [of.full[:, None] == of.local[:, rows, None] for of in (self.documents,) if of]
         mask_B1QS = reduce(torch.logical_and, seen)[:, None] if seen else None
-        return Pairs(mask_B1QS, distances_BQS[:, None], segments_BQS[:, None])
+        return PairwiseInputs(mask_B1QS, distances_BQS[:, None], segments_BQS[:, None])
 
 
 @dataclass(frozen=True)
-class Seen:
+class ContentKeysValues:
     """Keys and values [B, N, S, H] of the content, and keys [N, R, H] of the relative positions."""
 
     keys: Tensor
@@ -87,10 +87,10 @@ class Seen:
     positions: Tensor
 
 
-class WholeRows(nn.Module):
+class GatherKV(nn.Module):
     """Keys and values of the tokens here → those of the whole row: the seam at which context parallelism takes over."""
 
-    context = "keys"
+    cp_plan = "keys"
 
     def forward(self, k_BNSH: Tensor, v_BNSH: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Both as they are. length: of rows."""
@@ -103,7 +103,7 @@ class TwoStreamAttention(nn.Module):
     The paper's u, v and b are the biases of content, position and segment; its s₊ and s₋ are `segments`.
     """
 
-    plan = (
+    tp_plan = (
         ("", "enter, heads"),
         ("content", "enter output"),
         ("w[qkv]", "column"),
@@ -112,7 +112,7 @@ class TwoStreamAttention(nn.Module):
         ("wo", "row"),
     )
 
-    context = "alone"
+    cp_plan = "alone"
     eager_when_long = True
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
@@ -121,7 +121,7 @@ class TwoStreamAttention(nn.Module):
         d, heads, self.head_dim = config.d_model, config.attention.n_heads, config.head_width
         width = heads * self.head_dim
         self.scale = self.head_dim**-0.5
-        self.whole = WholeRows()
+        self.whole = GatherKV()
         self.content = nn.Identity()  # the seam at which tensor parallelism gathers what both streams look at
         self.wq = Linear(d, width, initial("query", d, width))
         self.wk = Linear(d, width, initial("key", d, width))
@@ -139,7 +139,7 @@ class TwoStreamAttention(nn.Module):
         self.roles = dict.fromkeys(biases, "vector") | {"segments": "embedding"}
         self.dropout = Dropout(config.attention.dropout, "attention")
 
-    def cost(self, tokens: Tokens, content: float = 0.0) -> Cost:
+    def cost(self, tokens: TokenCounts, content: float = 0.0) -> Cost:
         """tokens: the queries of all streams. content: tokens that they look at, left out as many.
 
         Scores are those of content and of 2 content − 1 distances, and of whether two segments are the same.
@@ -147,22 +147,24 @@ class TwoStreamAttention(nn.Module):
         content = content or tokens.n
         width, distances = self.wo.weight.shape[1], 2 * content - 1
         biases = self.content_bias.numel() * 3
-        parts = costs_of((self.wq, self.wo), tokens) + costs_of((self.wk, self.wv), tokens.of(content))
+        parts = total_cost((self.wq, self.wo), tokens) + total_cost(
+            (self.wk, self.wv), tokens.with_count(content)
+        )
         products = width * tokens.n * (2 * content + distances)
         return (
             parts
-            + cost_of(self.wk_position, tokens.of(distances))
+            + module_cost(self.wk_position, tokens.with_count(distances))
             + Cost(self.segments.numel() * tokens.n, biases * tokens.n, products, products)
         )
 
-    def seen(self, content_BSD: Tensor, table_RD: Tensor) -> Seen:
+    def seen(self, content_BSD: Tensor, table_RD: Tensor) -> ContentKeysValues:
         """What the queries of both streams look at; table: of relative positions."""
         content_BSD, positions_RD = self.content(content_BSD), table_RD.to(content_BSD.dtype)
         keys, values = self._heads(self.wk, content_BSD), self._heads(self.wv, content_BSD)
         keys, values = self.whole(keys, values, (len(table_RD) + 1) // 2)
-        return Seen(keys, values, self._heads(self.wk_position, positions_RD))
+        return ContentKeysValues(keys, values, self._heads(self.wk_position, positions_RD))
 
-    def forward(self, x_BQD: Tensor, seen: Seen, stream: Stream) -> Tensor:
+    def forward(self, x_BQD: Tensor, seen: ContentKeysValues, stream: QueryStream) -> Tensor:
         """[B, Q, D]."""
         q_BNQH = self._heads(self.wq, x_BQD) * self.scale
         rng_keys_BNQ = self.dropout.head_rng_keys(stream.sequence, q_BNQH.shape[1])
@@ -173,10 +175,12 @@ class TwoStreamAttention(nn.Module):
             shares_BNQS = probabilities(scores_BNQS, mask_B1QS, self.dropout.rate, drawn)
             return unless_blind(shares_BNQS @ seen.values, mask_B1QS)
 
-        heads_BNQH = by_rows(attend, q_BNQH, seen.keys.shape[2], "of two streams")
+        heads_BNQH = attend_in_chunks(attend, q_BNQH, seen.keys.shape[2], "of two streams")
         return self.wo(heads_BNQH.transpose(1, 2).flatten(2))
 
-    def _scores(self, q_BNQH: Tensor, seen: Seen, pairs: Pairs) -> tuple[Tensor, Tensor | None]:
+    def _scores(
+        self, q_BNQH: Tensor, seen: ContentKeysValues, pairs: PairwiseInputs
+    ) -> tuple[Tensor, Tensor | None]:
         """Of some of the queries, scaled, and their mask."""
         content, position, segment = (
             q_BNQH + self.scale * bias[:, None]

@@ -15,7 +15,7 @@ from megatfm.layers.sequence import SequenceMetadata
 class FFN(nn.Module):
     """W_down f(W_up x), or W_down (f(W_gate x) ⊙ W_up x) where the activation is gated."""
 
-    plan = (
+    tp_plan = (
         ("", "enter"),
         ("w_gate", "column"),
         ("w_up", "column"),
@@ -23,7 +23,7 @@ class FFN(nn.Module):
         ("w_down", "row"),
     )
 
-    context = "alone"
+    cp_plan = "alone"
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()

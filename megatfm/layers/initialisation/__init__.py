@@ -1,32 +1,32 @@
 """How weights start: `initialiser(config)` maps what a matrix is for to a distribution."""
 
 from megatfm.layers.initialisation import bert, gpt2, normal, t5, xavier
-from megatfm.layers.initialisation.deepnorm import alpha_beta
+from megatfm.layers.initialisation.deepnorm import deepnorm_constants
 from megatfm.layers.initialisation.registry import (
     INITIALISATIONS,
     Initialiser,
     Role,
-    Stack,
+    StackKind,
     depth,
     initialiser,
 )
-from megatfm.layers.initialisation.walk import initialise, initials, set_buffers, stored_tensors
+from megatfm.layers.initialisation.walk import checkpoint_tensors, initialise, initialise_buffers, iter_inits
 
 __all__ = [
     "INITIALISATIONS",
     "Initialiser",
     "Role",
-    "Stack",
-    "alpha_beta",
+    "StackKind",
     "bert",
+    "checkpoint_tensors",
+    "deepnorm_constants",
     "depth",
     "gpt2",
     "initialise",
+    "initialise_buffers",
     "initialiser",
-    "initials",
+    "iter_inits",
     "normal",
-    "set_buffers",
-    "stored_tensors",
     "t5",
     "xavier",
 ]

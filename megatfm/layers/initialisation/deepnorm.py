@@ -4,12 +4,12 @@
 """
 
 from megatfm.config import ModelConfig
-from megatfm.layers.initialisation.registry import INITIALISATIONS, Initialiser, Role, Stack
+from megatfm.layers.initialisation.registry import INITIALISATIONS, Initialiser, Role, StackKind
 from megatfm.layers.initialisation.xavier import xavier, xavier_uniform
-from megatfm.ops.initial import Initial
+from megatfm.ops.initial import InitDistribution
 
 
-def alpha_beta(config: ModelConfig, stack: Stack) -> tuple[float, float]:
+def deepnorm_constants(config: ModelConfig, stack: StackKind) -> tuple[float, float]:
     """Factor on the residual stream, and factor on the initial weights, of a stack's layers."""
     if config.family != "encoder_decoder":
         return (2 * config.n_layers) ** 0.25, (8 * config.n_layers) ** -0.25
@@ -20,11 +20,11 @@ def alpha_beta(config: ModelConfig, stack: Stack) -> tuple[float, float]:
 
 
 @INITIALISATIONS.register("deepnorm")
-def deepnorm(config: ModelConfig, stack: Stack) -> Initialiser:
+def deepnorm(config: ModelConfig, stack: StackKind) -> Initialiser:
     """Xavier with the gain β on feed-forward, value and output projections."""
-    plain, beta = xavier(config, stack), alpha_beta(config, stack)[1]
+    plain, beta = xavier(config, stack), deepnorm_constants(config, stack)[1]
 
-    def initial(role: Role, d_in: int, d_out: int) -> Initial:
+    def initial(role: Role, d_in: int, d_out: int) -> InitDistribution:
         if role in ("value", "out", "ffn_in", "ffn_gate", "ffn_out"):
             return xavier_uniform(d_in, d_out, beta)
         return plain(role, d_in, d_out)

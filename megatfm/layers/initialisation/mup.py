@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 from megatfm.errors import UsageError
-from megatfm.ops.initial import Initial, Normal, TruncatedNormal
+from megatfm.ops.initial import InitDistribution, Normal, TruncatedNormal
 
-TABLES = ("embedding", "position", "segment", "relative", "head")
+EMBEDDING_ROLES = ("embedding", "position", "segment", "relative", "head")
 
 
 class Narrower:
@@ -17,13 +17,13 @@ class Narrower:
     plain: the initialiser that a config names. ratio: base width / width.
     """
 
-    def __init__(self, plain: Callable[[Any, int, int], Initial], name: str, ratio: float) -> None:
+    def __init__(self, plain: Callable[[Any, int, int], InitDistribution], name: str, ratio: float) -> None:
         self.plain, self.name, self.ratio = plain, name, ratio
 
-    def __call__(self, role: Any, d_in: int, d_out: int) -> Initial:
+    def __call__(self, role: Any, d_in: int, d_out: int) -> InitDistribution:
         """Raises UsageError for an initialisation that depends on the width already."""
         initial = self.plain(role, d_in, d_out)
-        if role in TABLES:
+        if role in EMBEDDING_ROLES:
             return initial
         if not isinstance(initial, Normal | TruncatedNormal):
             raise UsageError(
@@ -34,8 +34,8 @@ class Narrower:
 
 
 def with_fixed_inputs(
-    initial: Callable[[Any, int, int], Initial],
-) -> Callable[[Any, int, int], Initial]:
+    initial: Callable[[Any, int, int], InitDistribution],
+) -> Callable[[Any, int, int], InitDistribution]:
     """Return the initialiser of matrices whose inputs are as many at every width of the model, which muP leaves as they
     are."""
     return initial.plain if isinstance(initial, Narrower) else initial

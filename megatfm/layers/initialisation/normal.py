@@ -1,13 +1,13 @@
 """The same normal distribution for every matrix, as in GPT-1 (Radford et al. 2018, section 4.1)."""
 
-from megatfm.config import ModelConfig, expect
-from megatfm.config.model_parts import WithStd
-from megatfm.layers.initialisation.registry import INITIALISATIONS, Initialiser, Stack
+from megatfm.config import ModelConfig, require_variant
+from megatfm.config.model_parts import NormalInitSection
+from megatfm.layers.initialisation.registry import INITIALISATIONS, Initialiser, StackKind
 from megatfm.ops.initial import Normal
 
 
 @INITIALISATIONS.register("normal")
-def normal(config: ModelConfig, stack: Stack) -> Initialiser:
+def normal(config: ModelConfig, stack: StackKind) -> Initialiser:
     """N(0, std²)."""
-    std = expect(config.init, WithStd, "model.init").std
+    std = require_variant(config.init, NormalInitSection, "model.init").std
     return lambda role, d_in, d_out: Normal(std)

@@ -3,7 +3,7 @@ from typing import Literal
 
 from megatfm.config import ModelConfig
 from megatfm.layers.initialisation.mup import Narrower
-from megatfm.ops.initial import Initial
+from megatfm.ops.initial import InitDistribution
 from megatfm.registry import Registry
 
 Role = Literal[
@@ -15,24 +15,24 @@ Role = Literal[
 ]  # fmt: skip
 """What a matrix is for."""
 
-Stack = Literal["encoder", "decoder"]
+StackKind = Literal["encoder", "decoder"]
 
-Initialiser = Callable[[Role, int, int], Initial]
+Initialiser = Callable[[Role, int, int], InitDistribution]
 """(role, d_in, d_out) → how the matrix starts; for a table d_in is its number of rows and d_out its width."""
 
-INITIALISATIONS: Registry[Callable[[ModelConfig, Stack], Initialiser]] = Registry(
+INITIALISATIONS: Registry[Callable[[ModelConfig, StackKind], Initialiser]] = Registry(
     "initialisation (model.init)"
 )
 
 
-def initialiser(config: ModelConfig, stack: Stack = "decoder") -> Initialiser:
+def initialiser(config: ModelConfig, stack_kind: StackKind = "decoder") -> Initialiser:
     """The one that a config names, for one of its stacks."""
-    initial = INITIALISATIONS.get(config.init.name)(config, stack)
+    initial = INITIALISATIONS.get(config.init.name)(config, stack_kind)
     if config.mup is None:
         return initial
     return Narrower(initial, config.init.name, config.mup.base_width / config.d_model)
 
 
-def depth(config: ModelConfig, stack: Stack) -> int:
+def depth(config: ModelConfig, stack: StackKind) -> int:
     """Blocks of a stack."""
     return config.encoder_layers if stack == "encoder" else config.n_layers

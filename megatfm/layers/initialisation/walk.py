@@ -5,18 +5,18 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from megatfm.ops.initial import Initial, draw
+from megatfm.ops.initial import InitDistribution, draw
 
 
 @torch.no_grad()
 def initialise(model: nn.Module, seed: int) -> None:
     """Set all parameters and buffers of a whole model; a tied parameter has one name, that of its first module."""
-    for name, tensor, initial in initials(model):
+    for name, tensor, init in iter_inits(model):
         shape = tuple(tensor.shape)
-        tensor.copy_(draw(initial, seed, name, shape, (0,) * tensor.dim(), shape))
+        tensor.copy_(draw(init, seed, name, shape, (0,) * tensor.dim(), shape))
 
 
-def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
+def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
     """What is stored of a model, by name: parameters, a tied one once, and buffers that were made persistent."""
     stored = model.state_dict(keep_vars=True).items()
     return {
@@ -26,16 +26,16 @@ def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def set_buffers(model: nn.Module) -> None:
+def initialise_buffers(model: nn.Module) -> None:
     """Set the buffers of a whole model, as they begin; most are not stored with it, but follow from the config."""
-    for _, tensor, initial in initials(model):
+    for _, tensor, init in iter_inits(model):
         if not isinstance(tensor, nn.Parameter):
             shape = tuple(tensor.shape)
-            tensor.copy_(draw(initial, 0, "", shape, (0,) * len(shape), shape))
+            tensor.copy_(draw(init, 0, "", shape, (0,) * len(shape), shape))
 
 
-def initials(model: nn.Module) -> Iterator[tuple[str, Tensor, Initial]]:
+def iter_inits(model: nn.Module) -> Iterator[tuple[str, Tensor, InitDistribution]]:
     """Name, tensor and initial value of every parameter and buffer, from the `initial` of the modules."""
     for path, module in model.named_modules():
-        for key, initial in getattr(module, "initial", {}).items():
-            yield f"{path}.{key}", getattr(module, key), initial
+        for key, init in getattr(module, "initial", {}).items():
+            yield f"{path}.{key}", getattr(module, key), init

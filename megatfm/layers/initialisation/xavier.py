@@ -1,8 +1,8 @@
 """Glorot & Bengio 2010, equation 16, as in the code of Vaswani et al. 2017."""
 
 from megatfm.config import ModelConfig
-from megatfm.layers.initialisation.registry import INITIALISATIONS, Initialiser, Role, Stack
-from megatfm.ops.initial import Initial, Normal, Uniform
+from megatfm.layers.initialisation.registry import INITIALISATIONS, Initialiser, Role, StackKind
+from megatfm.ops.initial import InitDistribution, Normal, Uniform
 
 
 def xavier_uniform(d_in: int, d_out: int, gain: float = 1.0) -> Uniform:
@@ -11,10 +11,10 @@ def xavier_uniform(d_in: int, d_out: int, gain: float = 1.0) -> Uniform:
 
 
 @INITIALISATIONS.register("xavier")
-def xavier(config: ModelConfig, stack: Stack) -> Initialiser:
+def xavier(config: ModelConfig, stack: StackKind) -> Initialiser:
     """Matrices by fan-in and fan-out; tables and the output head N(0, 1/d_model)."""
 
-    def initial(role: Role, d_in: int, d_out: int) -> Initial:
+    def initial(role: Role, d_in: int, d_out: int) -> InitDistribution:
         if role in ("embedding", "position", "segment", "relative", "head"):
             return Normal(config.d_model**-0.5)
         return xavier_uniform(d_in, d_out)

@@ -13,7 +13,7 @@ from megatfm.layers.moe import (
 )
 from megatfm.layers.moe.experts import Experts, without_capacity
 from megatfm.layers.moe.moe import MoE
-from megatfm.layers.moe.router import ROUTERS, Router, Routing
+from megatfm.layers.moe.router import ROUTERS, Router, RouterOutput
 from megatfm.layers.moe.soft import SoftMoE
 
 __all__ = [
@@ -21,7 +21,7 @@ __all__ = [
     "Experts",
     "MoE",
     "Router",
-    "Routing",
+    "RouterOutput",
     "SoftMoE",
     "deepseek_v2",
     "deepseek_v3",

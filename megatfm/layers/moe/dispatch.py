@@ -10,7 +10,7 @@ from megatfm.ops.torch_private import is_fake
 # B batch, T tokens, N = B · T, K chosen experts, M = N · K choices, R of them that are some expert's, D model width
 
 
-def even_share(choices_BTK: Tensor, n_experts: int, factor: float) -> int:
+def expert_capacity(choices_BTK: Tensor, n_experts: int, factor: float) -> int:
     """⌈factor · T · K / experts⌉, where the product is a float: a factor of 1.1, 100 tokens and 10 experts give 12."""
     return math.ceil(factor * choices_BTK.shape[1] * choices_BTK.shape[2] / n_experts)
 
@@ -37,7 +37,7 @@ def within_capacity(
     return taken_BM.view(B, T, K) if by_position else taken_BM.view(B, K, T).transpose(1, 2)
 
 
-def by_expert(choices_M: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
+def sort_by_expert(choices_M: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
     """The order [M] of choices by expert, and where in it each expert's end, int32 [n_experts].
 
     Other choices than 0 to n_experts − 1 come last. Choices of one expert stay in their order.
@@ -48,7 +48,7 @@ def by_expert(choices_M: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
     return order_M, torch.searchsorted(sorted_M, experts_E, right=True, out_int32=True)
 
 
-def asks_for_values(tensor: Tensor) -> bool:
+def is_host_readable(tensor: Tensor) -> bool:
     """Whether the host may look into it: a GPU would have to be waited for."""
     return tensor.device.type == "cpu" and not is_fake(tensor)
 
@@ -56,7 +56,7 @@ def asks_for_values(tensor: Tensor) -> bool:
 class Rows:
     """Rows of tokens in the order of choices by expert, and sums of such rows over the choices of each token.
 
-    order: int64 [M], ends: int32 [E], as `by_expert` gives them. What experts make of choices that are none's is
+    order: int64 [M], ends: int32 [E], as `sort_by_expert` gives them. What experts make of choices that are none's is
     undefined, and so are its gradients: where the host may look, such rows are cut off (R < M), elsewhere they are set
     to 0. There sums go by token, not by adding rows to tokens, which GPUs do in an order of their own each time.
     """
@@ -65,25 +65,25 @@ class Rows:
         self.order, self._k = order_M, top_k
         self._places: Tensor | None = None
         self._is_rest_M1: Tensor | None = None
-        if asks_for_values(order_M):
+        if is_host_readable(order_M):
             self.order = order_M[: int(ends_E[-1])]
             return
         index_M = torch.arange(len(order_M), device=order_M.device)
         self._places = torch.empty_like(order_M).scatter_(0, order_M, index_M)
         self._is_rest_M1 = (index_M >= ends_E[-1])[:, None]
 
-    def of(self, x_ND: Tensor) -> Tensor:
+    def dispatch(self, x_ND: Tensor) -> Tensor:
         """The rows [R, D]."""
         if self._places is None:
             return x_ND.index_select(0, self.order // self._k)
-        rows_MD: Tensor = _Spread.apply(x_ND, self.order, self._places, self._k)
-        return self.defined(rows_MD)
+        rows_MD: Tensor = _Dispatch.apply(x_ND, self.order, self._places, self._k)
+        return self.zero_undefined(rows_MD)
 
-    def defined(self, rows_RD: Tensor) -> Tensor:
+    def zero_undefined(self, rows_RD: Tensor) -> Tensor:
         """The rows that experts made, and gradients of those that they were given, 0 where nobody made any."""
         return rows_RD if self._is_rest_M1 is None else rows_RD.masked_fill(self._is_rest_M1, 0)
 
-    def summed(self, rows_RD: Tensor, n: int) -> Tensor:
+    def combine(self, rows_RD: Tensor, n: int) -> Tensor:
         """[N, D]: of each token the rows of its choices."""
         if self._places is None:
             made_ND = rows_RD.new_zeros(n, rows_RD.shape[1])
@@ -91,7 +91,7 @@ class Rows:
         return rows_RD.index_select(0, self._places).unflatten(0, (n, self._k)).sum(1)
 
 
-class _Spread(torch.autograd.Function):
+class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_ND, order_M, places_M, k):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(places_M)

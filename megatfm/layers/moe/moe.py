@@ -6,15 +6,15 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megatfm.config import ModelConfig, expect
+from megatfm.config import ModelConfig, require_variant
 from megatfm.config.experts import MoEConfig
-from megatfm.layers.extra import Extra, Term
+from megatfm.layers.extra import AuxiliaryLoss, BlockOutput
 from megatfm.layers.ffn.dense import FFN
 from megatfm.layers.ffn.registry import FFNS
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.moe import balance
 from megatfm.layers.moe.experts import Experts
-from megatfm.layers.moe.router import ROUTERS, Routing
+from megatfm.layers.moe.router import ROUTERS, RouterOutput
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.initial import Constant
 
@@ -38,7 +38,7 @@ class MoE(nn.Module):
     stream carries it on.
     """
 
-    plan = (
+    tp_plan = (
         ("", "sequence"),
         ("router", "sequence"),
         ("real", "sequence output"),
@@ -49,12 +49,12 @@ class MoE(nn.Module):
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
-        options = expect(config.ffn, MoEConfig, "model.ffn")
+        options = require_variant(config.ffn, MoEConfig, "model.ffn")
         self.options, self.router = options.router, ROUTERS.get(options.router.name)(config, initial)
         self.real, self.experts = RealTokens(), Experts(config, initial)
         self.shared = None
         if options.n_shared_experts:
-            self.shared = FFN(config.changed({"ffn": options.shared}), initial)
+            self.shared = FFN(config.with_changes({"ffn": options.shared}), initial)
         # Where sums over a part of the row become those over all of it.
         self.counted, self.total, self.row_sums = nn.Identity(), nn.Identity(), balance.RowSums()
         self.register_buffer("shares", torch.empty(options.n_experts), persistent=options.router.balance > 0)
@@ -63,38 +63,38 @@ class MoE(nn.Module):
         self.observed: dict[str, Tensor] = {}
 
     @property
-    def context(self) -> str:
+    def cp_plan(self) -> str:
         """See `parallel.context`."""
-        of_rows = self.options.sequence_balance or self.options.of_encoders or self.experts.is_limited
+        of_rows = self.options.sequence_balance or self.options.of_encoders or self.experts.has_capacity
         return "experts" if of_rows else "alone"
 
     @staticmethod
-    def terms(config: ModelConfig) -> dict[str, Term]:
+    def terms(config: ModelConfig) -> dict[str, AuxiliaryLoss]:
         """The router's loss terms whose weight is not 0."""
-        router = expect(config.ffn, MoEConfig, "model.ffn").router
+        router = require_variant(config.ffn, MoEConfig, "model.ffn").router
         every = {
-            "balance": Term(router.balance, "tokens"),
-            "sequence_balance": Term(router.sequence_balance, "rows"),
-            "router_z": Term(router.z_loss, "tokens"),
+            "balance": AuxiliaryLoss(router.balance, "tokens"),
+            "sequence_balance": AuxiliaryLoss(router.sequence_balance, "rows"),
+            "router_z": AuxiliaryLoss(router.z_loss, "tokens"),
         }
-        every |= {name: Term(getattr(router, name), "tokens") for name in router.evens}
+        every |= {name: AuxiliaryLoss(getattr(router, name), "tokens") for name in router.evens}
         return {name: term for name, term in every.items() if term.weight}
 
-    def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> Extra:
+    def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> BlockOutput:
         routing, real_BT = self.router(x_BTD, sequence), self.real(sequence)
-        choices_BTK = routing.choices.where(real_BT[..., None], len(self.shares))
+        choices_BTK = routing.expert_indices.where(real_BT[..., None], len(self.shares))
         shared: list[Tensor] = []
-        inputs = x_BTD, routing.weights, choices_BTK, sequence
+        inputs = x_BTD, routing.expert_weights, choices_BTK, sequence
         if self.shared is None:
             y_BTD, taken_BTK = self.experts(*inputs)
-        elif self.experts.are_elsewhere:
+        elif self.experts.uses_expert_parallelism:
             of_all = partial(self._share, shared, x_BTD, sequence)
             y_BTD, taken_BTK = self.experts(*inputs, of_all)
             y_BTD = y_BTD + shared[0]
         else:
             y_BTD, taken_BTK = self.experts(*inputs)
             y_BTD = y_BTD + self.shared(x_BTD, sequence)
-        return Extra(
+        return BlockOutput(
             y_BTD, self._losses(routing, real_BT), self._counts(routing, real_BT, choices_BTK, taken_BTK)
         )
 
@@ -103,18 +103,20 @@ class MoE(nn.Module):
         assert self.shared is not None
         made.append(self.shared(x_BTD, sequence))
 
-    def _losses(self, routing: Routing, real_BT: Tensor) -> dict[str, Tensor]:
+    def _losses(self, routing: RouterOutput, real_BT: Tensor) -> dict[str, Tensor]:
         losses: dict[str, Tensor] = {}
         if self.options.balance:
-            losses["balance"] = balance.over_batch(routing, real_BT, self.shares)
+            losses["balance"] = balance.load_balancing_loss(routing, real_BT, self.shares)
         if self.options.sequence_balance:
-            counts_BX = self.counted(balance.counts_of_rows(routing, real_BT, self.row_sums))
-            losses["sequence_balance"] = balance.over_sequences(routing, real_BT, counts_BX, self.row_sums)
+            counts_BX = self.counted(balance.row_expert_counts(routing, real_BT, self.row_sums))
+            losses["sequence_balance"] = balance.sequence_load_balancing_loss(
+                routing, real_BT, counts_BX, self.row_sums
+            )
         if self.options.z_loss:
-            losses["router_z"] = balance.of_logits(routing, real_BT)
-        for name, numbers_BTE in routing.evened.items():
+            losses["router_z"] = balance.z_loss(routing, real_BT)
+        for name, numbers_BTE in routing.balanced.items():
             means_E = self.router.get_buffer(name)
-            losses[name] = balance.variation(numbers_BTE, real_BT, means_E)
+            losses[name] = balance.cv_squared_loss(numbers_BTE, real_BT, means_E)
         if losses:
             sums = self.total(torch.stack(list(losses.values())))
             losses = {name: sums[i].clone() for i, name in enumerate(losses)}  # FSDP2 warns of views
@@ -122,7 +124,7 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def _counts(
-        self, routing: Routing, real_BT: Tensor, choices_BTK: Tensor, taken_BTK: Tensor
+        self, routing: RouterOutput, real_BT: Tensor, choices_BTK: Tensor, taken_BTK: Tensor
     ) -> dict[str, Tensor]:
         """load [E]: choices by expert, before a capacity; dropped: of these; entropy: summed over tokens, in nats; and
         what is evened, which may be called a load as well."""
@@ -136,12 +138,12 @@ class MoE(nn.Module):
             "tokens": real_BT.sum(),
             "entropy": entropy_BT.double().sum(),
             **{
-                f"evened {name}": balance.in_steps(numbers, real_BT)
-                for name, numbers in routing.evened.items()
+                f"evened {name}": balance.quantise_counts(numbers, real_BT)
+                for name, numbers in routing.balanced.items()
             },
         }
 
-    def observe(self, counts: Mapping[str, Tensor]) -> None:
+    def accumulate_counts(self, counts: Mapping[str, Tensor]) -> None:
         """Add the counts of a micro-batch."""
         self.observed = {name: self.observed.get(name, 0) + value for name, value in counts.items()}
 
@@ -167,7 +169,7 @@ class MoE(nn.Module):
         load_E = observed["load"].double()
         chosen = load_E.sum().clamp(min=1)
         loads = (load_E / chosen * len(load_E)).tolist()
-        dropped = {"dropped": float(observed["dropped"] / chosen)} if self.experts.is_limited else {}
+        dropped = {"dropped": float(observed["dropped"] / chosen)} if self.experts.has_capacity else {}
         return {
             "load": loads,
             "load_max": max(loads),
@@ -181,6 +183,6 @@ class MoE(nn.Module):
             },
         }
 
-    def forget(self) -> None:
+    def reset_counts(self) -> None:
         """Begin to count anew."""
         self.observed = {}

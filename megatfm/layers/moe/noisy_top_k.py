@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatfm.config import ModelConfig, expect
+from megatfm.config import ModelConfig, require_variant
 from megatfm.config.experts import MoEConfig, NoisyTopKRouterConfig
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser
-from megatfm.layers.moe.router import ROUTERS, Router, Routing, highest
+from megatfm.layers.moe.router import ROUTERS, Router, RouterOutput, stable_topk
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops import dropout as keyed
 from megatfm.ops.initial import Constant
@@ -34,12 +34,12 @@ class NoisyTopKRouter(Router):
     Evened out are the experts' weights (importance), and how probably noise alone would have them chosen (load).
     """
 
-    plan = (("noise", "keys of own tokens"),)
+    tp_plan = (("noise", "keys of own tokens"),)
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__(config, initial)
-        options = expect(config.ffn, MoEConfig, "model.ffn")
-        router = expect(options.router, NoisyTopKRouterConfig, "model.ffn.router")
+        options = require_variant(config.ffn, MoEConfig, "model.ffn")
+        router = require_variant(options.router, NoisyTopKRouterConfig, "model.ffn.router")
         self.noise, self.n_experts = Noise(0.0, "router noise"), options.n_experts
         self.noise_weight = nn.Parameter(torch.empty(options.n_experts, config.d_model))
         # From 0 on, it learns as the other matrix that reads the same.
@@ -49,11 +49,11 @@ class NoisyTopKRouter(Router):
             self.register_buffer(name, torch.empty(options.n_experts), persistent=True)
             self.initial[name] = Constant(1 / options.n_experts)
 
-    def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> Routing:
+    def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> RouterOutput:
         clean_BTE = self.logits(x_BTD)
         scale_BTE = F.softplus(F.linear(x_BTD.to(clean_BTE.dtype), self.noise_weight.to(clean_BTE.dtype)))
         logits_BTE = clean_BTE + self.noise(clean_BTE, sequence) * scale_BTE
-        best_BTX = highest(logits_BTE, self.top_k + 1)
+        best_BTX = stable_topk(logits_BTE, self.top_k + 1)
         choices_BTK = best_BTX[..., : self.top_k]
         weights_BTK = logits_BTE.gather(-1, choices_BTK).softmax(-1)
         evened: dict[str, Tensor] = {}
@@ -65,7 +65,9 @@ class NoisyTopKRouter(Router):
             # What an expert must exceed is the best that the others leave for it.
             bar_BTE = last_BT2[..., 1:].where(chosen_BTE, last_BT2[..., :1])
             evened["load"] = torch.special.ndtr((clean_BTE - bar_BTE) / scale_BTE)
-        return Routing(choices_BTK, weights_BTK.to(x_BTD.dtype), logits_BTE, logits_BTE.softmax(-1), evened)
+        return RouterOutput(
+            choices_BTK, weights_BTK.to(x_BTD.dtype), logits_BTE, logits_BTE.softmax(-1), evened
+        )
 
     def update(self, load_E: Tensor, means: Mapping[str, Tensor]) -> None:
         for name, means_E in means.items():

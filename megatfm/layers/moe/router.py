@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatfm.config import ModelConfig, expect
+from megatfm.config import ModelConfig, require_variant
 from megatfm.config.experts import MoEConfig
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.sequence import SequenceMetadata
@@ -17,22 +17,22 @@ from megatfm.registry import Registry
 # B batch, T tokens, D model width, E experts, K chosen experts
 
 
-class Routing(NamedTuple):
+class RouterOutput(NamedTuple):
     """What a router says of each token.
 
-    choices [B, T, K]: experts, the best first, or their number for none; weights [B, T, K]: of what they make. logits
-    [B, T, E], probabilities [B, T, E]: of which terms of the loss are made; the latter add up to 1. evened: numbers
-    [B, T, E] by the name of a term of the loss that keeps their sums over the batch even.
+    expert_indices [B, T, K]: the best first, or their number for none; expert_weights [B, T, K]: of what they make.
+    logits [B, T, E], probabilities [B, T, E]: of which terms of the loss are made; the latter add up to 1. balanced:
+    numbers [B, T, E] by the name of a term of the loss that keeps their sums over the batch even.
     """
 
-    choices: Tensor
-    weights: Tensor
+    expert_indices: Tensor
+    expert_weights: Tensor
     logits: Tensor
     probabilities: Tensor
-    evened: Mapping[str, Tensor] = MappingProxyType({})
+    balanced: Mapping[str, Tensor] = MappingProxyType({})
 
 
-class AsItIs(nn.Module):
+class RowSeam(nn.Module):
     """Numbers of tokens, or of the rows that these are of: the same where rows are whole."""
 
     def forward(self, x: Tensor, sequence: SequenceMetadata) -> Tensor:
@@ -44,7 +44,7 @@ class Router(nn.Module):
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
-        options = expect(config.ffn, MoEConfig, "model.ffn")
+        options = require_variant(config.ffn, MoEConfig, "model.ffn")
         n_experts, d, self.top_k = options.n_experts, config.d_model, options.top_k
         self.weight = nn.Parameter(torch.empty(n_experts, d))
         self.initial = {"weight": initial("dense", d, n_experts)}
@@ -54,7 +54,7 @@ class Router(nn.Module):
         precise = torch.promote_types(x_BTD.dtype, torch.float32)
         return F.linear(x_BTD.to(precise), self.weight.to(precise))
 
-    def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> Routing:
+    def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> RouterOutput:
         """Choose. Raises NotImplementedError: subclasses say how."""
         raise NotImplementedError
 
@@ -67,7 +67,7 @@ ROUTERS: Registry[Callable[[ModelConfig, Initialiser], Any]] = Registry("router 
 """Made: modules that are called with x [B, T, D] and sequence, and have `top_k` and `update` as a Router has."""
 
 
-def highest(scores: Tensor, k: int) -> Tensor:
+def stable_topk(scores: Tensor, k: int) -> Tensor:
     """The places [..., k] of the k highest scores, the highest first; of equal ones the first.
 
     torch.topk leaves open which of equal scores it takes, and takes others in tensors of another size.

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatfm.config import ModelConfig, expect
+from megatfm.config import ModelConfig, require_variant
 from megatfm.config.experts import SoftMoEConfig
-from megatfm.cost import Cost, Tokens, cost_of
+from megatfm.cost import Cost, TokenCounts, module_cost
 from megatfm.layers.ffn.registry import FFNS
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.moe.experts import Experts
@@ -18,7 +18,7 @@ from megatfm.layers.sequence import SequenceMetadata
 # B batch, T tokens, D model width, N documents of a row, S slots of all experts together, X = N · S
 
 
-class Means(nn.Module):
+class GatherSlots(nn.Module):
     """Means over the tokens here, whose scores are given, → those over all of a row's tokens, with the experts that
     they go to: the same where rows are whole."""
 
@@ -26,7 +26,7 @@ class Means(nn.Module):
         return means_BXD, choices_BX1
 
 
-class Made(nn.Module):
+class ReturnSlots(nn.Module):
     """What experts make of the means here → of all, so many of a row: the same where rows are whole."""
 
     def forward(self, made_BXD: Tensor, slots: int) -> Tensor:
@@ -37,31 +37,31 @@ class Made(nn.Module):
 class SoftMoE(nn.Module):
     """Each slot is a mean of a document's tokens, and each token gets a mean of what is made of its slots."""
 
-    context = "slots"
+    cp_plan = "slots"
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
-        options = expect(config.ffn, SoftMoEConfig, "model.ffn")
+        options = require_variant(config.ffn, SoftMoEConfig, "model.ffn")
         self.slots = options.slots
         n_slots = options.n_experts * options.slots
         self.weight = nn.Parameter(torch.empty(n_slots, config.d_model))
         self.initial = {"weight": initial("dense", config.d_model, n_slots)}
         self.experts = Experts(config, initial)
         # Where ranks that have a part of each row make means of all of it, and each takes some of them to experts.
-        self.means, self.made = Means(), Made()
+        self.means, self.made = GatherSlots(), ReturnSlots()
 
-    def cost(self, tokens: Tokens) -> Cost:
+    def cost(self, tokens: TokenCounts) -> Cost:
         """Experts see slots, and both ways between tokens and slots are products of activations."""
         slots, d = self.weight.shape
         mixing = 2.0 * tokens.n * slots * d
-        return Cost(products=tokens.n * slots * d, attention=mixing, seen=mixing) + cost_of(
-            self.experts, tokens.of(slots)
-        )
+        return Cost(
+            matmul_macs=tokens.n * slots * d, attention_macs=mixing, visible_attention_macs=mixing
+        ) + module_cost(self.experts, tokens.with_count(slots))
 
     def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> Tensor:
         precise = torch.promote_types(x_BTD.dtype, torch.float32)
         logits_BTS = F.linear(x_BTD.to(precise), self.weight.to(precise))
-        owners_BNT = _owners(sequence)
+        owners_BNT = _document_membership(sequence)
         scores_BNTS = logits_BTS[:, None].masked_fill(~owners_BNT[..., None], float("-inf"))
         shares_BNTS = scores_BNTS.softmax(2).nan_to_num(0.0)  # of documents that the row has not
         B, N, _, S = shares_BNTS.shape
@@ -75,9 +75,9 @@ class SoftMoE(nn.Module):
         return torch.einsum("bnts,bnsd->btd", means_BNTS.to(x_BTD.dtype), made_BNSD)
 
 
-def _owners(sequence: SequenceMetadata) -> Tensor:
+def _document_membership(sequence: SequenceMetadata) -> Tensor:
     """Boolean [B, N, T]: which tokens belong to a row's document; padding to none."""
     if sequence.documents is None:
         return torch.ones_like(sequence.positions, dtype=torch.bool)[:, None]
-    numbers_N1 = torch.arange(sequence.most_documents, device=sequence.documents.device)[:, None]
+    numbers_N1 = torch.arange(sequence.max_documents_per_row, device=sequence.documents.device)[:, None]
     return sequence.documents[:, None] == numbers_N1

@@ -2,11 +2,11 @@
 
 from torch import Tensor
 
-from megatfm.config import ModelConfig, expect
+from megatfm.config import ModelConfig, require_variant
 from megatfm.config.experts import MoEConfig, SwitchRouterConfig
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser
-from megatfm.layers.moe.router import ROUTERS, Router, Routing, highest
+from megatfm.layers.moe.router import ROUTERS, Router, RouterOutput, stable_topk
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops import dropout as keyed
 
@@ -25,18 +25,18 @@ class Jitter(Dropout):
 class SwitchRouter(Router):
     """Its weight is its probability."""
 
-    plan = (("jitter", "keys of own tokens"),)
+    tp_plan = (("jitter", "keys of own tokens"),)
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__(config, initial)
-        options = expect(config.ffn, MoEConfig, "model.ffn")
-        jitter = expect(options.router, SwitchRouterConfig, "model.ffn.router").jitter
+        options = require_variant(config.ffn, MoEConfig, "model.ffn")
+        jitter = require_variant(options.router, SwitchRouterConfig, "model.ffn.router").jitter
         self.jitter = Jitter(jitter, "router jitter")
 
-    def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> Routing:
+    def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> RouterOutput:
         logits_BTE = self.logits(self.jitter(x_BTD, sequence))
         shares_BTE = logits_BTE.softmax(-1)
-        choices_BT1 = highest(shares_BTE, 1)
-        return Routing(
+        choices_BT1 = stable_topk(shares_BTE, 1)
+        return RouterOutput(
             choices_BT1, shares_BTE.gather(-1, choices_BT1).to(x_BTD.dtype), logits_BTE, shares_BTE
         )

@@ -2,6 +2,6 @@
 
 from megatfm.layers.norm.layer_norm import LayerNorm
 from megatfm.layers.norm.registry import NORMS, make_norm
-from megatfm.layers.norm.rms_norm import RMSNorm, SplitRMSNorm
+from megatfm.layers.norm.rms_norm import RMSNorm, ShardedRMSNorm
 
-__all__ = ["NORMS", "LayerNorm", "RMSNorm", "SplitRMSNorm", "make_norm"]
+__all__ = ["NORMS", "LayerNorm", "RMSNorm", "ShardedRMSNorm", "make_norm"]

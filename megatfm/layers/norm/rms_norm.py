@@ -26,10 +26,10 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.to(precise), self.weight.shape, 1 + self.weight.to(precise), self.eps).to(x.dtype)
 
 
-class SplitRMSNorm(nn.Module):
+class ShardedRMSNorm(nn.Module):
     """The same over channels that ranks may have a part of each (`total` sums over the parts)."""
 
-    plan = (("", "last dim"), ("total", "summed over parts"))
+    tp_plan = (("", "last dim"), ("total", "summed over parts"))
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()

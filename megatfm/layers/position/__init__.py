@@ -11,12 +11,12 @@ from megatfm.layers.position import (
     t5,
     transformer_xl,
 )
-from megatfm.layers.position.registry import POSITIONS, Position
+from megatfm.layers.position.registry import POSITIONS, PositionEncoding
 from megatfm.layers.position.rope import Rope
 
 __all__ = [
     "POSITIONS",
-    "Position",
+    "PositionEncoding",
     "Rope",
     "alibi",
     "disentangled",

@@ -5,9 +5,9 @@ from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
 from megatfm.layers.initialisation import Initialiser
-from megatfm.layers.position.registry import POSITIONS, Position
+from megatfm.layers.position.registry import POSITIONS, PositionEncoding
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.initial import Values
+from megatfm.ops.initial import FixedValues
 
 # N heads, T queries, S keys
 
@@ -23,17 +23,17 @@ def alibi_slopes(n_heads: int) -> tuple[float, ...]:
 class Alibi(nn.Module):
     """−slope · |query − key|; the slopes are a buffer with a heads dimension."""
 
-    plan = (("", "last dim"),)
+    tp_plan = (("", "last dim"),)
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
         self.slopes: Tensor
         self.register_buffer("slopes", torch.empty(config.attention.n_heads), persistent=False)
-        self.initial = {"slopes": Values(alibi_slopes(config.attention.n_heads))}
+        self.initial = {"slopes": FixedValues(alibi_slopes(config.attention.n_heads))}
 
     def forward(self, sequence: SequenceMetadata, causal: bool) -> Tensor:
-        """For each distance, [N, T + S − 1] (`SequenceMetadata.distances_once`)."""
-        return -self.slopes[:, None] * sequence.distances_once().abs()
+        """For each distance, [N, T + S − 1] (`SequenceMetadata.unique_relative_positions`)."""
+        return -self.slopes[:, None] * sequence.unique_relative_positions().abs()
 
 
-ALIBI = POSITIONS.register("alibi")(Position(bias=Alibi))
+ALIBI = POSITIONS.register("alibi")(PositionEncoding(score_bias=Alibi))

@@ -2,28 +2,28 @@
 
 from torch import Tensor, nn
 
-from megatfm.config import DisentangledPositionConfig, ModelConfig, expect
+from megatfm.config import DisentangledPositionConfig, ModelConfig, require_variant
 from megatfm.layers.initialisation import Initialiser
-from megatfm.layers.position.registry import POSITIONS, Position
+from megatfm.layers.position.registry import POSITIONS, PositionEncoding
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.layers.table import Table
+from megatfm.layers.table import Embedding
 
 # R relative positions (twice the farthest distance), D model width
 
 
-class RelativeTable(nn.Module):
+class RelativePositionTable(nn.Module):
     """A vector [D] for every relative position, one table for all layers."""
 
-    plan = (("table", "shared by heads"),)
+    tp_plan = (("table", "shared by heads"),)
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
-        rows = 2 * expect(config.position, DisentangledPositionConfig, "model.position").max_distance
-        self.table = Table(rows, config.d_model, initial("relative", rows, config.d_model))
+        rows = 2 * require_variant(config.position, DisentangledPositionConfig, "model.position").max_distance
+        self.table = Embedding(rows, config.d_model, initial("relative", rows, config.d_model))
 
     def forward(self, sequence: SequenceMetadata, causal: bool) -> Tensor:
         """[R, D]."""
         return self.table.weight
 
 
-DISENTANGLED = POSITIONS.register("disentangled")(Position(bias=RelativeTable))
+DISENTANGLED = POSITIONS.register("disentangled")(PositionEncoding(score_bias=RelativePositionTable))

@@ -3,18 +3,18 @@
 import torch
 from torch import Tensor, nn
 
-from megatfm.config import DisentangledBucketsConfig, ModelConfig, expect
-from megatfm.cost import Cost, Tokens
+from megatfm.config import DisentangledBucketsConfig, ModelConfig, require_variant
+from megatfm.cost import Cost, TokenCounts
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.norm import make_norm
-from megatfm.layers.position.registry import POSITIONS, Position
+from megatfm.layers.position.registry import POSITIONS, PositionEncoding
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.layers.table import Table
+from megatfm.layers.table import Embedding
 
 # R buckets of both directions, D model width
 
 
-def log_buckets(distances: Tensor, n_buckets: int, farthest: int) -> Tensor:
+def log_bucket_position(distances: Tensor, n_buckets: int, farthest: int) -> Tensor:
     """The signed bucket of each distance, int64 within ± n_buckets for distances within ± farthest.
 
     Half of them stand for one distance each, the others for ranges that grow exponentially up to `farthest`; unlike
@@ -29,19 +29,19 @@ def log_buckets(distances: Tensor, n_buckets: int, farthest: int) -> Tensor:
     return torch.where(distances.abs() <= exact, distances, far * distances.sign())
 
 
-class BucketTable(nn.Module):
+class BucketedPositionTable(nn.Module):
     """A vector [D] for every bucket, one table for all layers, and a norm on it."""
 
-    plan = (("table", "shared by heads"), ("norm", "shared by heads"))
+    tp_plan = (("table", "shared by heads"), ("norm", "shared by heads"))
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
-        options = expect(config.position, DisentangledBucketsConfig, "model.position")
+        options = require_variant(config.position, DisentangledBucketsConfig, "model.position")
         rows = 2 * options.buckets
-        self.table = Table(rows, config.d_model, initial("relative", rows, config.d_model))
+        self.table = Embedding(rows, config.d_model, initial("relative", rows, config.d_model))
         self.norm = make_norm(config)
 
-    def cost(self, tokens: Tokens) -> Cost:
+    def cost(self, tokens: TokenCounts) -> Cost:
         """A norm over the table, once for all tokens and layers: next to nothing."""
         return Cost()
 
@@ -50,4 +50,6 @@ class BucketTable(nn.Module):
         return self.norm(self.table.weight)
 
 
-DISENTANGLED_BUCKETS = POSITIONS.register("disentangled_buckets")(Position(bias=BucketTable))
+DISENTANGLED_BUCKETS = POSITIONS.register("disentangled_buckets")(
+    PositionEncoding(score_bias=BucketedPositionTable)
+)

@@ -4,10 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatfm.config import LearnedPositionConfig, ModelConfig, expect
+from megatfm.config import LearnedPositionConfig, ModelConfig, require_variant
 from megatfm.errors import UsageError
 from megatfm.layers.initialisation import Initialiser
-from megatfm.layers.position.registry import POSITIONS, Position
+from megatfm.layers.position.registry import POSITIONS, PositionEncoding
 from megatfm.layers.sequence import SequenceMetadata
 
 # B batch, T tokens, D embedding width
@@ -18,7 +18,7 @@ class LearnedPositions(nn.Module):
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
-        options = expect(config.position, LearnedPositionConfig, "model.position")
+        options = require_variant(config.position, LearnedPositionConfig, "model.position")
         self.limit, self.offset = options.max_positions, options.offset
         rows = self.limit + self.offset
         self.weight = nn.Parameter(torch.empty(rows, config.embedding_width))
@@ -27,7 +27,7 @@ class LearnedPositions(nn.Module):
 
     def forward(self, sequence: SequenceMetadata) -> Tensor:
         """[B, T, D]. Raises UsageError where a row could be longer than the table."""
-        length = sequence.past + sequence.positions.shape[1]
+        length = sequence.cached_length + sequence.positions.shape[1]
         if length > self.limit and sequence.documents is None:
             raise UsageError(
                 f"a sequence of {length} tokens, but model.position.max_positions = {self.limit}: shorten it, or train "
@@ -36,4 +36,4 @@ class LearnedPositions(nn.Module):
         return F.embedding(sequence.positions + self.offset, self.weight)
 
 
-LEARNED = POSITIONS.register("learned")(Position(embedding=LearnedPositions))
+LEARNED = POSITIONS.register("learned")(PositionEncoding(absolute=LearnedPositions))

@@ -1,5 +1,5 @@
 """No position encoding: a causal decoder can still count (Kazemnejad et al. 2023)."""
 
-from megatfm.layers.position.registry import POSITIONS, Position
+from megatfm.layers.position.registry import POSITIONS, PositionEncoding
 
-NONE = POSITIONS.register("none")(Position())
+NONE = POSITIONS.register("none")(PositionEncoding())

@@ -13,20 +13,20 @@ Make = Callable[[ModelConfig, Initialiser], nn.Module]
 
 
 @dataclass(frozen=True)
-class Position:
+class PositionEncoding:
     """Makes the modules of an encoding; what it does not do is None.
 
-    embedding: made once a stack, (sequence) → [B or 1, T, D], added to the embeddings.
-    heads: made in every self-attention, (q, k, sequence) → (q, k).
-    bias: made once a stack and shared by its layers, (sequence, causal) → [N, T + S − 1] by distance
+    absolute: made once a stack, (sequence) → [B or 1, T, D], added to the embeddings.
+    rotary: made in every self-attention, (q, k, sequence) → (q, k).
+    score_bias: made once a stack and shared by its layers, (sequence, causal) → [N, T + S − 1] by distance
     (`megatfm.ops.attention.distances`) or [1, N, T, S], added to the scores.
-    core: made in every self-attention in place of the plain core; see `layers.attention`.
+    attention: made in every self-attention in place of the plain core; see `layers.attention`.
     """
 
-    embedding: Make | None = None
-    heads: Make | None = None
-    bias: Make | None = None
-    core: Callable[..., nn.Module] | None = None
+    absolute: Make | None = None
+    rotary: Make | None = None
+    score_bias: Make | None = None
+    attention: Callable[..., nn.Module] | None = None
 
 
-POSITIONS: Registry[Position] = Registry("position")
+POSITIONS: Registry[PositionEncoding] = Registry("position")

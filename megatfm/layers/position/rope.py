@@ -5,10 +5,10 @@ import math
 import torch
 from torch import Tensor, nn
 
-from megatfm.config import ModelConfig, RopeConfig, RopeScaling, expect
+from megatfm.config import ModelConfig, RopeConfig, RopeScaling, require_variant
 from megatfm.config.position import LinearScaling, Llama3Scaling, NtkScaling, YarnScaling
 from megatfm.layers.initialisation import Initialiser
-from megatfm.layers.position.registry import POSITIONS, Position
+from megatfm.layers.position.registry import POSITIONS, PositionEncoding
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.rotary import frequencies, rotary_table, rotate
 
@@ -20,13 +20,13 @@ class Rope(nn.Module):
 
     def __init__(self, config: ModelConfig, initial: Initialiser, width: int | None = None) -> None:
         super().__init__()
-        options = expect(config.position, RopeConfig, "model.position")
+        options = require_variant(config.position, RopeConfig, "model.position")
         self.width, self.theta, self.scaling = width or config.head_width, options.theta, options.scaling
         self.key = f"rope {self.width} {self.theta} {self.scaling}"
 
     def forward(self, q_BNTH: Tensor, k_BKTH: Tensor, sequence: SequenceMetadata) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(q_BNTH.dtype, torch.float32)
-        cos, sin = sequence.once((self.key, dtype), lambda: self._table(sequence, dtype))
+        cos, sin = sequence.cached((self.key, dtype), lambda: self._table(sequence, dtype))
         return rotate(q_BNTH, cos, sin), rotate(k_BKTH, cos, sin)
 
     def _table(self, sequence: SequenceMetadata, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -79,4 +79,4 @@ def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
     return plain * kept + plain / scaling.factor * (1 - kept)
 
 
-ROPE = POSITIONS.register("rope")(Position(heads=Rope))
+ROPE = POSITIONS.register("rope")(PositionEncoding(rotary=Rope))

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
 from megatfm.layers.initialisation import Initialiser
-from megatfm.layers.position.registry import POSITIONS, Position
+from megatfm.layers.position.registry import POSITIONS, PositionEncoding
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.rotary import frequencies
 
@@ -27,4 +27,4 @@ class SinusoidalPositions(nn.Module):
         return table_BTD[..., : self.width]
 
 
-SINUSOIDAL = POSITIONS.register("sinusoidal")(Position(embedding=SinusoidalPositions))
+SINUSOIDAL = POSITIONS.register("sinusoidal")(PositionEncoding(absolute=SinusoidalPositions))

@@ -6,15 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatfm.config import ModelConfig, T5PositionConfig, expect
+from megatfm.config import ModelConfig, T5PositionConfig, require_variant
 from megatfm.layers.initialisation import Initialiser
-from megatfm.layers.position.registry import POSITIONS, Position
+from megatfm.layers.position.registry import POSITIONS, PositionEncoding
 from megatfm.layers.sequence import SequenceMetadata
 
 # N heads, T queries, S keys, R buckets
 
 
-def buckets(distances: Tensor, n_buckets: int, farthest: int, *, causal: bool) -> Tensor:
+def relative_position_bucket(distances: Tensor, n_buckets: int, farthest: int, *, causal: bool) -> Tensor:
     """The bucket of each distance key − query, int64 of the same shape.
 
     Half of the buckets (of each direction) stand for one distance each, the others for ranges that grow
@@ -37,20 +37,22 @@ def buckets(distances: Tensor, n_buckets: int, farthest: int, *, causal: bool) -
 class RelativeBias(nn.Module):
     """A learned number for each bucket and head, shared by all layers of a stack."""
 
-    plan = (("", "last dim"),)
+    tp_plan = (("", "last dim"),)
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
-        options = expect(config.position, T5PositionConfig, "model.position")
+        options = require_variant(config.position, T5PositionConfig, "model.position")
         self.n_buckets, self.farthest = options.buckets, options.max_distance
         self.weight = nn.Parameter(torch.empty(self.n_buckets, config.attention.n_heads))
         self.initial = {"weight": initial("relative", self.n_buckets, config.attention.n_heads)}
         self.roles = {"weight": "vector"}  # numbers, not rows: it doesn't decay
 
     def forward(self, sequence: SequenceMetadata, causal: bool) -> Tensor:
-        """For each distance, [N, T + S − 1] (`SequenceMetadata.distances_once`)."""
-        bucket = buckets(sequence.distances_once(), self.n_buckets, self.farthest, causal=causal)
+        """For each distance, [N, T + S − 1] (`SequenceMetadata.unique_relative_positions`)."""
+        bucket = relative_position_bucket(
+            sequence.unique_relative_positions(), self.n_buckets, self.farthest, causal=causal
+        )
         return F.embedding(bucket, self.weight).movedim(-1, 0)
 
 
-T5 = POSITIONS.register("t5")(Position(bias=RelativeBias))
+T5 = POSITIONS.register("t5")(PositionEncoding(score_bias=RelativeBias))

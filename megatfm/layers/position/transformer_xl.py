@@ -5,14 +5,14 @@ from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
 from megatfm.layers.initialisation import Initialiser
-from megatfm.layers.position.registry import POSITIONS, Position
+from megatfm.layers.position.registry import POSITIONS, PositionEncoding
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.rotary import frequencies
 
 # R relative positions (all that a row of T tokens has, 2T − 1), D model width
 
 
-class SinusoidTable(nn.Module):
+class RelativeSinusoids(nn.Module):
     """A vector [D] for every distance query − key, the longest negative one first: all sines, then all cosines."""
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
@@ -27,4 +27,4 @@ class SinusoidTable(nn.Module):
         return torch.cat((angles_RH.sin(), angles_RH.cos()), dim=-1)[:, : self.width]
 
 
-TRANSFORMER_XL = POSITIONS.register("transformer_xl")(Position(bias=SinusoidTable))
+TRANSFORMER_XL = POSITIONS.register("transformer_xl")(PositionEncoding(score_bias=RelativeSinusoids))

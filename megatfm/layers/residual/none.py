@@ -3,8 +3,8 @@
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
-from megatfm.layers.initialisation import Stack
-from megatfm.layers.residual.registry import RESIDUALS, Branch
+from megatfm.layers.initialisation import StackKind
+from megatfm.layers.residual.registry import RESIDUALS, ResidualDropout
 from megatfm.layers.sequence import SequenceMetadata
 
 
@@ -12,12 +12,12 @@ from megatfm.layers.sequence import SequenceMetadata
 class NoNorm(nn.Module):
     """The sum alone."""
 
-    def __init__(self, config: ModelConfig, place: str, stack: Stack) -> None:
+    def __init__(self, config: ModelConfig, place: str, stack: StackKind) -> None:
         super().__init__()
-        self.branch = Branch(config, place)
+        self.branch = ResidualDropout(config, place)
 
-    def before(self, x_BTD: Tensor) -> Tensor:
+    def input_norm(self, x_BTD: Tensor) -> Tensor:
         return x_BTD
 
-    def after(self, x_BTD: Tensor, y_BTD: Tensor, sequence: SequenceMetadata) -> Tensor:
+    def add(self, x_BTD: Tensor, y_BTD: Tensor, sequence: SequenceMetadata) -> Tensor:
         return x_BTD + self.branch(y_BTD, sequence)

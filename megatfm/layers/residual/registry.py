@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
 from megatfm.layers.dropout import Dropout, DropPath
-from megatfm.layers.initialisation import Stack
+from megatfm.layers.initialisation import StackKind
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.registry import Registry
 
@@ -15,21 +15,21 @@ from megatfm.registry import Registry
 class Residual(Protocol):
     """A module around one sublayer; it holds the sublayer's norms."""
 
-    def before(self, x_BTD: Tensor) -> Tensor:
+    def input_norm(self, x_BTD: Tensor) -> Tensor:
         """What the sublayer gets."""
 
-    def after(self, x_BTD: Tensor, y_BTD: Tensor, sequence: SequenceMetadata) -> Tensor:
+    def add(self, x_BTD: Tensor, y_BTD: Tensor, sequence: SequenceMetadata) -> Tensor:
         """The residual stream after the sublayer has given y."""
 
 
-RESIDUALS: Registry[Callable[[ModelConfig, str, Stack], Residual]] = Registry("norm position")
+RESIDUALS: Registry[Callable[[ModelConfig, str, StackKind], Residual]] = Registry("norm position")
 """Made as `RESIDUALS.get(name)(config, place, stack)`; `place` names the sublayer, for its dropout."""
 
 
-class Branch(nn.Module):
+class ResidualDropout(nn.Module):
     """What happens to a sublayer's output before it is added: dropout and stochastic depth."""
 
-    plan = (("dropout", "keys of own tokens"),)
+    tp_plan = (("dropout", "keys of own tokens"),)
 
     def __init__(self, config: ModelConfig, place: str) -> None:
         super().__init__()

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from megatfm.ops.attention.bands import Band, add_tiles, tiles
-from megatfm.ops.attention.distances import add_tile, of_tile
+from megatfm.ops.attention.distances import add_tile, for_tile
 from megatfm.ops.attention.tiles import (
-    ROOM,
-    Found,
-    How,
-    attend,
+    EXTRA_COLUMNS,
+    BlockAttentionPlan,
+    Gradients,
     attend_backward,
-    products_backward,
+    tile_backward_bf16,
+    tile_forward,
 )
 
 # B batch, N query heads, K key-value heads, g = N / K, X rows times K, T queries, S keys, n tiles of b queries
@@ -26,7 +26,14 @@ HELD = 2**21
 
 
 def forward(
-    band: Band, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None, how: How
+    band: Band,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    how: BlockAttentionPlan,
 ) -> None:
     """Puts output and logarithms of the sums into `out` and `lse` [B, N, T, ·], or merges them with what is there.
 
@@ -38,18 +45,18 @@ def forward(
         keys, values = (tiles(x, start, band.keys, count, band.step) for x in (k, v))
         if band.causal:
             keys, values = (x.expand(-1, q.shape[1], -1, -1) for x in (keys, values))
-        found = attend(_queries(q, first, count, band), keys, values, added, None, how, band.causal)
+        found = tile_forward(_queries(q, first, count, band), keys, values, added, None, how, band.causal)
         places = [tiles(x, first, band.queries, count, band.step) for x in (out, lse)]
         made = [_of_heads(x, q.shape[1], band) for x in found]
-        if band.more:
-            made = list(merged(places[0].to(lse.dtype), places[1], *made))
+        if band.accumulates:
+            made = list(merge_partial(places[0].to(lse.dtype), places[1], *made))
         for place, x in zip(places, made, strict=True):
             place.copy_(x)
 
 
 def backward(
     band: Band, g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Tensor, dk: Tensor,
-    dv: Tensor, bias: Tensor | None, of_bias: Tensor | None, how: How,
+    dv: Tensor, bias: Tensor | None, of_bias: Tensor | None, how: BlockAttentionPlan,
 ) -> None:  # fmt: skip
     """Adds to the gradients of q, k and v, and of a bias that learns; all but that of q in the type of `lse`."""
     heads, length, width = k.shape[1], *q.shape[2:]
@@ -58,14 +65,14 @@ def backward(
     k, v, dk, dv = (_by_keys(x, band, heads)[:, 0] for x in (k, v, dk, dv))
     folded = k.shape[-1] != width
     if folded and (band.causal or q.shape[1] * band.queries * band.keys > FOLDED):
-        folded, k, v = False, k[..., :-ROOM], v[..., :-ROOM]
+        folded, k, v = False, k[..., :-EXTRA_COLUMNS], v[..., :-EXTRA_COLUMNS]
     for first, start, count in _parts(band, HELD, q):
         gc, qc, oc, lc = (_queries(x, first, count, band) for x in (g, q, out, lse))
         kc, vc = (tiles(x, start, band.keys, count, band.step) for x in (k, v))
         if band.causal:
             kc, vc = (x.expand(-1, q.shape[1], -1, -1) for x in (kc, vc))
         if folded:
-            found: Found = (*_products(gc, qc, kc, vc, oc, lc, added, how.scale), None)
+            found: Gradients = (*_products(gc, qc, kc, vc, oc, lc, added, how.scale), None)
         else:
             learns = of_bias is not None
             found = attend_backward(gc, qc, kc, vc, oc, lc, added, None, how, band.causal, learns)
@@ -76,13 +83,13 @@ def backward(
                 add_tile(of_bias, of_head, length, band.first, band.start)
         of_q = _of_heads(found[0], q.shape[1], band)
         place = tiles(dq, first, band.queries, count, band.step)
-        place.copy_(place + of_q if band.more else of_q)
+        place.copy_(place + of_q if band.accumulates else of_q)
         for total, part in ((dk, found[1]), (dv, found[2])):
             part = part.sum(1, keepdim=True, dtype=total.dtype) if band.causal else part
             add_tiles(total, part, start, band.step)
 
 
-def merged(out: Tensor, lse: Tensor, more: Tensor, of_more: Tensor) -> tuple[Tensor, Tensor]:
+def merge_partial(out: Tensor, lse: Tensor, more: Tensor, of_more: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over two disjoint sets of keys from attention over each; −∞ where nothing was seen."""
     total = torch.logaddexp(lse, of_more)
     safe = total.masked_fill(total == -torch.inf, 0)
@@ -119,12 +126,14 @@ def _added(band: Band, bias: Tensor | None, q: Tensor, heads: int) -> Tensor | N
     """
     rows, n_heads, total = q.shape[:3]
     if bias is not None:
-        added = of_tile(bias.to(q.dtype), total, band.first, band.queries, band.start, band.keys).contiguous()
-    elif band.edges:
+        added = for_tile(
+            bias.to(q.dtype), total, band.first, band.queries, band.start, band.keys
+        ).contiguous()
+    elif band.partial_columns:
         added = q.new_zeros(n_heads // heads, band.queries, band.keys)
     else:
         return None
-    for at, seen in band.edges:
+    for at, seen in band.partial_columns:
         added[..., at : at + seen.shape[-1]].masked_fill_(~seen, -torch.inf)
     if bias is None:
         return added.view(1, 1, -1, band.keys)
@@ -137,6 +146,6 @@ def _products(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Products in three dims, of keys that no longer overlap: others would be copied for each of them."""
     g_, q_, k_, v_, out_, lse_ = (x.flatten(0, 1).contiguous() for x in (g, q, k, v, out, lse))
-    found = products_backward(g_, q_, k_, v_, out_, lse_, None if bias is None else bias[0], scale)
+    found = tile_backward_bf16(g_, q_, k_, v_, out_, lse_, None if bias is None else bias[0], scale)
     dq, dk, dv = (x.unflatten(0, q.shape[:2]) for x in found)
     return dq, dk, dv

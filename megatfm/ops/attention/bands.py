@@ -30,15 +30,15 @@ ALIGNED = 64
 
 
 @dataclass(frozen=True)
-class Sides:
+class BandLimits:
     """A query sees all of its document from `left` tokens before it to `right` after it; None: from the first, to the
-    last. cut: and of these, those of its chunk of so many tokens, counted from the document's first. tokens: places of
-    a document that see all of it, and are seen by all of it; ascending."""
+    last. chunk: and of these, those of its chunk of so many tokens, counted from the document's first. global_tokens:
+    places of a document that see all of it, and are seen by all of it; ascending."""
 
     left: int | None
     right: int | None
-    cut: int | None = None
-    tokens: tuple[int, ...] = ()
+    chunk: int | None = None
+    global_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,9 @@ class Band:
     """Tiles in one row of the batch, or in all (None), each `step` tokens after the one before: the first has `queries`
     from the place `first` on and `keys` from `start` on.
 
-    edges: by their first columns, what of the keys is not seen by all queries, boolean [b, ·]. causal: a single tile,
-    whose i-th query sees keys up to the i-th. more: of keys beside those that others have looked at for its queries.
+    partial_columns: by their first columns, what of the keys is not seen by all queries, boolean [b, ·]. causal: a
+    single tile, whose i-th query sees keys up to the i-th. accumulates: of keys beside those that others have looked at
+    for its queries.
     """
 
     row: int | None
@@ -57,9 +58,9 @@ class Band:
     keys: int
     count: int = 1
     step: int = 1
-    edges: tuple[tuple[int, Tensor], ...] = ()
+    partial_columns: tuple[tuple[int, Tensor], ...] = ()
     causal: bool = False
-    more: bool = False
+    accumulates: bool = False
 
     def part(self, at: int, count: int) -> tuple[int, int, int]:
         """Where queries and keys of tiles from number `at` on begin, and how many tiles there are."""
@@ -67,13 +68,13 @@ class Band:
 
 
 def bands(
-    sides: Sides, documents: Sequence[tuple[int | None, int, int]], device: torch.device, *, fused: bool
+    sides: BandLimits, documents: Sequence[tuple[int | None, int, int]], device: torch.device, *, fused: bool
 ) -> list[Band] | None:
     """Tiles for documents (row, begin, end); None where they are so short that blocks cost less.
 
     fused: a kernel serves that holds no scores, so that a tile may be as large as its document.
     """
-    runs = [part for document in documents for part in _cut(document, sides.cut)]
+    runs = [part for document in documents for part in _cut(document, sides.chunk)]
     if len(runs) * SHORTEST > sum(end - begin for _, begin, end in runs):
         return None
     edges: dict[tuple[int, ...], tuple[tuple[int, Tensor], ...]] = {}
@@ -112,7 +113,7 @@ def _cut(run: tuple[int | None, int, int], size: int | None) -> Iterator[tuple[i
         yield row, at, min(at + (size or end - begin), end)
 
 
-def _tiles(sides: Sides, begin: int, end: int, fused: bool) -> Iterator[tuple[int, int, int, int, bool]]:
+def _tiles(sides: BandLimits, begin: int, end: int, fused: bool) -> Iterator[tuple[int, int, int, int, bool]]:
     """First and last query and key, not with the last, and whether torch's causal order says what is seen."""
     length = end - begin
     left, right = (length if side is None else min(side, length) for side in (sides.left, sides.right))
@@ -128,19 +129,23 @@ def _tiles(sides: Sides, begin: int, end: int, fused: bool) -> Iterator[tuple[in
         yield first, last, max(begin, first - before), min(end, last + after), False
 
 
-def _of_tokens(sides: Sides, row: int | None, begin: int, end: int, device: torch.device) -> Iterator[Band]:
+def _of_tokens(
+    sides: BandLimits, row: int | None, begin: int, end: int, device: torch.device
+) -> Iterator[Band]:
     """What tiles leave out of pairs with tokens that see all and are seen by all."""
     places = torch.arange(end - begin, device=device)
-    tokens = moved(torch.tensor(sides.tokens, dtype=torch.int64), device)
-    for low, high in _neighbours([token for token in sides.tokens if token < end - begin]):
+    tokens = moved(torch.tensor(sides.global_tokens, dtype=torch.int64), device)
+    for low, high in _neighbours([token for token in sides.global_tokens if token < end - begin]):
         far = ~_near(sides, places[:, None], places[low:high])
         of_others = far & ~torch.isin(places, tokens)[:, None]
         of_token = ~_near(sides, places[low:high, None], places)
         at, count = begin + low, high - low
         if of_others.any():
-            yield Band(row, begin, at, end - begin, count, edges=((0, of_others),), more=True)
+            yield Band(
+                row, begin, at, end - begin, count, partial_columns=((0, of_others),), accumulates=True
+            )
         if of_token.any():
-            yield Band(row, at, begin, count, end - begin, edges=((0, of_token),), more=True)
+            yield Band(row, at, begin, count, end - begin, partial_columns=((0, of_token),), accumulates=True)
 
 
 def _neighbours(places: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -152,13 +157,13 @@ def _neighbours(places: Sequence[int]) -> Iterator[tuple[int, int]]:
             begin = at
 
 
-def _near(sides: Sides, q: Tensor, k: Tensor) -> Tensor:
+def _near(sides: BandLimits, q: Tensor, k: Tensor) -> Tensor:
     near = q == q if sides.left is None else k >= q - sides.left
     return near & (k == k) if sides.right is None else near & (k <= q + sides.right)
 
 
 def _edges(
-    sides: Sides, queries: int, keys: int, offset: int, device: torch.device
+    sides: BandLimits, queries: int, keys: int, offset: int, device: torch.device
 ) -> tuple[tuple[int, Tensor], ...]:
     """What the first and the last queries see says which keys are seen by all."""
     q = torch.arange(queries, device=device)[:, None]

@@ -14,21 +14,21 @@ from torch import Tensor
 
 from megatfm.ops.attention import banded
 from megatfm.ops.attention.bands import Band
-from megatfm.ops.attention.distances import in_blocks, of_blocks
-from megatfm.ops.attention.pieces import Grid, Piece, pieces
-from megatfm.ops.attention.products import Variant
+from megatfm.ops.attention.distances import block_indices, block_positions
+from megatfm.ops.attention.pieces import BlockGrid, BlockGroup, plan_blocks
+from megatfm.ops.attention.products import AttentionOptions
 from megatfm.ops.attention.tiles import (
     SCORES,
-    Found,
-    How,
-    attend,
+    BlockAttentionPlan,
+    Gradients,
+    append_columns,
     attend_backward,
-    is_folded,
-    products_backward,
-    with_room,
+    tile_backward_bf16,
+    tile_forward,
+    uses_bf16_backward,
 )
-from megatfm.ops.attention.visible import Visible
-from megatfm.ops.dropout import LEVELS, keep_at, mix
+from megatfm.ops.attention.visible import AttentionMask
+from megatfm.ops.dropout import RATE_STEPS, fold_in, keep_at
 
 # B batch, N query heads, K key-value heads, T queries, S keys, H head width, V value width, b tokens of a block
 # R rows (query blocks) of a chunk, K' heads that share gathered keys, g queries' heads on one of those
@@ -42,9 +42,9 @@ def blocked(
     q_BNTH: Tensor,
     k_BKSH: Tensor,
     v_BKSV: Tensor,
-    seen: Visible,
+    seen: AttentionMask,
     bias: Tensor | None,
-    variant: Variant,
+    variant: AttentionOptions,
     rng_keys_BNT: Tensor | None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
@@ -55,42 +55,42 @@ def blocked(
     # Contiguous, so that blocks of keys are gathered from views and not from a copy for each chunk.
     q, k, v = (padded(x, size) for x in (q_BNTH, k_BKSH, v_BKSV))
     drawn = None if rng_keys_BNT is None else F.pad(rng_keys_BNT, (0, -rng_keys_BNT.shape[2] % size))
-    how = How.of(visits, size, q.shape[-1], variant, zero=queries - 1, covers=covers)
+    how = BlockAttentionPlan.build(visits, size, q.shape[-1], variant, zero=queries - 1, covers=covers)
     made: Tensor = _Blocked.apply(q, k, v, bias, drawn, sinks_N, how)
     return made if made.shape[2] == queries else made[:, :, :queries]
 
 
 def _visits(
-    seen: Visible, q_BNTH: Tensor, k_BKSH: Tensor, *, drops: bool, fused: bool
-) -> tuple[list[Piece | Band], int, bool]:
+    seen: AttentionMask, q_BNTH: Tensor, k_BKSH: Tensor, *, drops: bool, fused: bool
+) -> tuple[list[BlockGroup | Band], int, bool]:
     """The visits, into multiples of how many tokens rows are padded for them, and whether they hold every query."""
-    bands = None if drops else seen.once(("bands", fused), lambda: seen.bands(fused=fused))
+    bands = None if drops else seen.cached(("bands", fused), lambda: seen.bands(fused=fused))
     if bands is not None:
         return list(bands), 1, True
     size = block_size(seen)
-    grid = Grid(len(q_BNTH), q_BNTH.shape[2], k_BKSH.shape[2], size)
-    made = seen.once(("pieces", size), lambda: list(pieces(seen, grid)))
-    visits: list[Piece | Band] = (
-        [*made] if drops else seen.once(("wide", size), lambda: wide_apart(made, grid))
+    grid = BlockGrid(len(q_BNTH), q_BNTH.shape[2], k_BKSH.shape[2], size)
+    made = seen.cached(("pieces", size), lambda: list(plan_blocks(seen, grid)))
+    visits: list[BlockGroup | Band] = (
+        [*made] if drops else seen.cached(("wide", size), lambda: dense_blocks_as_bands(made, grid))
     )
     return visits, size, False
 
 
-def wide_apart(made: Sequence[Piece], grid: Grid) -> list[Piece | Band]:
+def dense_blocks_as_bands(made: Sequence[BlockGroup], grid: BlockGrid) -> list[BlockGroup | Band]:
     """Blocks of queries that see all keys, as BigBird's first and last, as tiles, whose keys need not be gathered."""
-    visits: list[Piece | Band] = []
+    visits: list[BlockGroup | Band] = []
     for piece in made:
         sees_all = piece.mask is None and piece.table.shape[-1] == grid.columns
         if not sees_all or grid.queries % grid.size:
             visits.append(piece)
             continue
-        for number in piece.rows.tolist():
+        for number in piece.query_blocks.tolist():
             row, block = divmod(number, grid.rows)
             visits.append(Band(row, block * grid.size, 0, grid.size, grid.keys))
     return visits
 
 
-def block_size(seen: Visible) -> int:
+def block_size(seen: AttentionMask) -> int:
     """Tokens of a block: of what is seen, if it is made of blocks of about the right size."""
     own = seen.grain or 0
     return own if SIZE // 4 <= own <= SIZE and own % 4 == 0 else SIZE
@@ -104,7 +104,7 @@ class Chunk:
     distances: which numbers of the bias, [R, n, b, M·b].
     """
 
-    rows: Tensor
+    query_blocks: Tensor
     flat: Tensor
     heads: int
     size: int
@@ -117,7 +117,7 @@ class _Blocked(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, drawn: Tensor | None,
-        sinks: Tensor | None, how: How,
+        sinks: Tensor | None, how: BlockAttentionPlan,
     ) -> Tensor:  # fmt: skip
         out, lse = with_sinks(*forward(q, k, v, drawn, how, bias), sinks)
         ctx.save_for_backward(q, k, v, bias, drawn, sinks, out, lse)
@@ -137,27 +137,27 @@ class _Blocked(torch.autograd.Function):
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, drawn: Tensor | None, how: How, bias: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, drawn: Tensor | None, how: BlockAttentionPlan, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Output and logarithms of the sums [B, N, T, 1] over these keys, −∞ where none is seen; T and S divide into
     blocks. bias: by distance."""
     filled = torch.empty if how.is_banded else torch.zeros
     out = filled(*q.shape[:3], v.shape[-1], dtype=q.dtype, device=q.device)
     lse = q.new_full((*q.shape[:3], 1), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
-    for band in how.visits:
+    for band in how.steps:
         if isinstance(band, Band):
             banded.forward(band, q, k, v, out, lse, bias, how)
     for chunk in _chunks(how, q, k, bias):
         (qc,), (kc, vc) = _queries(chunk, q), _keys(chunk, k, v)
         keep = _kept(chunk, drawn, how)
-        part, total = attend(qc, kc, vc, chunk.added, keep, how)
+        part, total = tile_forward(qc, kc, vc, chunk.added, keep, how)
         _put(out, part, chunk)
         _put(lse, total, chunk)
     return out, lse
 
 
 def backward(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, drawn: Tensor | None, how: How,
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, drawn: Tensor | None, how: BlockAttentionPlan,
     bias: Tensor | None = None, of_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q and, in the type of `lse`, of these k and v; `out` and `lse` are over all keys, others too.
@@ -165,18 +165,18 @@ def backward(
     That of a bias that learns is added to `of_bias`.
     """
     dq = torch.empty_like(q) if how.is_banded else torch.zeros_like(q)
-    folded = is_folded(q, v, drawn, how) and bias is None
+    folded = uses_bf16_backward(q, v, drawn, how) and bias is None
     dk, dv = (x.new_zeros(x.shape, dtype=lse.dtype) for x in (k, v))
     if folded:
-        k, v = with_room(k), with_room(v)
+        k, v = append_columns(k), append_columns(v)
     lse = lse.masked_fill(lse == -torch.inf, 0)
-    for band in how.visits:
+    for band in how.steps:
         if isinstance(band, Band):
             banded.backward(band, g, q, k, v, out, lse, dq, dk, dv, bias, of_bias, how)
     for chunk in _chunks(how, q, k, bias):
         (qc, gc, oc, lc), (kc, vc) = _queries(chunk, q, g, out, lse), _keys(chunk, k, v)
         if folded:
-            found: Found = (*products_backward(gc, qc, kc, vc, oc, lc, chunk.added, how.scale), None)
+            found: Gradients = (*tile_backward_bf16(gc, qc, kc, vc, oc, lc, chunk.added, how.scale), None)
         else:
             keep, learns = _kept(chunk, drawn, how), of_bias is not None
             found = attend_backward(gc, qc, kc, vc, oc, lc, chunk.added, keep, how, learns=learns)
@@ -206,10 +206,10 @@ def gradient_of_sinks(g: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None)
     return -(share * (g * out).sum(-1, keepdim=True, dtype=lse.dtype)).sum((0, 2, 3)).to(sinks.dtype)
 
 
-def _chunks(how: How, q: Tensor, k: Tensor, bias: Tensor | None) -> Iterator[Chunk]:
+def _chunks(how: BlockAttentionPlan, q: Tensor, k: Tensor, bias: Tensor | None) -> Iterator[Chunk]:
     size = how.size
     N, K, Q, J = q.shape[1], k.shape[1], q.shape[2] // size, k.shape[2] // size
-    for piece in how.visits:
+    for piece in how.steps:
         if isinstance(piece, Band):
             continue
         differ, count = piece.table.shape[1:]
@@ -220,8 +220,8 @@ def _chunks(how: How, q: Tensor, k: Tensor, bias: Tensor | None) -> Iterator[Chu
         shared = None
         if piece.mask is not None and len(piece.mask) == 1:
             shared = _hidden(piece.mask, count * size, N // heads, q.dtype)
-        for at in range(0, len(piece.rows), step):
-            rows, table = piece.rows[at : at + step], piece.table[at : at + step]
+        for at in range(0, len(piece.query_blocks), step):
+            rows, table = piece.query_blocks[at : at + step], piece.table[at : at + step]
             flat = (((rows // Q)[:, None] * K + of_head)[..., None] * J + table).flatten()
             added = shared
             if piece.mask is not None and shared is None:
@@ -229,7 +229,9 @@ def _chunks(how: How, q: Tensor, k: Tensor, bias: Tensor | None) -> Iterator[Chu
             if bias is None:
                 yield Chunk(rows, flat, heads, size, added, table, None)
                 continue
-            distances = of_blocks(bias.shape[1], how.zero, size, rows % Q, table, how.q_places, how.places)
+            distances = block_indices(
+                bias.shape[1], how.zero_distance, size, rows % Q, table, how.q_places, how.places
+            )
             chunk = Chunk(rows, flat, heads, size, added, table, distances)
             found = bias.to(q.dtype)[_of_heads(chunk, N)].unflatten(1, (heads, -1)).flatten(2, 3)
             yield replace(chunk, added=found if added is None else found + added)
@@ -238,7 +240,7 @@ def _chunks(how: How, q: Tensor, k: Tensor, bias: Tensor | None) -> Iterator[Chu
 def _of_heads(chunk: Chunk, n_heads: int) -> tuple[Tensor, Tensor]:
     """Heads and distances [R, N, b, M·b] of the numbers of a bias."""
     assert chunk.distances is not None
-    heads = torch.arange(n_heads, device=chunk.rows.device)[:, None, None]
+    heads = torch.arange(n_heads, device=chunk.query_blocks.device)[:, None, None]
     distances = chunk.distances
     if distances.shape[1] > 1:
         distances = distances.repeat_interleave(n_heads // distances.shape[1], 1)
@@ -256,7 +258,7 @@ def _queries(chunk: Chunk, *tensors: Tensor) -> Iterator[Tensor]:
     """[B, N, T, ·] → [R, K', g·b, ·]: the rows' queries; heads that share keys lie on top of each other."""
     for x in tensors:
         blocks = x.shape[2] // chunk.size
-        rows = x.unflatten(2, (-1, chunk.size))[chunk.rows // blocks, :, chunk.rows % blocks]
+        rows = x.unflatten(2, (-1, chunk.size))[chunk.query_blocks // blocks, :, chunk.query_blocks % blocks]
         yield rows.unflatten(1, (chunk.heads, -1)).flatten(2, 3)
 
 
@@ -264,27 +266,27 @@ def _put(out: Tensor, x: Tensor, chunk: Chunk) -> None:
     """The inverse of `_queries`."""
     blocks = out.shape[2] // chunk.size
     rows = x.unflatten(2, (-1, chunk.size)).flatten(1, 2).to(out.dtype)
-    out.unflatten(2, (-1, chunk.size))[chunk.rows // blocks, :, chunk.rows % blocks] = rows
+    out.unflatten(2, (-1, chunk.size))[chunk.query_blocks // blocks, :, chunk.query_blocks % blocks] = rows
 
 
 def _keys(chunk: Chunk, *tensors: Tensor) -> Iterator[Tensor]:
     """[B, K, S, ·] → [R, K', M·b, ·]."""
     for x in tensors:
         found = x.reshape(-1, chunk.size * x.shape[-1]).index_select(0, chunk.flat)
-        yield found.view(len(chunk.rows), chunk.heads, -1, x.shape[-1])
+        yield found.view(len(chunk.query_blocks), chunk.heads, -1, x.shape[-1])
 
 
-def _kept(chunk: Chunk, drawn: Tensor | None, how: How) -> Tensor | None:
+def _kept(chunk: Chunk, drawn: Tensor | None, how: BlockAttentionPlan) -> Tensor | None:
     """Booleans [R, K', g·b, M·b] of probabilities that are not dropped: the same as `ops.dropout` draws for a row."""
     if drawn is None:
         return None
     (keys,) = _queries(chunk, drawn[..., None])
     table, size = chunk.table, chunk.size
     if how.places is not None:
-        channels = in_blocks(how.places, table, size)
+        channels = block_positions(how.places, table, size)
         return keep_at(keys, channels.flatten(2)[:, :, None], how.threshold)
     groups = table[..., None] * (size // 4) + torch.arange(size // 4, device=table.device)
-    return mix(keys, groups.flatten(2)[:, :, None]).view(torch.int16) >= how.threshold - LEVELS // 2
+    return fold_in(keys, groups.flatten(2)[:, :, None]).view(torch.int16) >= how.threshold - RATE_STEPS // 2
 
 
 def padded(x: Tensor, size: int) -> Tensor:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatfm.ops.attention.products import Variant
-from megatfm.ops.attention.visible import Visible
-from megatfm.ops.dropout import LEVELS, keep_at
+from megatfm.ops.attention.products import AttentionOptions
+from megatfm.ops.attention.visible import AttentionMask
+from megatfm.ops.dropout import RATE_STEPS, keep_at
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -31,9 +31,9 @@ def flex(
     q_BNTH: Tensor,
     k_BKSH: Tensor,
     v_BKSV: Tensor,
-    seen: Visible,
+    seen: AttentionMask,
     bias: Tensor | None,
-    variant: Variant,
+    variant: AttentionOptions,
     rng_keys_BNT: Tensor | None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
@@ -45,7 +45,7 @@ def flex(
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     lengths = q_BNTH.shape[2], k_BKSH.shape[2]
-    visits = seen.once(("block mask", SIZE), lambda: block_mask(seen, *lengths))
+    visits = seen.cached(("block mask", SIZE), lambda: block_mask(seen, *lengths))
     run: Any = flex_attention if torch.compiler.is_compiling() or not q_BNTH.is_cuda else _compiled()
     options = {
         "block_mask": visits,
@@ -62,29 +62,29 @@ def flex(
             return made
         shares_BNT = torch.sigmoid(beside.lse - sinks_N.to(beside.lse.dtype)[:, None])
         return made * shares_BNT[..., None].to(made.dtype)
-    threshold = round(variant.dropout * LEVELS)
+    threshold = round(variant.dropout * RATE_STEPS)
     made, left = run(q_BNTH, k_BKSH, v_BKSV, score_mod=_dropped(rng_keys_BNT, threshold, changed), **options)
     _, beside = run(q_BNTH, k_BKSH, v_BKSV[..., :NARROW], score_mod=changed, **options)
     whole_BNT = beside.lse
     if sinks_N is not None:
         whole_BNT = torch.logaddexp(whole_BNT, sinks_N.to(whole_BNT.dtype)[:, None])
     whole_BNT = whole_BNT.masked_fill(whole_BNT == -torch.inf, 0)  # of a query that sees no key
-    shares_BNT = (left.lse - whole_BNT).exp() * (LEVELS / (LEVELS - threshold))
+    shares_BNT = (left.lse - whole_BNT).exp() * (RATE_STEPS / (RATE_STEPS - threshold))
     return made * shares_BNT[..., None].to(made.dtype)
 
 
-def block_mask(seen: Visible, queries: int, keys: int) -> "BlockMask":
+def block_mask(seen: AttentionMask, queries: int, keys: int) -> "BlockMask":
     """The blocks that are visited, from the table of blocks: torch's own way asks for all pairs first."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    table_BnQJ, whole = seen.blocks(SIZE), seen.whole(SIZE)
+    table_BnQJ, whole = seen.block_mask(SIZE), seen.full_block_mask(SIZE)
     if keys % SIZE:
         whole = whole & (torch.arange(whole.shape[-1], device=whole.device) < whole.shape[-1] - 1)
     whole = whole & table_BnQJ
     partial = table_BnQJ & ~whole
 
     def pair(b: Tensor, n: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return seen.sees(b, n, q, k)
+        return seen.mask_mod(b, n, q, k)
 
     return BlockMask.from_kv_blocks(
         *_listed(partial), *_listed(whole), BLOCK_SIZE=SIZE, mask_mod=pair, seq_lengths=(queries, keys)

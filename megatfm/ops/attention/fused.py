@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatfm.ops.attention.distances import of_pairs
-from megatfm.ops.attention.products import Variant, unless_blind
-from megatfm.ops.attention.visible import Visible
+from megatfm.ops.attention.distances import expand
+from megatfm.ops.attention.products import AttentionOptions, unless_blind
+from megatfm.ops.attention.visible import AttentionMask
 from megatfm.ops.compiled import constant_when_compiled
 
 # B batch, N query heads, K key-value heads, T queries, S keys, H head width, V value width
@@ -32,17 +32,17 @@ def fused(
     q_BNTH: Tensor,
     k_BKSH: Tensor,
     v_BKSV: Tensor,
-    seen: Visible,
+    seen: AttentionMask,
     bias: Tensor | None,
-    variant: Variant,
+    variant: AttentionOptions,
     rng_keys_BNT: Tensor | None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
     """As `attention_reference`, without soft cap, dropped probabilities and sinks; causal only where T = S."""
-    causal, mask = seen.plain == "causal", seen.mask()
+    causal, mask = seen.builtin_mask == "causal", seen.mask()
     seen_by_bias = None if bias is None else mask
     if bias is not None:
-        mask = _masked_bias(of_pairs(bias.to(q_BNTH.dtype), k_BKSH.shape[2]), mask, causal)
+        mask = _masked_bias(expand(bias.to(q_BNTH.dtype), k_BKSH.shape[2]), mask, causal)
     groups = q_BNTH.shape[1] // k_BKSH.shape[1]
     allowed = backends(q_BNTH, v_BKSV.shape[-1], masked=mask is not None)
     if allowed and groups > 1 and not _by_flash(q_BNTH, v_BKSV.shape[-1], masked=mask is not None):
@@ -76,7 +76,7 @@ def backends(q_BNTH: Tensor, of_values: int, *, masked: bool) -> list[SDPBackend
         return []
     widths = q_BNTH.shape[-1], of_values
     if q_BNTH.dtype == torch.float64 or any(width % 8 for width in widths):
-        _tell_math(str(q_BNTH.dtype)[6:], *widths)
+        log_once(str(q_BNTH.dtype)[6:], *widths)
         return []
     return MASKED if masked else PLAIN
 
@@ -92,7 +92,8 @@ def _only(allowed: list[SDPBackend]) -> AbstractContextManager[None]:
 
 
 @constant_when_compiled
-def _tell_math(dtype: str, of_keys: int, of_values: int) -> None:
+def log_once(dtype: str, of_keys: int, of_values: int) -> None:
+    """Warn, once for each kind of heads, that no fused kernel takes them."""
     kind = dtype, of_keys, of_values
     if kind not in _TOLD:
         _TOLD.add(kind)

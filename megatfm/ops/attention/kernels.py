@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from megatfm.ops.attention.blocks import blocked
-from megatfm.ops.attention.distances import by_distance
+from megatfm.ops.attention.distances import is_relative
 from megatfm.ops.attention.flex import flex
 from megatfm.ops.attention.fused import fused
-from megatfm.ops.attention.products import Variant, attention_reference
-from megatfm.ops.attention.varlen import carries_heads, varlen
-from megatfm.ops.attention.visible import Plain, Visible
+from megatfm.ops.attention.products import AttentionOptions, attention_reference
+from megatfm.ops.attention.varlen import supports_head_dims, varlen
+from megatfm.ops.attention.visible import AttentionMask, BuiltinMask
 
 MATMUL_SCORES = 2**26
 """On a CPU in bfloat16, up to this many scores at once the written-out form is used: its matrix products run on
@@ -27,12 +27,12 @@ LONG_ON_GPU = 256
 
 
 @dataclass(frozen=True)
-class Case:
-    """What is asked of a kernel. scores: B · N · T · S. plain: see `Visible`. drops: probabilities are dropped.
+class AttentionRequest:
+    """What is asked of a kernel. scores: B · N · T · S. plain: see `AttentionMask`. drops: probabilities are dropped.
 
     biased: numbers for all pairs are added to the scores. by_distance: one for each distance. sinks: scores without
-    keys take part. compiled: a block is being compiled. in_runs: FlashAttention takes its heads, and a window of whole
-    documents says what is seen.
+    keys take part. compiled: a block is being compiled. is_varlen: FlashAttention takes its heads, and a window of
+    whole documents says what is seen.
     """
 
     device: str
@@ -40,22 +40,22 @@ class Case:
     queries: int
     keys: int
     scores: int
-    plain: Plain | None
+    plain: BuiltinMask | None
     softcap: bool
-    drops: bool
-    biased: bool = False
+    has_dropout: bool
+    has_dense_bias: bool = False
     sinks: bool = False
     compiled: bool = False
-    in_runs: bool = False
-    by_distance: bool = False
+    is_varlen: bool = False
+    has_relative_bias: bool = False
 
     @classmethod
-    def of(
+    def from_inputs(
         cls,
         q_BNTH: Tensor,
         k_BKSH: Tensor,
-        seen: Visible,
-        variant: Variant,
+        mask: AttentionMask,
+        variant: AttentionOptions,
         *,
         drops: bool,
         bias: Tensor | None = None,
@@ -68,28 +68,28 @@ class Case:
         softcap = variant.softcap is not None
         compiled = torch.compiler.is_compiling()
         width, grouped = q_BNTH.shape[-1], q_BNTH.shape[1] != k_BKSH.shape[1]
-        in_runs = seen.window is not None and carries_heads(width, of_values or width, grouped=grouped)
+        in_runs = mask.window is not None and supports_head_dims(width, of_values or width, grouped=grouped)
         return cls(
             q_BNTH.device.type,
             q_BNTH.dtype,
             queries,
             keys,
             scores,
-            seen.plain,
+            mask.builtin_mask,
             softcap,
             drops,
-            bias is not None and not by_distance(bias),
+            bias is not None and not is_relative(bias),
             sinks,
             compiled,
             in_runs,
-            by_distance(bias),
+            is_relative(bias),
         )
 
     @property
-    def masked(self) -> bool:
+    def needs_dense_mask(self) -> bool:
         """Whether torch's fused kernels would need all scores, or a mask of all pairs, and those are many."""
         long = LONG_ON_GPU if self.device == "cuda" else LONG
-        changed = self.softcap or self.drops or self.sinks or self.by_distance
+        changed = self.softcap or self.has_dropout or self.sinks or self.has_relative_bias
         return self.queries >= long and (self.plain is None or changed)
 
 
@@ -99,47 +99,47 @@ class Kernel:
 
     name: str
     run: Callable[..., Tensor]
-    carries: Callable[[Case], bool]
-    fastest: Callable[[Case], bool]
+    supports: Callable[[AttentionRequest], bool]
+    is_preferred: Callable[[AttentionRequest], bool]
 
 
-def _anything(case: Case) -> bool:
+def _anything(case: AttentionRequest) -> bool:
     return True
 
 
-def _on_cpu_by_blocks(case: Case) -> bool:
+def _on_cpu_by_blocks(case: AttentionRequest) -> bool:
     """Which blocks are visited depends on the batch, so that it can't be compiled."""
-    return case.device == "cpu" and not (case.biased or case.compiled)
+    return case.device == "cpu" and not (case.has_dense_bias or case.compiled)
 
 
-def _on_gpu_by_runs(case: Case) -> bool:
+def _on_gpu_by_runs(case: AttentionRequest) -> bool:
     """FlashAttention computes in half precision, and with nothing between scores and probabilities."""
-    changed = case.softcap or case.drops or case.biased or case.by_distance or case.sinks
+    changed = case.softcap or case.has_dropout or case.has_dense_bias or case.has_relative_bias or case.sinks
     half = case.dtype in (torch.bfloat16, torch.float16)
-    return case.device == "cuda" and half and case.in_runs and not changed
+    return case.device == "cuda" and half and case.is_varlen and not changed
 
 
-def _on_gpu_by_blocks(case: Case) -> bool:
-    return case.device == "cuda" and not case.biased
+def _on_gpu_by_blocks(case: AttentionRequest) -> bool:
+    return case.device == "cuda" and not case.has_dense_bias
 
 
-def _masked(case: Case) -> bool:
-    return case.masked
+def _masked(case: AttentionRequest) -> bool:
+    return case.needs_dense_mask
 
 
-def _not_plain(case: Case) -> bool:
+def _not_plain(case: AttentionRequest) -> bool:
     return case.plain is None
 
 
-def _small_on_one_dnn(case: Case) -> bool:
+def _small_on_one_dnn(case: AttentionRequest) -> bool:
     small = case.device == "cpu" and case.dtype == torch.bfloat16 and case.scores <= MATMUL_SCORES
-    return small and not case.masked
+    return small and not case.needs_dense_mask
 
 
-def _plain_scores(case: Case) -> bool:
+def _plain_scores(case: AttentionRequest) -> bool:
     """No fused kernel has a soft cap, our dropout, sinks, or a causal order that ends at the last key."""
     square = case.plain != "causal" or case.queries == case.keys
-    return square and not (case.softcap or case.drops or case.sinks)
+    return square and not (case.softcap or case.has_dropout or case.sinks)
 
 
 KERNELS = (
@@ -153,7 +153,7 @@ KERNELS = (
 """In the order of preference."""
 
 
-def choose(case: Case) -> Kernel:
+def choose(case: AttentionRequest) -> Kernel:
     """The first kernel that carries a case and is the fastest in it, else the first that carries it."""
-    able = [kernel for kernel in KERNELS if kernel.carries(case)]
-    return next((kernel for kernel in able if kernel.fastest(case)), able[0])
+    able = [kernel for kernel in KERNELS if kernel.supports(case)]
+    return next((kernel for kernel in able if kernel.is_preferred(case)), able[0])

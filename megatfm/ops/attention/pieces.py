@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatfm.ops.attention.visible import Visible
+from megatfm.ops.attention.visible import AttentionMask
 from megatfm.ops.moved import moved
 
 # B batch, n heads that differ (or 1), T queries, S keys, Q query blocks of b tokens, J key blocks of b tokens
@@ -17,19 +17,19 @@ MASKED = 2**22
 
 
 @dataclass(frozen=True)
-class Piece:
+class BlockGroup:
     """rows int64 [R]: B · Q numbers of query blocks. table int64 [R, n, M]: the key blocks that they see.
 
     mask: boolean [R or 1, n, b, P·b] of the last P of those, where not all is seen; None: all is.
     """
 
-    rows: Tensor
+    query_blocks: Tensor
     table: Tensor
     mask: Tensor | None
 
 
 @dataclass(frozen=True)
-class Grid:
+class BlockGrid:
     """Sizes of what is asked: batch, queries, keys, and tokens in a block."""
 
     batch: int
@@ -48,18 +48,21 @@ class Grid:
         return -(-self.keys // self.size)
 
 
-def pieces(
-    seen: Visible, grid: Grid, known: Visible | None = None, device: torch.device | None = None
-) -> list[Piece]:
+def plan_blocks(
+    seen: AttentionMask,
+    grid: BlockGrid,
+    host_mask: AttentionMask | None = None,
+    device: torch.device | None = None,
+) -> list[BlockGroup]:
     """Rows that see equally many blocks, as many of them in part, and where all their masks are the same, one mask.
 
     Memory is that of the table of blocks, and linear in T besides. known: the same in the host's memory, where `seen`
     is on a device: by it the host plans, since it would wait for each number; masks are made there.
     """
-    known = known or seen
-    table = _rows(known.blocks(grid.size), grid)
+    host_mask = host_mask or seen
+    table = _rows(host_mask.block_mask(grid.size), grid)
     device = device or table.device
-    partial = table & ~_rows(known.whole(grid.size), grid)
+    partial = table & ~_rows(host_mask.full_block_mask(grid.size), grid)
     if grid.keys % grid.size:
         partial[..., -1] = table[..., -1]
     # Whole blocks come first, those seen in part after them. Where heads see unequally many, the rest is masked.
@@ -67,7 +70,7 @@ def pieces(
     found = table.sum(-1)
     count = found.amax(1)
     masked = (partial.sum(-1) + count[:, None] - found).amax(1)
-    alike = _alike(known, table, grid)
+    alike = _shares_mask(host_mask, table, grid)
     made = []
     for m, p in torch.stack([count, masked], 1).unique(dim=0).tolist():
         rows = ((count == m) & (masked == p)).nonzero()[:, 0]
@@ -75,23 +78,23 @@ def pieces(
             continue
         listed = order[rows][..., :m]
         if not p:
-            made.append(Piece(moved(rows, device), moved(listed, device), None))
+            made.append(BlockGroup(moved(rows, device), moved(listed, device), None))
             continue
-        for at, shared in _kinds(rows % grid.rows, listed[..., m - p :], alike[rows]):
+        for at, shared in _group_by_offset(rows % grid.rows, listed[..., m - p :], alike[rows]):
             asked = at[:1] if shared else at
             mask = _masks(seen, table, rows[asked], listed[asked][..., m - p :], grid, device)
-            made.append(Piece(moved(rows[at], device), moved(listed[at], device), mask))
+            made.append(BlockGroup(moved(rows[at], device), moved(listed[at], device), mask))
     return made
 
 
-def _rows(table_BnQJ: Tensor, grid: Grid) -> Tensor:
+def _rows(table_BnQJ: Tensor, grid: BlockGrid) -> Tensor:
     """[B · Q, n, J]."""
     return table_BnQJ.expand(grid.batch, -1, -1, -1).transpose(1, 2).flatten(0, 1)
 
 
-def _alike(seen: Visible, table: Tensor, grid: Grid) -> Tensor:
+def _shares_mask(seen: AttentionMask, table: Tensor, grid: BlockGrid) -> Tensor:
     """[B · Q]: the rows whose masks depend on the distances of their blocks alone."""
-    repeats = seen.repeats(grid.size)
+    repeats = seen.translation_invariant_blocks(grid.size)
     if repeats is None:
         return table.new_zeros(len(table))
     q_BQ, k_BJ = (x.expand(grid.batch, -1) for x in repeats)
@@ -101,7 +104,7 @@ def _alike(seen: Visible, table: Tensor, grid: Grid) -> Tensor:
     return q_BQ.flatten() & ~(table & other[:, None]).flatten(1).any(1)
 
 
-def _kinds(places: Tensor, blocks: Tensor, alike: Tensor) -> Iterator[tuple[Tensor, bool]]:
+def _group_by_offset(places: Tensor, blocks: Tensor, alike: Tensor) -> Iterator[tuple[Tensor, bool]]:
     """Which of the rows make a piece, and whether they share one mask."""
     if not alike.all():
         yield (~alike).nonzero()[:, 0], False
@@ -113,7 +116,7 @@ def _kinds(places: Tensor, blocks: Tensor, alike: Tensor) -> Iterator[tuple[Tens
 
 
 def _masks(
-    seen: Visible, table: Tensor, rows: Tensor, blocks: Tensor, grid: Grid, device: torch.device
+    seen: AttentionMask, table: Tensor, rows: Tensor, blocks: Tensor, grid: BlockGrid, device: torch.device
 ) -> Tensor:
     """[R, n, b, P·b] on the device, true where a query of a row sees a key of the blocks [R, n, P]."""
     inside = torch.arange(grid.size, device=device)
@@ -126,5 +129,5 @@ def _masks(
         q = ((row % grid.rows)[:, None] * grid.size + inside).clamp(max=grid.queries - 1)[:, None, :, None]
         k = (block[..., None] * grid.size + inside).flatten(2)[:, :, None]
         held = (k < grid.keys) & listed.repeat_interleave(grid.size, -1)[:, :, None]
-        made.append(seen.sees(b, n, q, k.clamp(max=grid.keys - 1)) & held)
+        made.append(seen.mask_mod(b, n, q, k.clamp(max=grid.keys - 1)) & held)
     return torch.cat(made)

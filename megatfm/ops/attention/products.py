@@ -5,15 +5,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatfm.ops.attention.distances import of_pairs
-from megatfm.ops.attention.visible import ALL, Visible
+from megatfm.ops.attention.distances import expand
+from megatfm.ops.attention.visible import FULL_MASK, AttentionMask
 from megatfm.ops.dropout import dropout
 
 # B batch, N query heads, K key-value heads, T queries, S keys, H head width, V value width
 
 
 @dataclass(frozen=True)
-class Variant:
+class AttentionOptions:
     """What may differ from plain attention.
 
     scale: of the scores; None: H^−1/2. softcap: scores s become c·tanh(s/c). dropout: rate of dropped probabilities,
@@ -29,9 +29,9 @@ def attention_reference(
     q_BNTH: Tensor,
     k_BKSH: Tensor,
     v_BKSV: Tensor,
-    seen: Visible = ALL,
+    seen: AttentionMask = FULL_MASK,
     bias: Tensor | None = None,
-    variant: Variant = Variant(),
+    variant: AttentionOptions = AttentionOptions(),
     rng_keys_BNT: Tensor | None = None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
@@ -49,13 +49,13 @@ def attention_reference(
     if variant.softcap:
         scores_BNTS = variant.softcap * torch.tanh(scores_BNTS / variant.softcap)
     if bias is not None:
-        scores_BNTS = scores_BNTS + of_pairs(bias.to(scores_BNTS.dtype), k_BKSH.shape[2])
+        scores_BNTS = scores_BNTS + expand(bias.to(scores_BNTS.dtype), k_BKSH.shape[2])
     mask = seen.mask()
-    if seen.plain == "causal":
+    if seen.builtin_mask == "causal":
         queries, keys = scores_BNTS.shape[-2:]
         mask = torch.ones(queries, keys, dtype=torch.bool, device=q_BNTH.device).tril(keys - queries)
     shares_BNTS = probabilities(scores_BNTS, mask, variant.dropout, rng_keys_BNT, sinks_N)
-    return unless_blind(shares_BNTS @ v_BKSV, mask)
+    return unless_blind(shares_BNTS @ v_BKSV, mask, seen)
 
 
 def probabilities(
@@ -74,8 +74,8 @@ def probabilities(
         if scores_BNTS.dtype == torch.float16:  # of which the lowest and a score would be −∞
             scores_BNTS = scores_BNTS.masked_fill_(~mask_B1TS, lowest)
         else:  # added it costs half, and nothing in the backward pass (docs/LOG.md, 2026-11-22)
-            hidden_B1TS = torch.zeros_like(mask_B1TS, dtype=scores_BNTS.dtype).masked_fill_(
-                ~mask_B1TS, lowest
+            hidden_B1TS = torch.full_like(mask_B1TS, lowest, dtype=scores_BNTS.dtype).masked_fill_(
+                mask_B1TS, 0
             )
             scores_BNTS = scores_BNTS.add_(hidden_B1TS)
     if sinks_N is None:
@@ -86,8 +86,11 @@ def probabilities(
     return probabilities_BNTS if rng_keys_BNT is None else dropout(probabilities_BNTS, rate, rng_keys_BNT)
 
 
-def unless_blind(heads_BNTV: Tensor, mask_B1TS: Tensor | None) -> Tensor:
-    """Attention's output with 0 where a query sees no key, and nothing that goes back from there."""
+def unless_blind(heads_BNTV: Tensor, mask_B1TS: Tensor | None, seen: AttentionMask = FULL_MASK) -> Tensor:
+    """Attention's output with 0 where a query sees no key, and nothing that goes back from there.
+
+    seen: whose mask it is; layers that see the same then share which queries these are."""
     if mask_B1TS is None:
         return heads_BNTV
-    return heads_BNTV.masked_fill(~mask_B1TS.any(-1, keepdim=True), 0)
+    blind_B1T1 = seen.cached("blind", lambda: ~mask_B1TS.any(-1, keepdim=True))
+    return heads_BNTV.masked_fill(blind_B1T1, 0)

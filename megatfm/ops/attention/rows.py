@@ -11,18 +11,18 @@ from megatfm.ops.compiled import constant_when_compiled
 
 # B batch, N query heads, T queries, H head width, V value width
 
-AT_ONCE = 2**26
+MAX_SCORES = 2**26
 """So many scores are held at once; those of more are computed again in the backward pass."""
 
 log = logging.getLogger("megatfm")
 
 
-def by_rows(attend: Callable[[slice], Tensor], q_BNTH: Tensor, keys: int, kind: str) -> Tensor:
+def attend_in_chunks(attend: Callable[[slice], Tensor], q_BNTH: Tensor, keys: int, kind: str) -> Tensor:
     """[B, N, T, V] of `attend`, which gives it for some of the queries. keys: of a row. kind: as the log calls it."""
     queries = q_BNTH.shape[2]
-    step = max(1, AT_ONCE // (q_BNTH.shape[:2].numel() * keys))
+    step = max(1, MAX_SCORES // (q_BNTH.shape[:2].numel() * keys))
     at_once = step >= queries or torch.compiler.is_compiling()
-    _tell(kind, at_once, q_BNTH.device.type, q_BNTH.dtype)
+    log_once(kind, at_once, q_BNTH.device.type, q_BNTH.dtype)
     if at_once:
         return attend(slice(0, queries))
     parts = [slice(at, min(at + step, queries)) for at in range(0, queries, step)]
@@ -33,12 +33,12 @@ def by_rows(attend: Callable[[slice], Tensor], q_BNTH: Tensor, keys: int, kind: 
 
 
 @constant_when_compiled
-def _tell(kind: str, at_once: bool, device: str, dtype: torch.dtype) -> None:
+def log_once(kind: str, at_once: bool, device: str, dtype: torch.dtype) -> None:
     """Log once how attention of a kind is computed."""
-    if (told := (kind, at_once, device, dtype)) not in _TOLD:
-        _TOLD.add(told)
+    if (told := (kind, at_once, device, dtype)) not in _LOGGED:
+        _LOGGED.add(told)
         how = "all queries at once" if at_once else "some queries at a time, and again in the backward pass"
         log.info("attention %s, on %s in %s: kernel products, %s", kind, device, str(dtype)[6:], how)
 
 
-_TOLD: set[tuple[str, bool, str, torch.dtype]] = set()
+_LOGGED: set[tuple[str, bool, str, torch.dtype]] = set()

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatfm.ops.attention.products import Variant
-from megatfm.ops.attention.visible import Visible
+from megatfm.ops.attention.products import AttentionOptions
+from megatfm.ops.attention.visible import AttentionMask
 from megatfm.ops.compiled import constant_when_compiled
 
 # B batch, N query heads, K key-value heads, T tokens, H head width, C documents that there is room for
@@ -33,9 +33,9 @@ def varlen(
     q_BNTH: Tensor,
     k_BKTH: Tensor,
     v_BKTH: Tensor,
-    seen: Visible,
+    seen: AttentionMask,
     bias: Tensor | None,
-    variant: Variant,
+    variant: AttentionOptions,
     rng_keys_BNT: Tensor | None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
@@ -53,13 +53,13 @@ def varlen(
 
 
 @constant_when_compiled
-def carries_heads(width: int, of_values: int, *, grouped: bool) -> bool:
+def supports_head_dims(width: int, of_values: int, *, grouped: bool) -> bool:
     """Whether this torch has the operator, and it takes heads of these widths, of which several share keys."""
     fits = width == of_values and width <= WIDEST and width % 8 == 0
     return fits and (not grouped or "enable_gqa" in parameters()) and all(n in parameters() for n in NEEDED)
 
 
-def sequence_starts(documents_BT: NDArray[Any]) -> NDArray[np.int32]:
+def cu_seqlens_from_documents(documents_BT: NDArray[Any]) -> NDArray[np.int32]:
     """Where documents begin in rows laid end to end, and at last where they end: int32 [C + 1], with the end again and
     again, as often as there is room left. Padding counts as one more document of its row.
 
@@ -94,6 +94,6 @@ def parameters() -> frozenset[str]:
         return frozenset()
 
 
-def row_starts(rows: int, length: int, device: torch.device) -> Tensor:
+def uniform_cu_seqlens(rows: int, length: int, device: torch.device) -> Tensor:
     """The same of rows that are one document each."""
     return torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=device)

@@ -12,15 +12,15 @@ from megatfm.ops.attention.bands import Band
 
 Made = TypeVar("Made")
 
-Plain = Literal["all", "causal"]
+BuiltinMask = Literal["all", "causal"]
 """Words that kernels have: all keys, or those up to the query itself, where the last query is also the last key."""
 
 
-class Visible(Protocol):
+class AttentionMask(Protocol):
     """What is seen. Each form of it is made when a kernel asks for it: most do without a mask of T × S."""
 
     @property
-    def plain(self) -> Plain | None:
+    def builtin_mask(self) -> BuiltinMask | None:
         """The word that says all of it, where there is one."""
 
     @property
@@ -37,16 +37,16 @@ class Visible(Protocol):
     def mask(self) -> Tensor | None:
         """Boolean [B or 1, N or 1, T, S], true where a query looks; None where `plain` says it."""
 
-    def blocks(self, size: int) -> Tensor:
+    def block_mask(self, size: int) -> Tensor:
         """Boolean [B or 1, N or 1, ⌈T/size⌉, ⌈S/size⌉], true where a block of queries may see a key of a block."""
 
-    def whole(self, size: int) -> Tensor:
+    def full_block_mask(self, size: int) -> Tensor:
         """The same, true where all of a block of queries surely see all keys of a block."""
 
-    def sees(self, b: Tensor, n: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    def mask_mod(self, b: Tensor, n: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """Booleans for single pairs: int64 numbers of rows, heads, queries and keys that broadcast to one another."""
 
-    def repeats(self, size: int) -> tuple[Tensor, Tensor] | None:
+    def translation_invariant_blocks(self, size: int) -> tuple[Tensor, Tensor] | None:
         """Blocks of queries [B or 1, ⌈T/size⌉] and of keys [B or 1, ⌈S/size⌉] such that what one of the first sees of
         some of the second depends on no more than how far from one another they are; None: there are none."""
 
@@ -55,15 +55,15 @@ class Visible(Protocol):
 
         fused: see `bands.bands`."""
 
-    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+    def cached(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """What all layers that see the same share, made at the first call."""
 
 
 @dataclass(frozen=True)
-class Given:
+class DenseMask:
     """What is seen, by a word or by a mask, or by a window and where documents start."""
 
-    plain: Plain | None = None
+    builtin_mask: BuiltinMask | None = None
     dense: Tensor | None = None
     grain: int | None = None
     window: tuple[int, int] | None = None
@@ -77,24 +77,24 @@ class Given:
     def mask(self) -> Tensor | None:
         return self.dense
 
-    def blocks(self, size: int) -> Tensor:
+    def block_mask(self, size: int) -> Tensor:
         """Of a mask."""
         return self._by_blocks(size, missing=False).any(5).any(3)
 
-    def whole(self, size: int) -> Tensor:
+    def full_block_mask(self, size: int) -> Tensor:
         return self._by_blocks(size, missing=True).all(5).all(3)
 
-    def sees(self, b: Tensor, n: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    def mask_mod(self, b: Tensor, n: Tensor, q: Tensor, k: Tensor) -> Tensor:
         assert self.dense is not None
         return self.dense[b % len(self.dense), n % self.dense.shape[1], q, k]
 
-    def repeats(self, size: int) -> None:
+    def translation_invariant_blocks(self, size: int) -> None:
         return None
 
     def bands(self, *, fused: bool) -> None:
         return None
 
-    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+    def cached(self, key: Hashable, make: Callable[[], Made]) -> Made:
         return make()
 
     def _by_blocks(self, size: int, *, missing: bool) -> Tensor:
@@ -106,4 +106,4 @@ class Given:
         return padded.unflatten(3, (-1, size)).unflatten(2, (-1, size))
 
 
-ALL, CAUSAL = Given("all"), Given("causal")
+FULL_MASK, CAUSAL_MASK = DenseMask("all"), DenseMask("causal")

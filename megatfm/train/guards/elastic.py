@@ -33,15 +33,16 @@ def fit_layout(config: Config, world_size: int) -> tuple[Config, str | None]:
         sizes = axis_sizes(config.parallel, world_size)
     except UsageError:
         sizes = None
-    data_ranks, batches = world_size // _model_ranks(config), global_batches(config)
+    data_ranks, batches = world_size // model_parallel_size(config), global_batches(config)
     common = gcd(*batches)
     if sizes is not None and common % (config.train.micro_batch * data_ranks) == 0:
         return config, None
-    if world_size % _model_ranks(config) or common % data_ranks:
+    if world_size % model_parallel_size(config) or common % data_ranks:
         asked = ", ".join(f"{key} = {batch}" for batch, key in batches.items())
         raise UsageError(
-            f"no layout fits {world_size} process{'es' * (world_size > 1)}: {asked} and {_model_ranks(config)} ranks a "
-            f"model go with {_choices(config, common)} processes"
+            f"no layout fits {world_size} process{'es' * (world_size > 1)}: {asked} and "
+            f"{model_parallel_size(config)} ranks a "
+            f"model go with {_valid_world_sizes(config, common)} processes"
         )
     share = common // data_ranks
     micro_batch = max(m for m in divisors(share) if m <= config.train.micro_batch)
@@ -53,7 +54,7 @@ def fit_layout(config: Config, world_size: int) -> tuple[Config, str | None]:
     changes = {
         "dp_replicate": replicas,
         "dp_shard": config.parallel.dp_shard if sizes is not None else -1,
-        "ep": gcd(config.parallel.ep, data_ranks // replicas * _folded_ranks(config)),
+        "ep": gcd(config.parallel.ep, data_ranks // replicas * expert_fold_size(config)),
     }
     parallel = config.parallel.model_copy(update=changes)
     train = config.train.model_copy(update={"micro_batch": micro_batch})
@@ -71,17 +72,17 @@ def layout_changes(given: Config, fitted: Config) -> list[str]:
     return [f"{key} {was} → {now}" for key, was, now in pairs if was != now]
 
 
-def _model_ranks(config: Config) -> int:
+def model_parallel_size(config: Config) -> int:
     """Ranks over which one copy of the model's work is cut."""
     return config.parallel.tp * config.parallel.pp * config.parallel.cp
 
 
-def _folded_ranks(config: Config) -> int:
-    """Those besides dp_shard's that `ep` divides."""
-    return abs(config.parallel.ep_within // config.parallel.dp_shard)
+def expert_fold_size(config: Config) -> int:
+    """Ranks besides dp_shard's that `ep` divides."""
+    return abs(config.parallel.expert_mesh_size // config.parallel.dp_shard)
 
 
-def _choices(config: Config, batch: int) -> str:
-    ranks = _model_ranks(config)
+def _valid_world_sizes(config: Config, batch: int) -> str:
+    ranks = model_parallel_size(config)
     fitting = [str(ranks * n) for n in divisors(batch)]
     return ", ".join(fitting[-8:]) if len(fitting) <= 8 else f"{', '.join(fitting[:4])}, … {fitting[-1]}"

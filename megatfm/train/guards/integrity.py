@@ -8,10 +8,10 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from megatfm.checkpoint import Box
+from megatfm.checkpoint import ShardedTensor
 from megatfm.engines.interface import Arrays, Engine, LossFunction, StepStats
 from megatfm.errors import MegatfmError
-from megatfm.ranks import gather_problems
+from megatfm.ranks import gather_errors
 from megatfm.train import generators
 
 SHOWN = 5
@@ -20,7 +20,7 @@ Block = tuple[str, tuple[int, ...]]
 """Name and offsets: other blocks of the same tensor are no copies."""
 
 
-def forward_backward(
+def forward_backward_with_replay(
     engine: Engine,
     microbatches: Sequence[Arrays],
     objective: LossFunction,
@@ -36,17 +36,17 @@ def forward_backward(
     kernels are deterministic.
     """
     if replay_every == 0 or step % replay_every:
-        return engine.forward_backward(microbatches, objective, watch=watch)
-    drawn = generators.state(0, engine.device)
-    stats = engine.forward_backward(microbatches, objective, watch=watch)
+        return engine.forward_backward(microbatches, objective, record_activations=watch)
+    drawn = generators.rng_state_dict(0, engine.device)
+    stats = engine.forward_backward(microbatches, objective, record_activations=watch)
     before = {name: gradient.clone() for name, gradient in engine.gradients().items()}
     engine.zero_grad()
-    generators.set_state(drawn, 0, engine.device)
-    again = engine.forward_backward(microbatches, objective, watch=watch)
+    generators.load_rng_state_dict(drawn, 0, engine.device)
+    again = engine.forward_backward(microbatches, objective, record_activations=watch)
     differ = [name for name, gradient in engine.gradients().items() if not _same(before[name], gradient)]
     if stats.sums != again.sums and all(map(math.isfinite, stats.sums.values())):
         differ.insert(0, "the loss")
-    _end_if(differ, f"step {step}, computed twice, differs")
+    raise_together(differ, f"step {step}, computed twice, differs")
     return again
 
 
@@ -56,29 +56,29 @@ def compare_replicas(engine: Engine, step: int, every: int) -> None:
 
     Raises MegatfmError on all ranks that names the parameters, and the ranks that differ from most others.
     """
-    copied = engine.replicated_axes
-    if every == 0 or step % every or all(engine.mesh.size(axis) == 1 for axis in copied):
+    replicated_axes = engine.replicated_axes
+    if every == 0 or step % every or all(engine.mesh.size(axis) == 1 for axis in replicated_axes):
         return
-    ours = hashes(engine.state_dict())
-    theirs: list[dict[Block, str]] = engine.mesh.gather_objects(ours, copied)
+    local_hashes = hashes(engine.state_dict())
+    all_hashes: list[dict[Block, str]] = engine.mesh.gather_objects(local_hashes, replicated_axes)
     differ = []
-    for (name, place), mine in ours.items():
+    for (name, place), mine in local_hashes.items():
         # Of what one rank keeps for all, as the state of a whole tensor, there may be no other copy.
-        votes = Counter(other[name, place] for other in theirs if (name, place) in other)
+        votes = Counter(other[name, place] for other in all_hashes if (name, place) in other)
         best, count = votes.most_common(1)[0]
         tie = list(votes.values()).count(count) > 1
         if len(votes) > 1 and (tie or mine != best):
             differ.append(name)
-    _end_if(differ, f"after step {step}, replicas of one parameter differ")
+    raise_together(differ, f"after step {step}, replicas of one parameter differ")
 
 
-def hashes(state: Mapping[str, Box | Tensor]) -> dict[Block, str]:
+def hashes(state: Mapping[str, ShardedTensor | Tensor]) -> dict[Block, str]:
     """BLAKE3 of this rank's block of everything in a state dict."""
-    boxes = {name: Box.of(value) for name, value in state.items()}
+    boxes = {name: ShardedTensor.from_tensor(value) for name, value in state.items()}
     return {
         (name, part.offsets): blake3(_bytes(part.tensor)).hexdigest()
         for name, box in boxes.items()
-        for part in box.parts
+        for part in box.blocks
     }
 
 
@@ -94,15 +94,17 @@ def _same(first: Tensor, second: Tensor) -> bool:
     )
 
 
-def _end_if(differ: list[str], what: str) -> None:
-    if found := gather_problems(differ):
-        where = "; ".join(f"{rank}: {_few(names)}" for rank, names in found.items())
+def raise_together(differ: list[str], what: str) -> None:
+    """Raise one error on every rank if any rank has names in `differ`."""
+    if found := gather_errors(differ):
+        where = "; ".join(f"{rank}: {join_first(names)}" for rank, names in found.items())
         raise MegatfmError(
             f"{what}: {where}. A processor, its memory or a kernel is at fault: nothing was saved since, so resume "
             "without that machine"
         )
 
 
-def _few(names: list[str]) -> str:
+def join_first(names: list[str]) -> str:
+    """Join the first names, and say how many more there are."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more

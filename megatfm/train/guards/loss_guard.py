@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatfm.config import ResilienceConfig
-from megatfm.engines.interface import Engine, Sums, loss_scale_of
+from megatfm.engines.interface import Engine, LossTotals, loss_scale_of
 from megatfm.errors import MegatfmError
-from megatfm.train.record.decisions import Decisions
+from megatfm.train.record.decisions import DecisionLog
 
-SMALLEST_SPREAD = 1e-3
+MIN_RELATIVE_MAD = 1e-3
 """Of the median, as a floor for the deviation: a loss that hardly moves makes every other one a spike."""
 
 
@@ -22,11 +22,11 @@ class LossGuard:
 
     config: ResilienceConfig
     clip: float
-    decisions: Decisions
+    decisions: DecisionLog
     losses: deque[float] = field(init=False)
-    in_a_row: int = 0
+    consecutive_skips: int = 0
     skipped: int = 0
-    in_spike: bool = False
+    is_in_spike: bool = False
 
     def __post_init__(self) -> None:
         self.losses = deque(maxlen=self.config.spike_window)
@@ -35,18 +35,20 @@ class LossGuard:
         """What the guard remembers, as JSON: recent losses, steps skipped in a row and in all, whether losses leap."""
         return {
             "losses": list(self.losses),
-            "in_a_row": self.in_a_row,
+            "in_a_row": self.consecutive_skips,
             "skipped": self.skipped,
-            "leaping": self.in_spike,
+            "leaping": self.is_in_spike,
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take up the memory of a checkpoint; one that was written before there was any is as good as a start."""
         self.losses = deque(state.get("losses", ()), maxlen=self.config.spike_window)
-        self.in_a_row, self.skipped = int(state.get("in_a_row", 0)), int(state.get("skipped", 0))
-        self.in_spike = bool(state.get("leaping", False))
+        self.consecutive_skips, self.skipped = int(state.get("in_a_row", 0)), int(state.get("skipped", 0))
+        self.is_in_spike = bool(state.get("leaping", False))
 
-    def guarded_step(self, engine: Engine, step: int, stats: Sums, lr: float) -> tuple[float, str | None]:
+    def guarded_step(
+        self, engine: Engine, step: int, stats: LossTotals, lr: float
+    ) -> tuple[float, str | None]:
         """The engine's step, unless loss or gradient is not finite, or the step was skipped before.
 
         Returns the gradient norm, and what to say of a step that was skipped. Raises MegatfmError after too many
@@ -64,38 +66,42 @@ class LossGuard:
                 f"gradients overflow float16, whose loss scale falls from {before:g} to {scale.value:g}: the weights "
                 "stay as they are"
             )
-        self.in_a_row += 1
+        self.consecutive_skips += 1
         self.skipped += 1
-        if self.in_a_row > self.config.max_skipped:
+        if self.consecutive_skips > self.config.max_skipped:
             raise MegatfmError(
-                f"step {step}: loss {loss}, gradient norm {norm}: not finite, {self.in_a_row} steps in a row, so the "
+                f"step {step}: loss {loss}, gradient norm {norm}: not finite, {self.consecutive_skips} steps "
+                "in a row, so the "
                 "run ends (resilience.max_skipped). Resume with a lower optimizer.lr, or another train.precision"
             )
         self.decisions.skip(step)
         why = "as before" if again else f"loss {loss:.4g}, gradient norm {norm:.4g}"
-        return math.nan, f"{why}: not finite, so the weights stay as they are ({self.in_a_row} in a row)"
+        return (
+            math.nan,
+            f"{why}: not finite, so the weights stay as they are ({self.consecutive_skips} in a row)",
+        )
 
-    def go_back(self, spike: int, step: int, position: int) -> None:
+    def record_rollback(self, spike: int, step: int, position: int) -> None:
         """Write down a rollback. Raises MegatfmError after too many to the same step."""
         if self.decisions.rollbacks.get(step, 0) >= self.config.max_rollbacks:
             raise MegatfmError(
                 f"step {spike}: the loss spikes again after {self.config.max_rollbacks} rollbacks to step {step} "
                 "(resilience.max_rollbacks). Resume with a lower optimizer.lr"
             )
-        self.decisions.go_back(spike, step, position)
+        self.decisions.record_rollback(spike, step, position)
 
     def observe(self, loss: float) -> float | None:
         """Take in the loss of a step that was carried out; returns the score of a spike that begins with it."""
-        self.in_a_row = 0
+        self.consecutive_skips = 0
         score = self._score(loss)
-        was_in_spike, self.in_spike = self.in_spike, score is not None
+        was_in_spike, self.is_in_spike = self.is_in_spike, score is not None
         self.losses.append(loss)
         return None if was_in_spike else score
 
     def _score(self, loss: float) -> float | None:
         if self.config.spike == "off" or len(self.losses) < self.config.spike_window // 4:
             return None
-        middle = statistics.median(self.losses)
-        spread = 1.4826 * statistics.median(abs(other - middle) for other in self.losses)
-        score = (loss - middle) / max(spread, SMALLEST_SPREAD * abs(middle), 1e-12)
+        median = statistics.median(self.losses)
+        mad = 1.4826 * statistics.median(abs(other - median) for other in self.losses)
+        score = (loss - median) / max(mad, MIN_RELATIVE_MAD * abs(median), 1e-12)
         return score if score > self.config.spike_score else None

@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 
 from megatfm.errors import NoProgressError
-from megatfm.ranks import run_on_rank_0
+from megatfm.ranks import run_on_rank_0_raising
 from megatfm.train.record.run_directory import RunDirectory
 
 ATTEMPTS = "attempts.json"
@@ -21,9 +21,9 @@ def check_progress(
     """
     if environment.get("TORCHELASTIC_RUN_ID") is None:
         return
-    agent = environment["TORCHELASTIC_RUN_ID"]
+    run_id = environment["TORCHELASTIC_RUN_ID"]
     restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    failures = run_on_rank_0(lambda: _count(run, agent, restarts, step))
+    failures = run_on_rank_0_raising(lambda: _count(run, run_id, restarts, step))
     if failures >= max_failures:
         raise NoProgressError(
             f"{run.folder}: {failures} restarts in a row gained no checkpoint beyond step {step} "
@@ -31,18 +31,18 @@ def check_progress(
         )
 
 
-def _count(run: RunDirectory, agent: str, restarts: int, step: int) -> int:
+def _count(run: RunDirectory, run_id: str, restarts: int, step: int) -> int:
     """Restarts of this agent since the first start that found this checkpoint."""
     path = run.folder / ATTEMPTS
     first = None
     try:
         before = json.loads(path.read_bytes())
-        if (before["agent"], before["step"]) == (agent, step):
+        if (before["agent"], before["step"]) == (run_id, step):
             first = int(before["restarts"])
     except (OSError, ValueError, TypeError, KeyError, RecursionError):  # none, or not what was written here
         pass
     # An agent that was started anew counts from 0 again, under the same name if the user gave one.
     if first is None or first > restarts:
-        run.write(ATTEMPTS, json.dumps({"agent": agent, "step": step, "restarts": restarts}) + "\n")
+        run.write(ATTEMPTS, json.dumps({"agent": run_id, "step": step, "restarts": restarts}) + "\n")
         return 0
     return restarts - first

@@ -41,7 +41,7 @@ def optimizer_groups(config: OptimizerSection, model: nn.Module) -> list[Optimiz
     scales = lr_scales(model, model.config) if isinstance(model.config, ModelConfig) else {}
     parameters = parameter_table(model, config, scales)
     groups = [group for group in OPTIMIZERS.get(config.name)(config, parameters) if group.names]
-    if scales and any(group.needs == "whole_tensor" for group in groups):
+    if scales and any(group.granularity == "whole_tensor" for group in groups):
         raise UsageError(
             f"optimizer.name = {config.name!r} sizes its updates by the whole tensor, and model.mup scales rates for "
             "Adam's: choose adamw, lion or schedule_free_adamw, or leave model.mup out"

@@ -6,7 +6,7 @@ from torch.optim import Adafactor
 
 from megatfm.config import AdafactorConfig
 from megatfm.engines.interface import OptimizerGroup
-from megatfm.train.optimizers.groups import lr_scales, stacks, weight_decays
+from megatfm.train.optimizers.groups import lr_scales, stacked_names, weight_decays
 from megatfm.train.optimizers.registry import OPTIMIZERS, Parameters
 
 FLOOR = 1e-15
@@ -27,5 +27,5 @@ def adafactor(config: AdafactorConfig, parameters: Parameters) -> list[Optimizer
         )
 
     options = weight_decays(parameters, config.weight_decay)
-    names, rates, stacked = list(parameters), lr_scales(parameters), stacks(parameters)
-    return [OptimizerGroup(names, "whole_tensor", make, options, rates, stacked=stacked)]
+    names, rates, stacked = list(parameters), lr_scales(parameters), stacked_names(parameters)
+    return [OptimizerGroup(names, "whole_tensor", make, options, rates, stacked_names=stacked)]

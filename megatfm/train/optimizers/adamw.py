@@ -10,7 +10,7 @@ from megatfm.config import AdamWConfig
 from megatfm.engines.interface import OptimizerGroup
 from megatfm.train.optimizers.groups import lr_scales, weight_decays
 from megatfm.train.optimizers.registry import OPTIMIZERS, Parameters
-from megatfm.train.optimizers.short_moments import ShortMomentsAdamW
+from megatfm.train.optimizers.short_moments import BF16StateAdamW
 
 
 @OPTIMIZERS.register("adamw")
@@ -18,10 +18,16 @@ def adamw(config: AdamWConfig, parameters: Parameters) -> list[OptimizerGroup]:
     """One group, decay by role."""
     options, rates = weight_decays(parameters, config.weight_decay), lr_scales(parameters)
     if config.moments == "bf16":
-        short = partial(ShortMomentsAdamW, lr=config.lr, betas=config.betas, eps=config.eps)
+        bf16_state_adam_w = partial(BF16StateAdamW, lr=config.lr, betas=config.betas, eps=config.eps)
         return [
             OptimizerGroup(
-                list(parameters), "elementwise", short, options, rates, ("step",), moments=torch.bfloat16
+                list(parameters),
+                "elementwise",
+                bf16_state_adam_w,
+                options,
+                rates,
+                ("step",),
+                state_dtype=torch.bfloat16,
             )
         ]
 

@@ -16,12 +16,12 @@ def lr_scales(parameters: Parameters, ratio: float = 1.0) -> dict[str, float]:
     return {name: ratio * p.lr_scale for name, p in parameters.items()}
 
 
-def split(parameters: Parameters) -> tuple[Parameters, Parameters]:
+def split_block_matrices(parameters: Parameters) -> tuple[Parameters, Parameters]:
     """The blocks' matrices, and all the rest."""
     matrices = {name: p for name, p in parameters.items() if p.is_block_matrix}
     return matrices, {name: p for name, p in parameters.items() if name not in matrices}
 
 
-def stacks(parameters: Parameters) -> frozenset[str]:
+def stacked_names(parameters: Parameters) -> frozenset[str]:
     """Names of the parameters that are several matrices."""
     return frozenset(name for name, p in parameters.items() if p.role == "matrices")

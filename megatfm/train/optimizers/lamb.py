@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatfm.config import LambConfig
 from megatfm.engines.interface import OptimizerGroup
-from megatfm.train.optimizers.groups import lr_scales, stacks, weight_decays
+from megatfm.train.optimizers.groups import lr_scales, stacked_names, weight_decays
 from megatfm.train.optimizers.registry import OPTIMIZERS, Parameters
 
 
@@ -20,8 +20,10 @@ def lamb(config: LambConfig, parameters: Parameters) -> list[OptimizerGroup]:
 
     decays = weight_decays(parameters, config.weight_decay)
     options = {name: {**decays[name], "scaled": p.decays} for name, p in parameters.items()}
-    names, rates, stacked = list(parameters), lr_scales(parameters), stacks(parameters)
-    return [OptimizerGroup(names, "whole_tensor", make, options, rates, counters=("step",), stacked=stacked)]
+    names, rates, stacked = list(parameters), lr_scales(parameters), stacked_names(parameters)
+    return [
+        OptimizerGroup(names, "whole_tensor", make, options, rates, counters=("step",), stacked_names=stacked)
+    ]
 
 
 class Lamb(torch.optim.Optimizer):

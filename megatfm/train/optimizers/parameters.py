@@ -16,9 +16,9 @@ Role = Literal["matrix", "matrices", "embedding", "vector"]
 
 NO_SCALES: Mapping[str, float] = MappingProxyType({})
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-FURTHER_HEAD = re.compile(r"^future\.")
+MTP_HEAD = re.compile(r"^future\.")
 """A head that predicts later tokens has blocks of its own, above the stack's."""
-BELOW = re.compile(r"(?:^|\.)(?:embedding|position)\.")
+INPUT_MODULES = re.compile(r"(?:^|\.)(?:embedding|position)\.")
 """In the name of what lies below a stack's layers."""
 
 
@@ -55,7 +55,7 @@ def parameter_table(
     roles = _roles(model)
     if unknown := sorted(scales.keys() - roles.keys()):
         raise MegatfmError(f"a rate is given for {unknown[0]!r}, which is no parameter of the model")
-    heights = heights_from_the_top(list(roles))
+    heights = depths_below_output(list(roles))
     return {
         name: ParameterInfo(
             shape=tuple(parameter.shape),
@@ -70,7 +70,7 @@ def parameter_table(
     }
 
 
-def heights_from_the_top(all_names: Sequence[str]) -> dict[str, int]:
+def depths_below_output(all_names: Sequence[str]) -> dict[str, int]:
     """How far a parameter lies below the output (Bao et al. 2022, BEiT's layer-wise decay).
 
     0 for what follows the blocks (norm, heads with all that is in them), 1 for the last block, n for the first of n,
@@ -78,7 +78,7 @@ def heights_from_the_top(all_names: Sequence[str]) -> dict[str, int]:
     embeddings that stacks share go with the one that they are named after.
     """
     tops: dict[str, int] = {}
-    names = [name for name in all_names if not FURTHER_HEAD.search(name)]
+    names = [name for name in all_names if not MTP_HEAD.search(name)]
     for name in names:
         if layer := LAYER.search(name):
             stack = name[: layer.start()]
@@ -87,7 +87,7 @@ def heights_from_the_top(all_names: Sequence[str]) -> dict[str, int]:
     for name in names:
         if layer := LAYER.search(name):
             heights[name] = tops[name[: layer.start()]] - int(layer[1])
-        elif below := BELOW.search(name):
+        elif below := INPUT_MODULES.search(name):
             heights[name] = tops.get(name[: below.start()], 0) + 1
     return heights
 

@@ -32,11 +32,11 @@ def schedule_free(config: ScheduleFreeConfig, parameters: Parameters) -> list[Op
             weight_decays(parameters, config.weight_decay),
             lr_scales(parameters),
             counters=("k", "weight_sum", "lr_max"),
-            averaged=average,
+            averaged=evaluation_weights,
         )
     ]
 
 
-def average(block: Tensor, state: Mapping[str, Tensor], options: Mapping[str, Any]) -> Tensor:
+def evaluation_weights(block: Tensor, state: Mapping[str, Tensor], options: Mapping[str, Any]) -> Tensor:
     """x, from y = (1 − β₁)z + β₁x."""
     return block.lerp(state["z"], 1 - 1 / options["betas"][0])

@@ -11,35 +11,35 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from megatfm import keyed
-from megatfm.engines.interface import Place
-from megatfm.ops.rounding import element_hashes, round_by_chance
+from megatfm.engines.interface import ShardLocation
+from megatfm.ops.rounding import element_hashes, stochastic_round
 
-TOGETHER = 2**24
+CHUNK_ELEMENTS = 2**24
 """Elements whose moments are in full precision at a time: what they take beside the state stays small."""
 
 
 @dataclass(frozen=True)
-class Piece:
+class Slice:
     """Rows of a weight, of its gradient and moments, and where they are in the whole tensor."""
 
     weight: Tensor
     gradient: Tensor
     mean: Tensor
     square: Tensor
-    place: Place
+    place: ShardLocation
 
 
-class ShortMomentsAdamW(torch.optim.Optimizer):
+class BF16StateAdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov & Hutter 2019). Moments are rounded by hashes of the step, the parameter's name and the
     element: as a rank that holds another part of the tensor would round them. Of a step that `found_inf` spoils, only
     the count moves: moments in bfloat16 are rounded to themselves."""
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, "step": 0})
-        self._places: dict[Tensor, Place] = {}
+        self._places: dict[Tensor, ShardLocation] = {}
         self._step_supports_amp_scaling = True
 
-    def place(self, places: Mapping[Tensor, Place]) -> None:
+    def set_shard_locations(self, places: Mapping[Tensor, ShardLocation]) -> None:
         """Say where weights are in the whole tensors; one without a place is a whole one without a name."""
         self._places = dict(places)
 
@@ -47,16 +47,16 @@ class ShortMomentsAdamW(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["step"] += 1
-            together: list[Piece] = []
+            chunk: list[Slice] = []
             for piece in self._pieces(group["params"]):
-                if together and sum(p.weight.numel() for p in together) + piece.weight.numel() > TOGETHER:
-                    self._move(together, group)
-                    together = []
-                together.append(piece)
-            if together:
-                self._move(together, group)
+                if chunk and sum(p.weight.numel() for p in chunk) + piece.weight.numel() > CHUNK_ELEMENTS:
+                    self._move(chunk, group)
+                    chunk = []
+                chunk.append(piece)
+            if chunk:
+                self._move(chunk, group)
 
-    def _pieces(self, weights: list[Tensor]) -> Iterator[Piece]:
+    def _pieces(self, weights: list[Tensor]) -> Iterator[Slice]:
         for weight in weights:
             if weight.grad is None or not weight.numel():
                 continue
@@ -65,15 +65,15 @@ class ShortMomentsAdamW(torch.optim.Optimizer):
                 for key in ("exp_avg", "exp_avg_sq"):
                     state[key] = torch.zeros_like(weight, dtype=torch.bfloat16)
             shape = tuple(weight.shape)
-            whole = self._places.get(weight, Place("", shape, (0,) * len(shape)))
+            whole = self._places.get(weight, ShardLocation("", shape, (0,) * len(shape)))
             tensors = weight, weight.grad, state["exp_avg"], state["exp_avg_sq"]
-            rows = max(1, TOGETHER * shape[0] // weight.numel())
+            rows = max(1, CHUNK_ELEMENTS * shape[0] // weight.numel())
             for first in range(0, shape[0], rows):
                 w, g, mean, square = (tensor[first : first + rows] for tensor in tensors)
                 offsets = (whole.offsets[0] + first, *whole.offsets[1:])
-                yield Piece(w, g, mean, square, Place(whole.name, whole.shape, offsets))
+                yield Slice(w, g, mean, square, ShardLocation(whole.name, whole.shape, offsets))
 
-    def _move(self, pieces: list[Piece], group: dict[str, Any]) -> None:
+    def _move(self, pieces: list[Slice], group: dict[str, Any]) -> None:
         weights = [piece.weight for piece in pieces]
         means = [piece.mean.to(piece.weight.dtype) for piece in pieces]
         squares = [piece.square.to(piece.weight.dtype) for piece in pieces]
@@ -86,7 +86,7 @@ class ShortMomentsAdamW(torch.optim.Optimizer):
         )  # fmt: skip
         for piece, mean, square in zip(pieces, means, squares, strict=True):
             place = piece.place
-            key = int(keyed.raw(1, "moments", place.name, group["step"])[0] >> 1)
+            key = int(keyed.random_uint64(1, "moments", place.name, group["step"])[0] >> 1)
             random = element_hashes(key, place.shape, place.offsets, tuple(mean.shape), mean.device)
-            piece.mean.copy_(round_by_chance(mean.float(), random))
-            piece.square.copy_(round_by_chance(square.float(), random >> 16))
+            piece.mean.copy_(stochastic_round(mean.float(), random))
+            piece.square.copy_(stochastic_round(square.float(), random >> 16))

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatfm.config import SoapConfig
 from megatfm.engines.interface import OptimizerGroup
 from megatfm.train.optimizers.adamw import adamw
-from megatfm.train.optimizers.groups import lr_scales, split, weight_decays
+from megatfm.train.optimizers.groups import lr_scales, split_block_matrices, weight_decays
 from megatfm.train.optimizers.registry import OPTIMIZERS, Parameters
 
 SIDES = {"left": -2, "right": -1}
@@ -25,7 +25,7 @@ def soap(config: SoapConfig, parameters: Parameters) -> list[OptimizerGroup]:
     def make(groups: list[dict[str, Any]]) -> Soap:
         return Soap(groups, lr=config.lr, betas=config.betas, eps=config.eps, every=config.every)
 
-    matrices, rest = split(parameters)
+    matrices, rest = split_block_matrices(parameters)
     decays = weight_decays(matrices, config.weight_decay)
     options = {
         name: {**decays[name], "rotated": tuple(size <= config.max_dim for size in p.shape[-2:])}
@@ -80,7 +80,7 @@ class Soap(torch.optim.Optimizer):
         state["exp_avg_sq"].lerp_(_rotate(weight.grad, state).square_(), 1 - beta2)
         update = _rotate(state["exp_avg"], state) / state["exp_avg_sq"].sqrt().add_(group["eps"])
         correction = (1 - beta2**step) ** 0.5 / (1 - beta1**step)
-        weight.add_(_rotate(update, state, back=True), alpha=-group["lr"] * correction)
+        weight.add_(_rotate(update, state, _project=True), alpha=-group["lr"] * correction)
         weight.mul_(1 - group["lr"] * group["weight_decay"])
 
     def _measure(self, weight: Tensor, group: dict[str, Any], sides: list[str]) -> None:
@@ -102,11 +102,11 @@ class Soap(torch.optim.Optimizer):
             state[f"{side}_basis"] = torch.linalg.qr(ordered)[0]
 
 
-def _rotate(matrix: Tensor, state: dict[str, Tensor], *, back: bool = False) -> Tensor:
+def _rotate(matrix: Tensor, state: dict[str, Tensor], *, _project: bool = False) -> Tensor:
     """QₗᵀMQᵣ, or back: QₗMQᵣᵀ."""
     left, right = state.get("left_basis"), state.get("right_basis")
     if left is not None:
-        matrix = (left if back else left.mT) @ matrix
+        matrix = (left if _project else left.mT) @ matrix
     if right is not None:
-        matrix = matrix @ (right.mT if back else right)
+        matrix = matrix @ (right.mT if _project else right)
     return matrix.clone() if left is None and right is None else matrix

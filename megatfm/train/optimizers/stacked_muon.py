@@ -17,11 +17,11 @@ STEPS, EPS = 5, 1e-7
 BATCH = 2**26
 """Elements of matrices that are moved by the same products: in bfloat16 128 MiB, with some times as much besides."""
 
-Move = tuple[Tensor, Tensor, float]
+Update = tuple[Tensor, Tensor, float]
 """A weight, what it is moved along before that is orthogonalised, and how far."""
 
 
-class StackedMuon(torch.optim.Optimizer):
+class BatchedMuon(torch.optim.Optimizer):
     """For matrices [m, n] and stacks of them [E, m, n], of which each is orthogonalised by itself, all of one shape in
     the same products. On a CPU only those of a stack: there more of them in one product take longer."""
 
@@ -31,7 +31,7 @@ class StackedMuon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        by_shape: defaultdict[torch.Size, list[Move]] = defaultdict(list)
+        by_shape: defaultdict[torch.Size, list[Update]] = defaultdict(list)
         for group in self.param_groups:
             lr, momentum, weights = group["lr"], group["momentum"], group["params"]
             for weight in weights:
@@ -47,13 +47,13 @@ class StackedMuon(torch.optim.Optimizer):
                 by_shape[shape].append((weight, update, -lr * max(1, rows / columns) ** 0.5))
         for moves in by_shape.values():
             limit = 1 if moves[0][0].device.type == "cpu" else BATCH
-            for batch in batches(moves, limit):
-                move(batch, in_bf16=self._in_bf16)
+            for batch in split_batches(moves, limit):
+                apply_updates(batch, in_bf16=self._in_bf16)
 
 
-def batches(moves: Sequence[Move], limit: int) -> Iterator[list[Move]]:
+def split_batches(moves: Sequence[Update], limit: int) -> Iterator[list[Update]]:
     """One after another, as many at once as have so many elements; at least one."""
-    batch: list[Move] = []
+    batch: list[Update] = []
     for each in moves:
         if batch and sum(weight.numel() for weight, _, _ in [*batch, each]) > limit:
             yield batch
@@ -63,11 +63,11 @@ def batches(moves: Sequence[Move], limit: int) -> Iterator[list[Move]]:
         yield batch
 
 
-def move(batch: Sequence[Move], *, in_bf16: bool = True) -> None:
+def apply_updates(batch: Sequence[Update], *, in_bf16: bool = True) -> None:
     """Orthogonalise, and move the weights, which have matrices of one shape."""
     stacks = [update.view(-1, *update.shape[-2:]) for _, update, _ in batch]
-    made_Emn = orthogonalised(torch.cat(stacks) if len(stacks) > 1 else stacks[0], in_bf16=in_bf16)
-    parts = made_Emn.to(batch[0][0].dtype).split([len(stack) for stack in stacks])
+    orthogonal_Emn = newton_schulz(torch.cat(stacks) if len(stacks) > 1 else stacks[0], in_bf16=in_bf16)
+    parts = orthogonal_Emn.to(batch[0][0].dtype).split([len(stack) for stack in stacks])
     for by, several in groupby(zip(batch, parts, strict=True), key=lambda pair: pair[0][2]):
         weights, moved = zip(
             *((weight, part.view_as(weight)) for (weight, _, _), part in several), strict=True
@@ -75,7 +75,7 @@ def move(batch: Sequence[Move], *, in_bf16: bool = True) -> None:
         torch._foreach_add_(weights, moved, alpha=by)
 
 
-def orthogonalised(stack_Emn: Tensor, *, in_bf16: bool = True) -> Tensor:
+def newton_schulz(stack_Emn: Tensor, *, in_bf16: bool = True) -> Tensor:
     """USVᵀ → about UVᵀ for each matrix of a stack, in bfloat16 or in the stack's own type."""
     a, b, c = COEFFICIENTS
     is_tall = stack_Emn.shape[1] > stack_Emn.shape[2]

@@ -15,14 +15,14 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from megatfm.atomic import never_through_a_link
+from megatfm.atomic import open_nofollow
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.train.record.run_directory import RunDirectory
 
 log = logging.getLogger("megatfm")
 
 
-class Screen(logging.StreamHandler[TextIO]):
+class ConsoleHandler(logging.StreamHandler[TextIO]):
     """Lines for whoever reads along. When they have gone (`megatfm train … | head`), the run goes on without them."""
 
     def handleError(self, record: logging.LogRecord) -> None:
@@ -46,7 +46,7 @@ class RunLog:
 
     def __init__(self, run: RunDirectory, steps: int) -> None:
         self._path = run.log
-        self._shows, self._steps = run.is_main, steps
+        self._has_console, self._steps = run.is_main, steps
         self._console = Console(highlight=False, soft_wrap=True)
         self._progress: Progress | None = None
         self._began, self._steps_here = time.monotonic(), 0
@@ -57,14 +57,14 @@ class RunLog:
         to_file = logging.StreamHandler(self._stack.enter_context(self._open()))
         to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         self._add(to_file)
-        if self._shows and self._console.is_terminal:
+        if self._has_console and self._console.is_terminal:
             self._add(
                 RichHandler(
                     console=self._console, show_path=False, show_level=False, log_time_format="%H:%M:%S"
                 )
             )
-        elif self._shows:
-            to_screen = Screen(sys.stdout)
+        elif self._has_console:
+            to_screen = ConsoleHandler(sys.stdout)
             to_screen.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
             self._add(to_screen)
         crashes = self._stack.enter_context(self._open())
@@ -83,27 +83,27 @@ class RunLog:
             self._to_file.handle(record)
         self._stack.close()
 
-    def step(self, record: Mapping[str, Any], due: bool) -> None:
+    def step(self, record: Mapping[str, Any], is_due: bool) -> None:
         """Show a step: in a line when one is due, on a terminal above the bar, which tells every step."""
         facts = (
             f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s{_utilization(record)}"
         )
         self._steps_here += 1
-        if self._shows and self._console.is_terminal:
+        if self._has_console and self._console.is_terminal:
             if self._progress is None:
                 self._progress = self._stack.enter_context(self._bar(record["step"] - 1))
             self._progress.update(self._progress.task_ids[0], completed=record["step"], facts=facts)
-        if due:
+        if is_due:
             log.info(
                 "step %d  %s  lr %.2e  grad norm %.2f%s",
                 record["step"],
                 facts,
                 record["lr"],
                 record["grad_norm"],
-                self._left(record["step"]),
+                self._eta(record["step"]),
             )
 
-    def _left(self, step: int) -> str:
+    def _eta(self, step: int) -> str:
         """The time that the steps to come will take if they go as those since the start went; nothing at the end."""
         if step >= self._steps:
             return ""
@@ -125,7 +125,7 @@ class RunLog:
     def _open(self) -> TextIO:
         """The log, to append to. Raises MegatfmError."""
         try:
-            return open(self._path, "a", encoding="utf-8", opener=never_through_a_link)
+            return open(self._path, "a", encoding="utf-8", opener=open_nofollow)
         except OSError as error:
             raise MegatfmError(f"can't write {self._path}: {error.strerror}") from error
 

@@ -12,35 +12,35 @@ from typing import Any
 
 from blake3 import blake3
 
-from megatfm.atomic import never_through_a_link
+from megatfm.atomic import open_nofollow
 from megatfm.checkpoint import disk
 from megatfm.errors import MegatfmError
-from megatfm.ranks import run_on_rank_0
+from megatfm.ranks import run_on_rank_0_raising
 
 DECISIONS = "decisions.jsonl"
 
 
 @dataclass
-class Decisions:
+class DecisionLog:
     """What was decided in this run: steps that are skipped, and steps after which the data goes on elsewhere."""
 
     path: Path
     is_writer: bool
     skips: set[int] = field(default_factory=set)
-    data_skips: dict[int, int] = field(default_factory=dict)
+    data_resume_positions: dict[int, int] = field(default_factory=dict)
     """After this step the data goes on from this position."""
     rollbacks: dict[int, int] = field(default_factory=dict)
     """How often the run came back to this step."""
 
     def read(self) -> None:
         """Take up what was decided before; all ranks together. Raises MegatfmError for a file that can't be read."""
-        self.skips, self.data_skips, self.rollbacks = set(), {}, {}
-        for record in run_on_rank_0(lambda: _read(self.path)):
+        self.skips, self.data_resume_positions, self.rollbacks = set(), {}, {}
+        for record in run_on_rank_0_raising(lambda: _read(self.path)):
             self._apply(record)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """A run from the start has decided nothing yet."""
-        self.skips, self.data_skips, self.rollbacks = set(), {}, {}
+        self.skips, self.data_resume_positions, self.rollbacks = set(), {}, {}
         if self.is_writer:
             self.path.unlink(missing_ok=True)
 
@@ -58,10 +58,10 @@ class Decisions:
 
     def left_behind(self, step: int, position: int) -> int | None:
         """The step that the run went back to, if a state of a step and a position is of the future that it left."""
-        came = [other for other in self.data_skips if other < step]
-        return max(came) if came and position <= self.data_skips[max(came)] else None
+        came = [other for other in self.data_resume_positions if other < step]
+        return max(came) if came and position <= self.data_resume_positions[max(came)] else None
 
-    def go_back(self, spike: int, step: int, position: int) -> None:
+    def record_rollback(self, spike: int, step: int, position: int) -> None:
         """Because of a loss spike, the run goes back to the end of a step, and on from a later position of the data."""
         self._write({"decision": "rollback", "leap": spike, "step": step, "position": position})
 
@@ -69,7 +69,7 @@ class Decisions:
         self._apply(record)
         if self.is_writer:
             try:
-                with open(self.path, "ab", opener=never_through_a_link) as file:
+                with open(self.path, "ab", opener=open_nofollow) as file:
                     whole = self.path.read_bytes().rfind(b"\n") + 1
                     file.truncate(whole)  # a kill may have torn the last line
                     file.write(json.dumps({**record, "check": _check(record)}).encode() + b"\n")
@@ -90,8 +90,10 @@ class Decisions:
             return
         # What was decided about later steps was decided about other data.
         self.skips = {other for other in self.skips if other <= step}
-        self.data_skips = {other: at for other, at in self.data_skips.items() if other < step}
-        self.data_skips[step] = int(record["position"])
+        self.data_resume_positions = {
+            other: at for other, at in self.data_resume_positions.items() if other < step
+        }
+        self.data_resume_positions[step] = int(record["position"])
         self.rollbacks[step] = self.rollbacks.get(step, 0) + 1
 
 

@@ -20,8 +20,8 @@ from typing import Any
 from megatfm.checkpoint.flow import note_progress
 from megatfm.errors import LockedError, MegatfmError
 
-TOUCH_SECONDS = 4.0
-DEAD_SECONDS = 90.0
+HEARTBEAT_SECONDS = 4.0
+STALE_SECONDS = 90.0
 """A holder on another machine whose file hasn't moved for so long is dead: longer than file servers that stumble, and
 than NFS clients remember a time of change (60 s by default)."""
 FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -65,13 +65,13 @@ class RunLock:
         try:
             if not stat.S_ISREG(os.fstat(file).st_mode):
                 raise MegatfmError(f"{self.path} is no file, so it can't be locked: remove it")
-            holder = _read(file)
-            if not _locked(file) or (
-                holder and holder["host"] != socket.gethostname() and self._moves(holder)
+            holder = _read_holder(file)
+            if not _try_lock(file) or (
+                holder and holder["host"] != socket.gethostname() and self._mtime_advances(holder)
             ):
                 raise LockedError(self._refusal(holder))
             os.ftruncate(file, 0)
-            os.pwrite(file, json.dumps(_me()).encode() + b"\n", 0)
+            os.pwrite(file, json.dumps(_holder_info()).encode() + b"\n", 0)
         except BaseException:
             os.close(file)
             raise
@@ -108,7 +108,7 @@ class RunLock:
         if self._file is None:
             return
         self._released.set()
-        self._thread.join(TOUCH_SECONDS)
+        self._thread.join(HEARTBEAT_SECONDS)
         if self._file in _descriptors:  # else this is a forked process, which never held it
             with contextlib.suppress(
                 OSError
@@ -119,21 +119,21 @@ class RunLock:
         self._file = None
 
     def _touch(self) -> None:
-        while not self._released.wait(TOUCH_SECONDS):
+        while not self._released.wait(HEARTBEAT_SECONDS):
             if self._file is not None:
                 with contextlib.suppress(OSError):  # the next touch may get through
                     os.utime(self._file)
 
-    def _moves(self, holder: dict[str, Any]) -> bool:
+    def _mtime_advances(self, holder: dict[str, Any]) -> bool:
         """Whether somebody on another machine still touches the file; compares no clocks."""
         _log.warning(
             "%s names process %s on %s: looking for up to %.0f s whether that still trains",
-            self.path, holder["pid"], holder["host"], DEAD_SECONDS,
+            self.path, holder["pid"], holder["host"], STALE_SECONDS,
         )  # fmt: skip
         first = _changed(self.path)
-        deadline = time.monotonic() + DEAD_SECONDS
+        deadline = time.monotonic() + STALE_SECONDS
         while time.monotonic() < deadline:
-            time.sleep(TOUCH_SECONDS / 8)
+            time.sleep(HEARTBEAT_SECONDS / 8)
             note_progress()
             if _changed(self.path) != first:
                 return True
@@ -148,7 +148,7 @@ class RunLock:
         )
 
 
-def _me() -> dict[str, Any]:
+def _holder_info() -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -157,7 +157,7 @@ def _me() -> dict[str, Any]:
     }
 
 
-def _read(file: int) -> dict[str, Any]:
+def _read_holder(file: int) -> dict[str, Any]:
     """Who holds it, or held it last and died; nothing where it was given back."""
     try:
         holder = json.loads(os.pread(file, 4096, 0))
@@ -169,7 +169,7 @@ def _read(file: int) -> dict[str, Any]:
     return holder if known and 0 < holder["pid"] < 2**31 else {}
 
 
-def _locked(file: int) -> bool:
+def _try_lock(file: int) -> bool:
     """Whether the kernel gives us the lock; where it knows no locks here, the other signs must do."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -178,12 +178,12 @@ def _locked(file: int) -> bool:
             return False
         if error.errno not in NO_LOCKS:
             raise
-        holder = _read(file)
-        return not (holder.get("host") == socket.gethostname() and _lives(holder["pid"]))
+        holder = _read_holder(file)
+        return not (holder.get("host") == socket.gethostname() and _pid_exists(holder["pid"]))
     return True
 
 
-def _lives(pid: int) -> bool:
+def _pid_exists(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

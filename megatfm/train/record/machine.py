@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatfm.ranks import gather, machine
+from megatfm.ranks import all_gather, machine
 
 CPUINFO = Path("/proc/cpuinfo")
-MODEL = (
+CPU_MODEL_FIELDS = (
     "vendor_id",
     "cpu family",
     "model",
@@ -25,7 +25,7 @@ MODEL = (
     "CPU variant",
 )
 """What /proc/cpuinfo calls a processor, on x86 and on ARM."""
-VECTORS = ("sse4", "avx", "fma", "f16c", "amx", "asimd", "sve", "sme", "bf16", "i8mm")
+ISA_PREFIXES = ("sse4", "avx", "fma", "f16c", "amx", "asimd", "sve", "sme", "bf16", "i8mm")
 """Beginnings of the names of those instruction sets by which libraries choose their kernels."""
 SETTINGS = (
     "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "MKL_CBWR",
@@ -40,7 +40,7 @@ LIBRARIES = {
 }
 """Library → where torch's account of how it was built has it."""
 
-Machines = Mapping[str, Sequence[Any]]
+HardwareByRank = Mapping[str, Sequence[Any]]
 """kinds: facts, each kind once; of_rank: the number of each rank's kind."""
 
 
@@ -55,8 +55,8 @@ def processor() -> dict[str, str]:
         facts = {"model name": platform.processor()}
     flags = (facts.get("flags") or facts.get("Features") or "").split()
     return {
-        "cpu": ", ".join(facts[key] for key in MODEL if facts.get(key)) or platform.machine(),
-        "instruction sets": " ".join(sorted(flag for flag in flags if flag.startswith(VECTORS))),
+        "cpu": ", ".join(facts[key] for key in CPU_MODEL_FIELDS if facts.get(key)) or platform.machine(),
+        "instruction sets": " ".join(sorted(flag for flag in flags if flag.startswith(ISA_PREFIXES))),
         "kernels": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
     }
@@ -78,7 +78,7 @@ def gpu() -> dict[str, str]:
 
 def started(launcher: str) -> dict[str, str]:
     """How many processes a run has on how many machines, and what started them. A collective."""
-    machines = gather(machine())
+    machines = all_gather(machine())
     return {"processes": str(len(machines)), "machines": str(len(set(machines))), "launcher": launcher}
 
 
@@ -94,15 +94,15 @@ def libraries() -> dict[str, str]:
     }
 
 
-def of_all_ranks(device: torch.device) -> dict[str, list[Any]]:
+def gather_hardware(device: torch.device) -> dict[str, list[Any]]:
     """The kind of machine of every rank. A collective."""
     mine = {**libraries(), **(gpu() if device.type == "cuda" else processor())}
-    ranks = gather(mine)
+    ranks = all_gather(mine)
     kinds = [facts for number, facts in enumerate(ranks) if facts not in ranks[:number]]
     return {"kinds": kinds, "of_rank": [kinds.index(facts) for facts in ranks]}
 
 
-def differences(before: Machines, now: Machines) -> list[str]:
+def diff_hardware(before: HardwareByRank, now: HardwareByRank) -> list[str]:
     """What is other than it was, of the ranks that there were before and are now, as `threads: 1 → 2`."""
     pairs = list(zip(_by_rank(before), _by_rank(now), strict=False))
     found: dict[str, list[int]] = defaultdict(list)
@@ -116,7 +116,7 @@ def differences(before: Machines, now: Machines) -> list[str]:
     ]
 
 
-def _by_rank(machines: Machines) -> list[Mapping[str, str]]:
+def _by_rank(machines: HardwareByRank) -> list[Mapping[str, str]]:
     return [machines["kinds"][number] for number in machines["of_rank"]]
 
 

@@ -18,13 +18,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from megatfm.atomic import never_through_a_link, write_whole
+from megatfm.atomic import atomic_write, open_nofollow
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.registry import Registry
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
-MEASURED = frozenset(
+MACHINE_DEPENDENT_KEYS = frozenset(
     {
         *("time", "tokens_per_second", "mfu", "mfu_causal", "step_seconds", "data_wait_seconds"),
         *("memory_bytes", "padding"),
@@ -45,7 +45,7 @@ class Sink(Protocol):
 
 
 @dataclass(frozen=True)
-class RunFacts:
+class RunInfo:
     """What a sink may know about its run.
 
     `first_step` is the step of the restored checkpoint, 0 for a run from the start; `branched` whether that is
@@ -56,10 +56,10 @@ class RunFacts:
     first_step: int = 0
     config: Mapping[str, Any] = field(default_factory=dict)
     wandb_project: str = "megatfm"
-    branched: bool = False
+    is_branch: bool = False
 
 
-SINKS = Registry[Callable[[RunFacts], Sink]]("log sink")
+SINKS = Registry[Callable[[RunInfo], Sink]]("log sink")
 
 
 def check_sinks(sinks: Sequence[str]) -> None:
@@ -75,16 +75,16 @@ class MetricsLog:
     Raises UsageError for an unknown or uninstalled sink, MegatfmError when a file can't be written.
     """
 
-    def __init__(self, run: RunFacts, sinks: Sequence[str] = ()) -> None:
+    def __init__(self, run: RunInfo, sinks: Sequence[str] = ()) -> None:
         makers = [SINKS.get(name) for name in sinks]
         self._path = run.folder / METRICS
         with _naming(self._path):
             run.folder.mkdir(parents=True, exist_ok=True)
-            _rewind(self._path, run.first_step, expected=not run.branched)
+            _truncate_after(self._path, run.first_step, expected=not run.is_branch)
         self._last_step = run.first_step or -1  # a run from the start may record a step 0
         self._sinks = [make(run) for make in makers]
         with _naming(self._path):
-            self._file = open(self._path, "ab", opener=never_through_a_link)  # noqa: SIM115
+            self._file = open(self._path, "ab", opener=open_nofollow)  # noqa: SIM115
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append the record of one step; a training record holds at least `step`, `tokens` and `loss`.
@@ -95,7 +95,7 @@ class MetricsLog:
         if step <= self._last_step:
             raise ValueError(f"step {step} was written already: the last one was {self._last_step}")
         with _naming(self._path):
-            self._file.write(to_line(record))
+            self._file.write(to_json_line(record))
             self._file.flush()  # a reader sees the step now; the disk sees it at sync()
         self._last_step = step
         for sink in self._sinks:
@@ -142,13 +142,13 @@ def log_event(folder: Path, event: str, detail: str, step: int | None = None, **
     path = folder / EVENTS
     with _naming(path):
         torn = path.exists() and not path.read_bytes().endswith(b"\n")
-        with open(path, "ab", opener=never_through_a_link) as file:
-            file.write((b"\n" if torn else b"") + to_line(record))
+        with open(path, "ab", opener=open_nofollow) as file:
+            file.write((b"\n" if torn else b"") + to_json_line(record))
             file.flush()
             os.fsync(file.fileno())
 
 
-def to_line(record: Mapping[str, Any]) -> bytes:
+def to_json_line(record: Mapping[str, Any]) -> bytes:
     """One line of strict JSON. NaN and the infinities, which JSON lacks, become the strings that `float` reads."""
     text = json.dumps(_finite(record), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.encode(errors="backslashreplace") + b"\n"  # of half a character, JSON's own escape
@@ -164,7 +164,7 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _rewind(path: Path, first_step: int, *, expected: bool) -> None:
+def _truncate_after(path: Path, first_step: int, *, expected: bool) -> None:
     """Keep the lines of steps 1 … first_step, by an atomic rewrite if any other is there. expected: that some are."""
     if not path.exists():
         if first_step and expected:
@@ -190,7 +190,7 @@ def _rewind(path: Path, first_step: int, *, expected: bool) -> None:
     new = b"".join(lines)
     if new == old:
         return
-    write_whole(path, new)
+    atomic_write(path, new)
 
 
 @contextmanager
@@ -202,14 +202,16 @@ def _naming(path: Path) -> Iterator[None]:
         raise MegatfmError(f"can't write {path}: {error.strerror}; mend that and resume the run") from error
 
 
-def _numbers(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+def _flatten_scalars(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
     """The numbers of a record under slash-joined names: `train/loss`, `evaluation/validation/loss`; those of
     a list by their places."""
     for key, value in record.items():
         if isinstance(value, Mapping):
-            yield from _numbers(value, f"{prefix}{key}/")
+            yield from _flatten_scalars(value, f"{prefix}{key}/")
         elif isinstance(value, list):
-            yield from _numbers(dict(zip(map(str, range(len(value))), value, strict=True)), f"{prefix}{key}/")
+            yield from _flatten_scalars(
+                dict(zip(map(str, range(len(value))), value, strict=True)), f"{prefix}{key}/"
+            )
         elif isinstance(value, int | float) and key not in ("step", "time"):
             yield (prefix or "train/") + key, value
 
@@ -222,7 +224,7 @@ class TensorBoard:
     leaves a queue that fills up and blocks training for ever.
     """
 
-    def __init__(self, run: RunFacts) -> None:
+    def __init__(self, run: RunInfo) -> None:
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto import event_pb2
 
@@ -238,7 +240,7 @@ class TensorBoard:
 
     def write(self, record: Mapping[str, Any]) -> None:
         event = self._event(wall_time=record.get("time", time.time()), step=record["step"])
-        for name, value in _numbers(record):
+        for name, value in _flatten_scalars(record):
             event.summary.value.add(tag=name, simple_value=value)
         with _naming(self._folder):
             self._writer.write_event(event)
@@ -263,7 +265,7 @@ class WeightsAndBiases:
     is_away = False
     """Whether this process found it away: it isn't asked again at each rollback."""
 
-    def __init__(self, run: RunFacts) -> None:
+    def __init__(self, run: RunInfo) -> None:
         try:
             wandb = importlib.import_module("wandb")
         except ImportError as error:
@@ -273,7 +275,7 @@ class WeightsAndBiases:
         how: dict[str, Any] = {
             "project": run.wandb_project,
             "name": run.folder.name,
-            "id": _kept_id(run.folder / "wandb-id"),
+            "id": _wandb_run_id(run.folder / "wandb-id"),
             "resume": "allow",
             "dir": str(run.folder),
             "config": dict(run.config),
@@ -296,7 +298,7 @@ class WeightsAndBiases:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, record: Mapping[str, Any]) -> None:
-        self._run.log({"step": record["step"], **dict(_numbers(record))})
+        self._run.log({"step": record["step"], **dict(_flatten_scalars(record))})
 
     def sync(self) -> None:
         """W&B writes in its own process, as it comes."""
@@ -305,8 +307,8 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-def _kept_id(path: Path) -> str:
+def _wandb_run_id(path: Path) -> str:
     with _naming(path):
         if not path.exists():
-            write_whole(path, secrets.token_hex(4))
+            atomic_write(path, secrets.token_hex(4))
         return path.read_text().strip()

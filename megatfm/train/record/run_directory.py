@@ -12,13 +12,13 @@ from types import TracebackType
 from typing import Self
 
 from megatfm import tokenizers
-from megatfm.atomic import write_whole
+from megatfm.atomic import atomic_write
 from megatfm.config import Config, to_toml
 from megatfm.config.base import check_path
 from megatfm.errors import MegatfmError
-from megatfm.ranks import run_on_rank_0
+from megatfm.ranks import run_on_rank_0_raising
 from megatfm.train.record import machine
-from megatfm.train.record.decisions import DECISIONS, Decisions
+from megatfm.train.record.decisions import DECISIONS, DecisionLog
 from megatfm.train.record.lock import RunLock
 from megatfm.train.record.metrics import log_event
 from megatfm.version import __version__
@@ -79,11 +79,11 @@ class RunDirectory:
 
     folder: Path
     rank: int
-    decisions: Decisions = field(init=False, repr=False)
+    decisions: DecisionLog = field(init=False, repr=False)
     _lock: RunLock = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.decisions = Decisions(self.folder / DECISIONS, self.is_main)
+        self.decisions = DecisionLog(self.folder / DECISIONS, self.is_main)
         self._lock = RunLock(self.folder / "lock")
 
     @property
@@ -108,7 +108,7 @@ class RunDirectory:
         """
         try:
             (self.folder / "logs").mkdir(parents=True, exist_ok=True)
-            run_on_rank_0(lambda: self._lock.take() if self.is_main else None)
+            run_on_rank_0_raising(lambda: self._lock.take() if self.is_main else None)
             if not self.is_main:
                 self._lock.note()
         except OSError as error:
@@ -120,7 +120,7 @@ class RunDirectory:
     ) -> None:
         self._lock.release()
 
-    def check_place(self) -> None:
+    def check_not_moved(self) -> None:
         """Raise MegatfmError if this is no longer the folder that was entered: another run may own it now."""
         if not self._lock.is_in_place():
             raise MegatfmError(
@@ -128,25 +128,25 @@ class RunDirectory:
                 "there: put it back, and start the same command again"
             )
 
-    def event(self, event: str, detail: str, step: int) -> None:
+    def log_event(self, event: str, detail: str, step: int) -> None:
         """Note what happened to the run (rank 0)."""
         if self.is_main:
             log_event(self.folder, event, detail, step)
 
-    def report(self, text: str, step: int, ranks: list[int], hosts: list[str]) -> None:
+    def log_failure(self, text: str, step: int, ranks: list[int], hosts: list[str]) -> None:
         """Note why the run ends and which ranks are to blame, for whoever restarts it; by one rank, not always 0."""
-        self.check_place()
+        self.check_not_moved()
         log_event(self.folder, "failed", text, step, ranks=ranks, hosts=hosts)
 
     def write(self, name: str, content: str | bytes) -> None:
         """Write a small file of the run whole, or not at all."""
         path = self.folder / name
         try:
-            write_whole(path, content)
+            atomic_write(path, content)
         except OSError as error:
             raise MegatfmError(f"{path}: can't write it: {error.strerror}") from error
 
-    def describe(self, config: Config, plan: str, facts: Mapping[str, str] | None = None) -> None:
+    def write_run_files(self, config: Config, plan: str, facts: Mapping[str, str] | None = None) -> None:
         """Leave the resolved config, the plan, the versions and any tokenizer beside the checkpoints (rank 0).
 
         facts: what else is to be known of the machine.
@@ -155,7 +155,7 @@ class RunDirectory:
         self.write("plan.txt", plan)
         self.write("environment.json", json.dumps({**environment(), **(facts or {})}, indent=2) + "\n")
         if config.data.tokenizer is not None:
-            self._keep_tokenizer(tokenizers.files(config.data.tokenizer))
+            self._keep_tokenizer(tokenizers.tokenizer_files(config.data.tokenizer))
 
     def _keep_tokenizer(self, files: Mapping[str, bytes]) -> None:
         """Have the run's tokenizer here, and no other that an earlier run of this name left."""
@@ -163,5 +163,5 @@ class RunDirectory:
             path = self.folder / name
             if not path.is_file() or path.read_bytes() != content:
                 self.write(name, content)
-        for name in set(tokenizers.NAMES) - files.keys():
+        for name in set(tokenizers.TOKENIZER_FILENAMES) - files.keys():
             (self.folder / name).unlink(missing_ok=True)

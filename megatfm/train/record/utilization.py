@@ -15,7 +15,7 @@ from megatfm.config import Config
 FlopsPerToken = Callable[[Config], tuple[float, float]]
 """What a token costs in training: with all of the attention matrix, and without the half that a causal model masks."""
 
-DATA_SHEET = {
+PEAK_FLOPS = {
     "H200": 989e12,
     "GH200": 989e12,
     "H100 PCIe": 756e12,
@@ -31,7 +31,7 @@ DATA_SHEET = {
     "V100": 125e12,
 }
 """Dense FLOP/s in 16 bits of GPUs by what their names hold, from their makers' data sheets; of V100, float16 alone."""
-SIZE, SECONDS = 1024, 0.1
+MATMUL_SIZE, MATMUL_SECONDS = 1024, 0.1
 """Of the matrices whose product is timed where no data sheet is known, and how long at least."""
 
 
@@ -50,15 +50,15 @@ class Peak:
 class Utilization:
     """full, causal: FLOPs per token. peak: of one device."""
 
-    full: float
-    causal: float
-    peak: Peak
+    flops_per_token: float
+    causal_flops_per_token: float
+    get_peak_flops: Peak
     devices: int
 
-    def of(self, tokens_per_second: float) -> dict[str, float]:
+    def mfu(self, tokens_per_second: float) -> dict[str, float]:
         """`mfu` and, without the masked half of attention, `mfu_causal`, each at a speed."""
-        reached = tokens_per_second / (self.peak.flops * self.devices)
-        return {"mfu": reached * self.full, "mfu_causal": reached * self.causal}
+        reached = tokens_per_second / (self.get_peak_flops.flops * self.devices)
+        return {"mfu": reached * self.flops_per_token, "mfu_causal": reached * self.causal_flops_per_token}
 
 
 def peak(device: torch.device, dtype: torch.dtype) -> Peak:
@@ -70,9 +70,9 @@ def peak(device: torch.device, dtype: torch.dtype) -> Peak:
         return (
             Peak(known, f"{name}, {bits}: data sheet")
             if known
-            else measured(device, dtype, f"{name}, {bits}")
+            else measure_peak_flops(device, dtype, f"{name}, {bits}")
         )
-    return measured(device, dtype, f"CPU, {bits}, {torch.get_num_threads()} threads")
+    return measure_peak_flops(device, dtype, f"CPU, {bits}, {torch.get_num_threads()} threads")
 
 
 def from_data_sheet(name: str, dtype: torch.dtype) -> float | None:
@@ -80,25 +80,25 @@ def from_data_sheet(name: str, dtype: torch.dtype) -> float | None:
     if dtype not in (torch.bfloat16, torch.float16) or ("V100" in name and dtype == torch.bfloat16):
         return None
     words = name.replace("-", " ").split()
-    for known, flops in DATA_SHEET.items():
+    for known, flops in PEAK_FLOPS.items():
         if all(word in words for word in known.split()):
             return flops
     return None
 
 
-def measured(device: torch.device, dtype: torch.dtype, where: str) -> Peak:
+def measure_peak_flops(device: torch.device, dtype: torch.dtype, where: str) -> Peak:
     """The rate of the fastest of several products of square matrices, on a CPU while its threads are running: what else
     runs on the machine then is no reason for a lower peak."""
-    a, b = (torch.ones(SIZE, SIZE, dtype=dtype, device=device) for _ in range(2))
+    a, b = (torch.ones(MATMUL_SIZE, MATMUL_SIZE, dtype=dtype, device=device) for _ in range(2))
 
     def clock() -> float:
         return time.perf_counter() if device.type == "cuda" else time.process_time() / torch.get_num_threads()
 
     best, began = float("inf"), time.perf_counter()
-    while time.perf_counter() - began < SECONDS:
+    while time.perf_counter() - began < MATMUL_SECONDS:
         start = clock()
         a @ b
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         best = min(best, clock() - start)
-    return Peak(2 * SIZE**3 / best, f"{where}: measured, products of {SIZE} × {SIZE}")
+    return Peak(2 * MATMUL_SIZE**3 / best, f"{where}: measured, products of {MATMUL_SIZE} × {MATMUL_SIZE}")

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-SETTINGS = {
+NUMERIC_ENV_VARS = {
     "TORCH_FR_BUFFER_SIZE": ("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"),  # collectives that are remembered
     "TORCH_FR_DUMP_TEMP_FILE": ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "{folder}/logs/nccl-"),
     "TORCH_NCCL_DUMP_ON_TIMEOUT": ("", "1"),
@@ -22,7 +22,7 @@ def start_flight_recorder(folder: Path, device: str) -> None:
     """
     if device == "cpu" or not torch.cuda.is_available():
         return
-    for name, (old_name, value) in SETTINGS.items():
+    for name, (old_name, value) in NUMERIC_ENV_VARS.items():
         if old_name not in os.environ:
             os.environ.setdefault(name, value.format(folder=folder))
 

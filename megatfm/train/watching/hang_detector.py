@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
-SETTLE_SECONDS = 0.5
+CAUSE_WINDOW_SECONDS = 0.5
 """After the first failure: the cause may be heard of later than the ranks that lost their peer by it."""
 
 
@@ -52,19 +52,19 @@ class Diagnosis:
 class _Rank:
     name: str
     host: str
-    heard: float
+    last_heartbeat_at: float
     heartbeat: Heartbeat = Heartbeat()
-    left: bool = False
-    ended: float | None = None  # when it failed, or was lost
+    exited: bool = False
+    failed_at: float | None = None  # when it failed, or was lost
     reason: str | None = None  # what it said, if it said anything
     lost_peer: bool = False
 
     @property
-    def gone(self) -> bool:
-        return self.ended is not None and self.reason is None
+    def vanished(self) -> bool:
+        return self.failed_at is not None and self.reason is None
 
-    def stall(self, now: float) -> float:
-        return self.heartbeat.age + now - self.heard
+    def seconds_without_progress(self, now: float) -> float:
+        return self.heartbeat.age + now - self.last_heartbeat_at
 
     def last_seen(self) -> str:
         return f"{self.name} at step {self.heartbeat.step}, {self.heartbeat.phase}"
@@ -79,61 +79,65 @@ class HangDetector:
     """
 
     hosts: Sequence[str]
-    limit: float
-    silence: float
+    hang_timeout: float
+    heartbeat_timeout: float
     start: float
     _ranks: list[_Rank] = field(init=False)
 
     def __post_init__(self) -> None:
         self._ranks = [_Rank(f"rank {n} on {host}", host, self.start) for n, host in enumerate(self.hosts)]
 
-    def hears(self, rank: int, heartbeat: Heartbeat, now: float) -> None:
+    def record_heartbeat(self, rank: int, heartbeat: Heartbeat, now: float) -> None:
         """Note a rank's heartbeat; now: seconds by the caller's clock."""
-        self._ranks[rank].heartbeat, self._ranks[rank].heard = heartbeat, now
+        self._ranks[rank].heartbeat, self._ranks[rank].last_heartbeat_at = heartbeat, now
 
-    def leaves(self, rank: int) -> None:
+    def record_exit(self, rank: int) -> None:
         """A rank has done its work and goes."""
-        self._ranks[rank].left = True
+        self._ranks[rank].exited = True
 
-    def fails(self, rank: int, reason: str | None, now: float, lost_peer: bool = False) -> None:
+    def record_failure(self, rank: int, reason: str | None, now: float, lost_peer: bool = False) -> None:
         """A rank raised an error, or is gone without a word (no reason). lost_peer: it only lost touch with another."""
         seen = self._ranks[rank]
-        if not seen.left and seen.ended is None:
-            seen.ended, seen.reason, seen.lost_peer = now, reason, lost_peer
+        if not seen.exited and seen.failed_at is None:
+            seen.failed_at, seen.reason, seen.lost_peer = now, reason, lost_peer
 
-    def was_stopped(self, seconds: float) -> None:
+    def exclude_pause(self, seconds: float) -> None:
         """The detector's own process could not listen for so long: nobody else is to blame for that."""
         for rank in self._ranks:
-            rank.heard += seconds
+            rank.last_heartbeat_at += seconds
 
     @property
     def all_gone(self) -> bool:
         """Whether every rank has left, failed or been lost, so that none is to be waited for."""
-        return all(rank.left or rank.ended is not None for rank in self._ranks)
+        return all(rank.exited or rank.failed_at is not None for rank in self._ranks)
 
     def diagnose(self, now: float) -> Diagnosis | None:
         """Return why the run ends, once that is clear."""
-        ended = sorted((r for r in self._ranks if r.ended is not None), key=lambda r: r.ended or 0.0)
+        ended = sorted((r for r in self._ranks if r.failed_at is not None), key=lambda r: r.failed_at or 0.0)
         if ended:
-            if now - (ended[0].ended or 0.0) < SETTLE_SECONDS and not self.all_gone:
+            if now - (ended[0].failed_at or 0.0) < CAUSE_WINDOW_SECONDS and not self.all_gone:
                 return None
             return self._of_failures(ended, now)
-        if any(rank.stall(now) > self.limit for rank in self._here()) and not self._waited_for(now):
+        if any(
+            rank.seconds_without_progress(now) > self.hang_timeout for rank in self._active_ranks()
+        ) and not self._waited_for(now):
             return self._of_a_hang(now)
         return None
 
     def _waited_for(self, now: float) -> bool:
         """Whether a rank that others may wait for still gets on, such as with reading a checkpoint."""
-        here = self._here()
+        here = self._active_ranks()
         least = min(rank.heartbeat.ticks for rank in here)
         return any(
-            rank.heartbeat.ticks == least and not rank.heartbeat.waiting and rank.stall(now) <= self.limit
+            rank.heartbeat.ticks == least
+            and not rank.heartbeat.waiting
+            and rank.seconds_without_progress(now) <= self.hang_timeout
             for rank in here
         )
 
     def _of_failures(self, ended: list[_Rank], now: float) -> Diagnosis:
         causes = [rank for rank in ended if not rank.lost_peer]
-        if not causes and self._here():  # they all waited for somebody in vain
+        if not causes and self._active_ranks():  # they all waited for somebody in vain
             return self._of_a_hang(now)
         first = (causes or ended)[0]
         if (
@@ -150,13 +154,13 @@ class HangDetector:
         return self._name([first], f"{first.last_seen()}: {said}", hung=False)
 
     def _of_a_hang(self, now: float) -> Diagnosis:
-        here = self._here()
-        silent = [rank for rank in here if now - rank.heard > self.silence]
+        here = self._active_ranks()
+        silent = [rank for rank in here if now - rank.last_heartbeat_at > self.heartbeat_timeout]
         least = min(rank.heartbeat.ticks for rank in here)
         behind = [rank for rank in here if rank.heartbeat.ticks == least]
         working = [rank for rank in behind if not rank.heartbeat.waiting]
         blamed = silent or working or behind
-        seconds = max(rank.stall(now) for rank in blamed)
+        seconds = max(rank.seconds_without_progress(now) for rank in blamed)
         if silent:
             what = f"no sign of life for {seconds:.0f} s: it was stopped, or its machine is gone"
         else:
@@ -166,13 +170,15 @@ class HangDetector:
         more = f" and {len(blamed) - 8} more" if len(blamed) > 8 else ""
         return self._name(blamed, f"{who}{more}: {what}", hung=True)
 
-    def _here(self) -> list[_Rank]:
-        return [rank for rank in self._ranks if not rank.left and rank.ended is None]
+    def _active_ranks(self) -> list[_Rank]:
+        return [rank for rank in self._ranks if not rank.exited and rank.failed_at is None]
 
     def _name(self, blamed: list[_Rank], text: str, hung: bool) -> Diagnosis:
         numbers = [self._ranks.index(rank) for rank in blamed]
         able = [
-            n for n, rank in enumerate(self._ranks) if not (rank.left or rank.gone or (hung and n in numbers))
+            n
+            for n, rank in enumerate(self._ranks)
+            if not (rank.exited or rank.vanished or (hung and n in numbers))
         ]
         hosts = [rank.host for rank in blamed]
         return Diagnosis(numbers, hosts, blamed[0].heartbeat.step, text, hung, able[0] if able else 0)

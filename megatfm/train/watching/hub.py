@@ -63,7 +63,7 @@ class JsonConnection:
             return None
         return messages if all(isinstance(message, dict) for message in messages) else None
 
-    def hang_up(self) -> None:
+    def shutdown(self) -> None:
         """Say no more, and wake whoever waits for more. What was sent still arrives."""
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
@@ -73,7 +73,7 @@ class JsonConnection:
         self.connection.close()
 
 
-class Hub(threading.Thread):
+class RankMonitorServer(threading.Thread):
     """Listens until everybody has left, or until the diagnosis is told.
 
     hosts: by rank. limit, interval: seconds that count as a hang, and between heartbeats. token: what a rank must show.
@@ -109,7 +109,7 @@ class Hub(threading.Thread):
             ready = self._selector.select(min(self._interval / 4, 0.2))
             now = time.monotonic()
             if now - last > 2 * self._interval + 1:
-                detector.was_stopped(now - last)
+                detector.exclude_pause(now - last)
             last = now
             for key, _ in ready:
                 if key.fileobj is self._listener:
@@ -120,10 +120,10 @@ class Hub(threading.Thread):
             self._drop_strangers(now)
             if now >= next_heartbeat:
                 next_heartbeat = now + self._interval
-                self._tell({"heartbeat": True})
+                self._broadcast({"heartbeat": True})
             diagnosis = detector.diagnose(now)
         diagnosis = diagnosis or detector.diagnose(time.monotonic())
-        self._tell({"diagnosis": diagnosis.plain()} if diagnosis else {"bye": True})
+        self._broadcast({"diagnosis": diagnosis.plain()} if diagnosis else {"bye": True})
         self._close()
 
     def _hear(self, line: JsonConnection, detector: HangDetector, now: float) -> None:
@@ -140,7 +140,7 @@ class Hub(threading.Thread):
             messages = None
         if messages is None:
             if (rank := self._lines[line]) is not None:
-                detector.fails(rank, None, now)
+                detector.record_failure(rank, None, now)
             self._drop(line)
 
     def _take(
@@ -149,19 +149,19 @@ class Hub(threading.Thread):
         """Act on one message. Raises ValueError, TypeError or KeyError for one that no rank of ours sends."""
         rank = self._lines[line]
         if rank is None:
-            shown = str(message.get("token", "")).encode(errors="replace")
+            token = str(message.get("token", "")).encode(errors="replace")
             number = message.get("rank")
-            known = hmac.compare_digest(shown, self._token.encode())
+            known = hmac.compare_digest(token, self._token.encode())
             if not known or type(number) is not int or not 0 <= number < len(self._hosts):
                 raise ValueError("no rank of this run")
             self._lines[line] = number
             del self._since[line]
         elif "heartbeat" in message:
-            detector.hears(rank, Heartbeat(**message["heartbeat"]), now)
+            detector.record_heartbeat(rank, Heartbeat(**message["heartbeat"]), now)
         elif "failed" in message:
-            detector.fails(rank, message["failed"], now, message["lost_peer"])
+            detector.record_failure(rank, message["failed"], now, message["lost_peer"])
         elif "bye" in message:
-            detector.leaves(rank)
+            detector.record_exit(rank)
 
     def _drop_strangers(self, now: float) -> None:
         """Close connections that have shown no token in time, and the oldest of too many."""
@@ -176,7 +176,7 @@ class Hub(threading.Thread):
         del self._lines[line]
         self._since.pop(line, None)
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _broadcast(self, message: dict[str, Any]) -> None:
         """Tell all ranks, our own last: its process may end as soon as it knows."""
         for line, rank in sorted(self._lines.items(), key=lambda item: item[1] or 0, reverse=True):
             if rank is not None:

@@ -12,7 +12,7 @@ import torch
 from megatfm.errors import MegatfmError
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-SNAPSHOTS = "memory"
+SNAPSHOT_DIR = "memory"
 """Folder of a run's directory that is there once a rank has run out of memory on a GPU."""
 LARGEST_MMAP_THRESHOLD = 32 * 2**20  # glibc refuses more
 
@@ -31,9 +31,9 @@ def keep_freed_memory() -> None:
     mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def wants_stacks(folder: Path, asked: bool) -> bool:
+def should_record_allocations(folder: Path, asked: bool) -> bool:
     """Whether to record where allocations come from: on request, and once a run has run out of memory."""
-    return asked or (folder / SNAPSHOTS).is_dir()
+    return asked or (folder / SNAPSHOT_DIR).is_dir()
 
 
 def record_allocations() -> None:
@@ -52,7 +52,7 @@ def memory_bytes(device: torch.device) -> int:
 
 
 @contextlib.contextmanager
-def explained(folder: Path, rank: int) -> Iterator[None]:
+def explain_out_of_memory(folder: Path, rank: int) -> Iterator[None]:
     """Turn running out of memory into one line, and on a GPU leave a snapshot of what is in it.
 
     The snapshot is memory/rank-K.pickle of the run directory, for https://pytorch.org/memory_viz; what
@@ -61,7 +61,7 @@ def explained(folder: Path, rank: int) -> Iterator[None]:
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        wanted = _wanted(error)
+        wanted = _requested_memory(error)
         if wanted is None:
             raise
         held = memory_bytes(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -72,7 +72,7 @@ def explained(folder: Path, rank: int) -> Iterator[None]:
         ) from error
 
 
-def _wanted(error: BaseException) -> str | None:
+def _requested_memory(error: BaseException) -> str | None:
     """What could not be had, in words; None for an error of another kind."""
     if isinstance(error, MemoryError):
         return ""
@@ -89,7 +89,7 @@ def _snapshot(folder: Path, rank: int) -> str:
     """Where the GPU's snapshot lies, in words."""
     if not torch.cuda.is_available():
         return ""
-    path = folder / SNAPSHOTS / f"rank-{rank}.pickle"
+    path = folder / SNAPSHOT_DIR / f"rank-{rank}.pickle"
     try:
         path.parent.mkdir(exist_ok=True)
         torch.cuda.memory._dump_snapshot(str(path))

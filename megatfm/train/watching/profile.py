@@ -26,7 +26,7 @@ class StepProfile:
     def __enter__(self) -> Self:
         return self
 
-    def before(self, step: int) -> None:
+    def before_step(self, step: int) -> None:
         """Start or end the recording if this step is the first or the one after the last."""
         if self._first <= step < self._end and self._profile is None:
             cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []

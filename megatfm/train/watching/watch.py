@@ -23,23 +23,23 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from megatfm.atomic import never_through_a_link
-from megatfm.errors import FAILED, MegatfmError
-from megatfm.parallel.bootstrap import Rank
-from megatfm.ranks import gather, machine, run_on_rank_0
+from megatfm.atomic import open_nofollow
+from megatfm.errors import EXIT_FAILED, MegatfmError
+from megatfm.parallel.bootstrap import ProcessInfo
+from megatfm.ranks import all_gather, machine, run_on_rank_0_raising
 from megatfm.train.watching.flight_recorder import dump_flight_recorder
-from megatfm.train.watching.hang_detector import SETTLE_SECONDS, Diagnosis, Heartbeat
-from megatfm.train.watching.hub import Hub, JsonConnection
+from megatfm.train.watching.hang_detector import CAUSE_WINDOW_SECONDS, Diagnosis, Heartbeat
+from megatfm.train.watching.hub import JsonConnection, RankMonitorServer
 
 log = logging.getLogger("megatfm")
 
-GRACE_SECONDS = 2.0
+EXIT_GRACE_SECONDS = 2.0
 """After a diagnosis: how long a main thread may take to end in good order."""
-AFTER_YOU_SECONDS = 1.0
+EXIT_DELAY_OF_OTHERS_SECONDS = 1.0
 """By which those who are not to blame end later: to a launcher, the first that ends is the cause."""
-INNERMOST = 3
+MAX_TORCH_FRAMES = 3
 """Frames in which torch.distributed marks a main thread as waiting for others."""
-WAITS = re.compile(r"\.(wait|synchronize|item|tolist|cpu)\(")
+WAITING_CALLS = re.compile(r"\.(wait|synchronize|item|tolist|cpu)\(")
 """What the innermost line calls while it waits: for a collective, or for a device that itself waits in one."""
 
 LOST_BY_GLOO = ("/gloo/", "Gloo", "recvBytes", "sendBytes")
@@ -59,21 +59,21 @@ Report = Callable[[str, int, list[int], list[str]], None]
 """Told why the run ends, at which step, and which ranks on which hosts are to blame."""
 
 
-class Watch:
+class RankMonitor:
     """While entered, this rank is watched by the others. Entering is a collective.
 
     limit: seconds without a move after which a rank counts as hung. Leaving with an error tells the others; where
     that error only comes from a lost peer, a MegatfmError that names the cause replaces it.
     """
 
-    def __init__(self, rank: Rank, limit: float) -> None:
+    def __init__(self, rank: ProcessInfo, limit: float) -> None:
         self._rank, self._limit = rank, limit
         self._interval = min(5.0, max(0.1, limit / 10))
-        self._seldom = max(
+        self._min_heartbeat_gap = max(
             0.1, 0.002 * rank.world_size
         )  # between heartbeats at steps: rank 0 hears all of them
         self._step, self._phase, self._ticks = 0, "start", 0
-        self._moved = self._last_heartbeat = time.monotonic()
+        self._last_progress = self._last_heartbeat = time.monotonic()
         self._main = threading.get_ident()
         self._log: int | None = None
         self._report: Report | None = None
@@ -81,17 +81,17 @@ class Watch:
         """Counts what the process gets done between two ticks, such as bytes of a checkpoint: while it grows, the rank
         isn't hung."""
         self._progress = 0
-        self.stands_in: Callable[[], int | None] = lambda: None
+        self.save_thread_id: Callable[[], int | None] = lambda: None
         """The thread that the main thread waits for while it saves: that is where the work is done."""
         self._lock = threading.Lock()
         self._leaving = threading.Event()
-        self._told = threading.Event()  # a diagnosis, or that everybody has left
+        self._finished = threading.Event()  # a diagnosis, or that everybody has left
         self._diagnosis: Diagnosis | None = None
-        self._hub: Hub | None = None
+        self._hub: RankMonitorServer | None = None
 
     def __enter__(self) -> Self:
         self._line, self._hosts = self._connect()
-        self._arm()
+        self._rearm_gil_watchdog()
         self._thread = threading.Thread(target=self._watch, name="megatfm-watch", daemon=True)
         self._thread.start()
         return self
@@ -99,60 +99,60 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        lost_peer = error is not None and _lost_its_peer(error)
+        lost_peer = error is not None and is_peer_loss(error)
         self._leaving.set()
-        self._say({"heartbeat": self._heartbeat(time.monotonic()).__dict__})
-        self._say({"bye": True} if error is None else {"failed": _one_line(error), "lost_peer": lost_peer})
+        self._send({"heartbeat": self._heartbeat(time.monotonic()).__dict__})
+        self._send({"bye": True} if error is None else {"failed": _one_line(error), "lost_peer": lost_peer})
         if self._hub and error is None:  # the others may still have something to do, and the hub is here
-            self._told.wait()
+            self._finished.wait()
         elif self._hub or lost_peer:
-            self._told.wait(SETTLE_SECONDS + GRACE_SECONDS)
-        self._told.set()
-        self._line.hang_up()
+            self._finished.wait(CAUSE_WINDOW_SECONDS + EXIT_GRACE_SECONDS)
+        self._finished.set()
+        self._line.shutdown()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
         if self._log is not None:
             os.close(self._log)
         if self._diagnosis and self._rank.rank not in self._diagnosis.ranks and (error is None or lost_peer):
-            time.sleep(AFTER_YOU_SECONDS)
+            time.sleep(EXIT_DELAY_OF_OTHERS_SECONDS)
             raise MegatfmError(self._diagnosis.text) from error
 
     def tick(self, step: int, phase: str) -> None:
         """Say that the main thread moves on: called alike on all ranks."""
         new = phase != self._phase
-        self._step, self._phase, self._moved = step, phase, time.monotonic()
+        self._step, self._phase, self._last_progress = step, phase, time.monotonic()
         self._ticks += 1
         if (
-            new or self._moved - self._last_heartbeat > self._seldom
+            new or self._last_progress - self._last_heartbeat > self._min_heartbeat_gap
         ):  # so that a sudden death is placed rightly
-            self._say({"heartbeat": self._heartbeat(self._moved).__dict__})
+            self._send({"heartbeat": self._heartbeat(self._last_progress).__dict__})
 
-    def log_to(self, path: Path, report: Report) -> None:
+    def attach_run_log(self, path: Path, report: Report) -> None:
         """From now on stacks go to this file; one of the ranks that are left calls `report`."""
-        self._log = never_through_a_link(str(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._log = open_nofollow(str(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._report = report
-        self._arm()
+        self._rearm_gil_watchdog()
 
     # ------------------------------------------------------------------------------------------ meeting the hub
 
     def _connect(self) -> tuple[JsonConnection, list[str]]:
         """Rank 0 opens its ear and tells the others where; all learn each other's hosts."""
-        size, places = self._rank.world_size, gather((socket.gethostname(), machine()))
-        hosts, alone = [host for host, _ in places], len({place for _, place in places}) == 1
+        size, places = self._rank.world_size, all_gather((socket.gethostname(), machine()))
+        hosts, single_host = [host for host, _ in places], len({place for _, place in places}) == 1
         ours, theirs = socket.socketpair()
 
-        def open_ear() -> tuple[str, int]:
-            token, listener = secrets.token_hex(16), _listen(alone) if size > 1 else None
-            self._hub = Hub(hosts, self._limit, self._interval, token, listener)
+        def start_server() -> tuple[str, int]:
+            token, listener = secrets.token_hex(16), _listen(single_host) if size > 1 else None
+            self._hub = RankMonitorServer(hosts, self._limit, self._interval, token, listener)
             self._hub.add(theirs)
             self._hub.start()
             return token, listener.getsockname()[1] if listener else 0
 
-        token, port = run_on_rank_0(open_ear)
+        token, port = run_on_rank_0_raising(start_server)
         if self._rank.rank != 0:
             ours.close()
             theirs.close()
-            address = "127.0.0.1" if alone else self._rank.address or hosts[0]
+            address = "127.0.0.1" if single_host else self._rank.address or hosts[0]
             try:
                 ours = socket.create_connection((address, port), timeout=max(self._limit, 10.0))
             except OSError as error:
@@ -170,46 +170,46 @@ class Watch:
         heard = last = next_heartbeat = time.monotonic()
         selector = selectors.DefaultSelector()
         selector.register(self._line, selectors.EVENT_READ)
-        while self._diagnosis is None and not self._told.is_set():
+        while self._diagnosis is None and not self._finished.is_set():
             readable = selector.select(self._interval / 2)
             now = time.monotonic()
             if now - last > 2 * self._interval + 1:
                 heard += now - last  # we were stopped ourselves
             last = now
-            if self._told.is_set():
+            if self._finished.is_set():
                 break
             if readable:
                 heard = now
-                self._hear()
+                self._receive()
             elif now - heard > self._limit + 3 * self._interval:
-                self._blame_the_hub(f"no sign of life for {now - heard:.0f} s", hung=True)
+                self._diagnose_server_loss(f"no sign of life for {now - heard:.0f} s", hung=True)
             if now >= next_heartbeat:
                 next_heartbeat = now + self._interval
-                self._say({"heartbeat": self._heartbeat(now).__dict__})
-                self._arm()
+                self._send({"heartbeat": self._heartbeat(now).__dict__})
+                self._rearm_gil_watchdog()
         faulthandler.cancel_dump_traceback_later()
         if self._diagnosis:
-            self._carry_out(self._diagnosis)
+            self._terminate(self._diagnosis)
         selector.close()
         self._line.close()
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         messages = self._line.receive()
         if messages is None:
-            self._blame_the_hub("ended without a word: it was killed, or it crashed", hung=False)
+            self._diagnose_server_loss("ended without a word: it was killed, or it crashed", hung=False)
         for message in messages or ():
             if "diagnosis" in message:
                 self._diagnosis = Diagnosis.parse(message["diagnosis"])
             elif "bye" in message:
-                self._told.set()
+                self._finished.set()
 
-    def _blame_the_hub(self, what: str, hung: bool) -> None:
+    def _diagnose_server_loss(self, what: str, hung: bool) -> None:
         text = f"rank 0 on {self._hosts[0]} at step {self._step}, {self._phase}: {what}"
         self._diagnosis = self._diagnosis or Diagnosis(
             [0], [self._hosts[0]], self._step, text, hung, reporter=1
         )
 
-    def _carry_out(self, diagnosis: Diagnosis) -> None:
+    def _terminate(self, diagnosis: Diagnosis) -> None:
         """Leave what there is to know, then end this process if its main thread doesn't."""
         me = self._rank.rank
         if diagnosis.hung:
@@ -221,29 +221,29 @@ class Watch:
         if me == diagnosis.reporter and self._report:
             with contextlib.suppress(MegatfmError, OSError):  # a full disk must not keep us from ending
                 self._report(diagnosis.text, diagnosis.step, diagnosis.ranks, diagnosis.hosts)
-        self._told.set()
-        if self._leaving.wait(GRACE_SECONDS / 4 if diagnosis.hung else GRACE_SECONDS):
+        self._finished.set()
+        if self._leaving.wait(EXIT_GRACE_SECONDS / 4 if diagnosis.hung else EXIT_GRACE_SECONDS):
             return
         if me not in diagnosis.ranks:
-            time.sleep(AFTER_YOU_SECONDS)
+            time.sleep(EXIT_DELAY_OF_OTHERS_SECONDS)
         self._write(f"{diagnosis.text}\n")
         os.write(2, f"error: {diagnosis.text}\n".encode())
-        os._exit(FAILED)
+        os._exit(EXIT_FAILED)
 
     def _heartbeat(self, now: float) -> Heartbeat:
         self._last_heartbeat = now
         if (progress := self.progress()) != self._progress:
-            self._progress, self._moved = progress, now
-        working = self.stands_in() if self._phase == "save" else None
+            self._progress, self._last_progress = progress, now
+        working = self.save_thread_id() if self._phase == "save" else None
         frames = sys._current_frames()
-        waiting, place = _where(frames.get(working or self._main) or frames.get(self._main))
-        return Heartbeat(self._step, self._phase, self._ticks, now - self._moved, waiting, place)
+        waiting, place = _describe_thread(frames.get(working or self._main) or frames.get(self._main))
+        return Heartbeat(self._step, self._phase, self._ticks, now - self._last_progress, waiting, place)
 
-    def _say(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         with self._lock:
             self._line.send(message)
 
-    def _arm(self) -> None:
+    def _rearm_gil_watchdog(self) -> None:
         """Our thread needs the interpreter: where a call never gives it back, C code leaves the stacks and ends us.
 
         A little late, so that the others have found out that we are silent.
@@ -260,32 +260,32 @@ class Watch:
                 os.write(self._log, text.encode())
 
 
-def _listen(alone: bool) -> socket.socket:
+def _listen(single_host: bool) -> socket.socket:
     """A listening socket: for this machine's own ranks only where there are no others."""
-    if alone:
+    if single_host:
         return socket.create_server(("127.0.0.1", 0), backlog=1024)
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096)
     return socket.create_server(("", 0), backlog=4096)
 
 
-def _where(frame: FrameType | None) -> tuple[bool, str]:
+def _describe_thread(frame: FrameType | None) -> tuple[bool, str]:
     """Whether a thread waits in torch.distributed or for its device, and the innermost line of ours."""
     waiting, depth = False, 0
     if frame is not None:
         # Between two lines Python may not know which one a thread is at.
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0)
-        waiting = WAITS.search(line) is not None
+        waiting = WAITING_CALLS.search(line) is not None
     while frame is not None:
         name, depth = frame.f_globals.get("__name__", ""), depth + 1
-        waiting = waiting or (depth <= INNERMOST and name.startswith("torch.distributed"))
+        waiting = waiting or (depth <= MAX_TORCH_FRAMES and name.startswith("torch.distributed"))
         if name.startswith("megatfm."):
             return waiting, f"{name.replace('.', '/')}.py:{frame.f_lineno or '?'}, in {frame.f_code.co_name}"
         frame = frame.f_back
     return waiting, ""
 
 
-def _lost_its_peer(error: BaseException | None) -> bool:
+def is_peer_loss(error: BaseException | None) -> bool:
     """Whether an error, or what caused it, is a collective's that broke off: somebody else's failure, then.
 
     An error of this rank's own GPU comes out of NCCL as well, and a plugin's may speak of connections: neither is one.

@@ -29,7 +29,7 @@ ENDED = {
 POLL_SECONDS = 0.25
 """Between two questions to SLURM, each of which is a process."""
 REPORTED = ("JobId", "JobState", "ExitCode", "Restarts", "RunTime", "NodeList")
-REPORTS: dict[str, str] = {}
+JOB_REPORTS: dict[str, str] = {}
 """What SLURM said of each job at its end, for the summary; taken out by the fixture that hands it on."""
 
 
@@ -152,7 +152,7 @@ class Job:
         assert now == state, self.report(f"{state} was expected")
         print(self.cluster.slurm("scontrol", "show", "job", self.number))
         record = self.record()
-        REPORTS[self.number] = " ".join(f"{key}={record[key]}" for key in REPORTED)
+        JOB_REPORTS[self.number] = " ".join(f"{key}={record[key]}" for key in REPORTED)
         return record
 
     def _may_be_requeued(self, state: str) -> bool:

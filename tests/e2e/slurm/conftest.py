@@ -4,16 +4,16 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import SUMMARY
+from tests.conftest import JOB_REPORT_PROPERTY
 from tests.e2e.conftest import PREP, SMALL
-from tests.e2e.slurm.cluster import HERE, REPORTS, Cluster, Job, run, why_not
-from tests.forks import Command
+from tests.e2e.slurm.cluster import HERE, JOB_REPORTS, Cluster, Job, run, why_not
+from tests.forks import ForkedCommand, last_of_each_key
 
 # The run of these tests: two layers, forty steps, a checkpoint every five; ZeRO-3 where there are two ranks.
 STEPS = 40
@@ -39,8 +39,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def scontrol(record_property: Callable[[str, object], None]) -> Iterator[None]:
     """What SLURM said of a test's jobs goes into the summary; all of it with `-rP`."""
     yield
-    while REPORTS:
-        record_property(SUMMARY, REPORTS.pop(next(iter(REPORTS))))
+    while JOB_REPORTS:
+        record_property(JOB_REPORT_PROPERTY, JOB_REPORTS.pop(next(iter(JOB_REPORTS))))
 
 
 @pytest.fixture(scope="session")
@@ -61,7 +61,7 @@ class Project:
     cluster: Cluster
     run_name: str = "run"
 
-    def trouble(self, what: str, text: str = "") -> Path:
+    def plant_fault(self, what: str, text: str = "") -> Path:
         """Make trouble, see plugin/trouble.py; it ends when the file that is returned is deleted."""
         file = self.folder / "trouble" / what
         file.write_text(text)
@@ -87,9 +87,9 @@ class Project:
 
     def megatfm(self, *words: object, code: int = 0) -> str:
         """Run a command in the project's folder, as a fork; returns what it wrote. What jobs start is real."""
-        command = Command(_last_of_each_key(words), self.folder / "said", self.folder, self.environment)
-        assert command.wait() == code, f"{words}\n{command.said}"
-        return command.said
+        command = ForkedCommand(last_of_each_key(words), self.folder / "said", self.folder, self.environment)
+        assert command.wait() == code, f"{words}\n{command.output}"
+        return command.output
 
     def submit(self, *words: object) -> list[Job]:
         """`megatfm launch … --slurm`; returns the job, or all of a chain."""
@@ -114,15 +114,6 @@ class Project:
     def command(self, *words: object) -> str:
         """A command of megatfm, for a shell."""
         return shlex.join([sys.executable, "-m", "megatfm", *map(str, words)])
-
-
-def _last_of_each_key(words: Iterable[object]) -> list[object]:
-    """Words of a command, in which a test's override replaces the small run's: a key is given once."""
-    by_key = {}
-    for place, word in enumerate(words):
-        key, equals, _ = str(word).partition("=")
-        by_key[key if equals and not key.startswith("-") else place] = word
-    return list(by_key.values())
 
 
 @pytest.fixture(scope="session")

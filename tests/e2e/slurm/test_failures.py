@@ -12,7 +12,7 @@ from tests.e2e.test_training import curve
 def crashing(new_project) -> Job:
     """A job that fails before its first checkpoint whenever it is started."""
     project = new_project("crashing")
-    project.trouble("crash")
+    project.plant_fault("crash")
     return project.launch("--max-restarts", 1)
 
 
@@ -66,7 +66,7 @@ def test_torchrun_starts_the_ranks_of_each_node(whole, project):
 
 @pytest.mark.slow  # two nodes are above, and stops that reach torchrun's workers in tests/unit/launchers/test_agent.py
 def test_a_stop_reaches_torchrun_s_ranks(whole, project):
-    slow = project.trouble("slow", "0.3")
+    slow = project.plant_fault("slow", "0.3")
     job = project.launch("--start", "torchrun", nodes=2)
     job.until_step(7)
     project.cluster.slurm("scancel", "--signal=USR1", "--batch", job.number)
@@ -87,7 +87,7 @@ def test_a_crash_loop_stops_by_itself(crashing):
 
 @pytest.mark.slow  # a hang is named in tests/e2e/test_resilience.py, and what fails is restarted above
 def test_a_rank_that_hangs_is_named_and_the_run_restarted(project, whole):
-    project.trouble("hang-first", "1")
+    project.plant_fault("hang-first", "1")
     hanging = project.launch("train.hang_seconds=20", nodes=2)
     assert hanging.finish()["Restarts"] == "1"
     first, _ = json.loads((hanging.run_dir / "restarts.json").read_text())

@@ -34,7 +34,7 @@ NAMESPACES = "needs network namespaces: without them, what runs on a killed node
 def limited(new_project) -> Job:
     """A job whose minute ends before its steps do."""
     project = new_project("limited")
-    project.trouble("slow-first", "2")
+    project.plant_fault("slow-first", "2")
     (project.folder / "site.toml").write_text("stop_seconds = 10\n")
     return project.launch("--time", 1, "--site", "site.toml")
 
@@ -45,7 +45,7 @@ def bereft(new_project) -> Iterator[tuple[Job, str]]:
     project = new_project("spare")
     if not project.cluster.has_namespaces:
         pytest.skip(NAMESPACES)
-    project.trouble("slow-first", "0.5")
+    project.plant_fault("slow-first", "0.5")
     yield from without_a_node(project.launch(nodes=2))
 
 
@@ -65,7 +65,7 @@ def ahead(limited, bereft) -> None:
 
 def test_requeued_in_the_middle(alone, project):
     """And held, as SLURM holds a job that it could not start again: `status` says so, and the way out of it works."""
-    slow = project.trouble("slow", "0.3")
+    slow = project.plant_fault("slow", "0.3")
     job = project.launch()
     job.until_step(7)
     project.cluster.slurm("scontrol", "requeuehold", job.number)
@@ -79,7 +79,7 @@ def test_requeued_in_the_middle(alone, project):
 
 
 def test_preempted(alone, project):
-    slow = project.trouble("slow", "0.3")
+    slow = project.plant_fault("slow", "0.3")
     job = project.launch("--partition", "low")
     job.until_step(7)
     place = f"--nodelist={job.record()['NodeList']}"
@@ -95,7 +95,7 @@ def again_words(project: Project) -> list[object]:
 
 
 def test_cancelled_stays_cancelled_and_can_be_taken_up_again(alone, project):
-    slow = project.trouble("slow", "0.5")
+    slow = project.plant_fault("slow", "0.5")
     job = project.launch()
     job.until_step(7)
     assert re.search(
@@ -134,7 +134,7 @@ def test_a_job_that_waits_is_seen_and_cancelled(project):
 
 @pytest.mark.slow  # what `launch` says is above, and the lock in tests/e2e/test_resilience.py
 def test_of_two_jobs_of_one_run_the_second_is_refused(alone, project):
-    slow = project.trouble("slow", "3")  # the second may have to wait for nodes
+    slow = project.plant_fault("slow", "3")  # the second may have to wait for nodes
     first = project.launch()
     first.until_step(2)
     assert f"job {first.number} is of this run, and runs" in project.megatfm(
@@ -156,7 +156,7 @@ def test_a_chain_goes_on_after_a_stop_and_after_a_lost_node(alone, project):
     """Where jobs may not be requeued. The first is stopped as ahead of its time limit; the second loses its node, and
     srun leaves with 0 then: only the run itself knows that it is not done. The fourth is not needed."""
     (project.folder / "site.toml").write_text("requeue = false\n")
-    slow = project.trouble("slow", "0.3")
+    slow = project.plant_fault("slow", "0.3")
     links = project.submit(*project.small, "--nodes", 1, "--nproc", 1, "--chain", 4, "--site", "site.toml")
     assert all(link.record()["Dependency"].startswith("afterany:") for link in links[1:])
     first, second, third, last = links
@@ -193,7 +193,7 @@ def test_without_a_spare_the_run_goes_on_with_fewer(project, whole):
     if not project.cluster.has_namespaces:
         pytest.skip(NAMESPACES)
     project.cluster.until_idle()
-    project.trouble("slow-first", "0.5")
+    project.plant_fault("slow-first", "0.5")
     (project.folder / "site.toml").write_text('exclude = "n[1-6]"\n')
     for job, node in without_a_node(project.launch("--site", "site.toml", nodes="1-2")):
         assert job.finish(timeout=400)["Restarts"] == "1"

@@ -14,7 +14,9 @@ def test_a_node_that_fails_twice_is_excluded(project):
         pytest.skip("needs network namespaces: without them all nodes have one host name")
     cluster.until_idle()
     (project.folder / "site.toml").write_text('exclude = "n[4-8]"\n')
-    project.trouble("crash", "n2")  # SLURM takes idle nodes in their order: n1 and n2, until n2 is excluded
+    project.plant_fault(
+        "crash", "n2"
+    )  # SLURM takes idle nodes in their order: n1 and n2, until n2 is excluded
     job = project.launch("--site", "site.toml", nodes=2)
     record = job.finish(timeout=400)
     assert record["Restarts"] == "2"
@@ -31,7 +33,7 @@ def test_a_node_that_dies_before_srun_starts_its_task_is_blamed(project):
     if not cluster.has_namespaces:
         pytest.skip("needs network namespaces: without them a killed node's tasks live on")
     cluster.until_idle()
-    held, waits = project.trouble("held"), project.folder / "waits"
+    held, waits = project.plant_fault("held"), project.folder / "waits"
     hold = f"touch '{waits}'; while [ -e '{held}' ]; do sleep 0.1; done"
     site = f'exclude = "n[4-8]"\nsetup = [["bash", "-c", {json.dumps(hold)}]]\n'
     (project.folder / "site.toml").write_text(site)
@@ -44,7 +46,7 @@ def test_a_node_that_dies_before_srun_starts_its_task_is_blamed(project):
         held.unlink()
         if dies:
             job.until(lambda: job.state != "RUNNING")
-            project.trouble("held")
+            project.plant_fault("held")
             cluster.node("start", "n2")
     job.finish(timeout=400)
     attempts = json.loads((job.run_dir / "restarts.json").read_text())

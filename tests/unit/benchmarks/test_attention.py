@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from tests.forks import Command
+from tests.forks import ForkedCommand
 
 ROOT = Path(__file__).parents[3]
 
@@ -14,8 +14,8 @@ def test_calls_add_to_the_result_of_the_day(tmp_path: Path) -> None:
         ["--parts", "speed", "memory", "--dtypes", "bfloat16", "--lengths", "128", "--only", "window"],
     ):
         words += ["--rounds", "1", "--out", tmp_path]
-        script = Command(words, tmp_path / "said", ROOT, program="benchmarks/attention.py")
-        assert script.wait(120) == 0, script.said
+        script = ForkedCommand(words, tmp_path / "said", ROOT, program="benchmarks/attention.py")
+        assert script.wait(120) == 0, script.output
     (path,) = tmp_path.glob("*-attention.json")
     result = json.loads(path.read_text(encoding="utf-8"))
     of_windows = {"dense", "window 512", "window 512, documents of 1000", "window 512, dense mask"}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.forks import Command
+from tests.forks import ForkedCommand
 from tests.unit.benchmarks.scripts import script
 
 ROOT = Path(__file__).parents[3]
@@ -85,8 +85,8 @@ def test_rows_ask_what_can_be_known(tasks: Any) -> None:
 def test_it_writes_a_dated_result(tmp_path: Path, task: str, length: int, only: list[str]) -> None:
     (tmp_path / "text.txt").write_text("What is learnt here is nothing. " * 200, encoding="utf-8")
     words = [task, "--sizes", length, "3", "2", "--out", tmp_path, "--folder", tmp_path, "--only", *only]
-    script = Command(words, tmp_path / "said", ROOT, program="benchmarks/attention_learns.py")
-    assert script.wait(120) == 0, script.said
+    script = ForkedCommand(words, tmp_path / "said", ROOT, program="benchmarks/attention_learns.py")
+    assert script.wait(120) == 0, script.output
     (result,) = tmp_path.glob(f"*-attention-learns-{task}.json")
     models = json.loads(result.read_text(encoding="utf-8"))["models"]
     assert list(models) == (["guesses", *only] if task == "listops" else only)

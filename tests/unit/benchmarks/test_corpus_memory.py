@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatfm.data import Corpus
-from megatfm.data.plan import make_plan
+from megatfm.data.plan import build_packing_plan
 from tests.unit.benchmarks.scripts import script
 
 memory: Any = script("corpus_memory")
@@ -26,7 +26,7 @@ def test_memory_does_not_grow_with_documents(tmp_path: Path, monkeypatch: pytest
     peaks = []
     for max_tokens in (None, 2047):
         tracemalloc.reset_peak()
-        planned = make_plan(corpus, memory.Sequences(max_tokens), [2048], 0)
+        planned = build_packing_plan(corpus, memory.Sequences(max_tokens), [2048], 0)
         peaks.append(tracemalloc.get_traced_memory()[1])
     tracemalloc.stop()
     assert corpus.n_samples == 200_000

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forks import Command
+from tests.forks import ForkedCommand
 
 ROOT = Path(__file__).parents[3]
 
@@ -12,8 +12,10 @@ ROOT = Path(__file__).parents[3]
 def test_it_writes_a_dated_result(tmp_path: Path) -> None:
     """In a process of its own: it needs a process group that isn't one."""
     small = ["--widths", "64", "--layers", "2", "--tokens", "8", "--rounds", "1", "--times", "1"]
-    script = Command([*small, "--out", tmp_path], tmp_path / "said", ROOT, program="benchmarks/parallel.py")
-    assert script.wait(120) == 0, script.said
+    script = ForkedCommand(
+        [*small, "--out", tmp_path], tmp_path / "said", ROOT, program="benchmarks/parallel.py"
+    )
+    assert script.wait(120) == 0, script.output
     (result,) = tmp_path.glob("*-parallel.md")
     rows = [
         line.split("|") for line in result.read_text(encoding="utf-8").splitlines() if line.startswith("| ")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forks import Command
+from tests.forks import ForkedCommand
 
 ROOT = Path(__file__).parents[3]
 OURS = ("megatfm", "tests")
@@ -44,5 +44,5 @@ def test_what_they_import_is_there() -> None:
 def test_they_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     words = SMALL[name].replace("FOLDER", str(tmp_path)).split()
-    script = Command(words, tmp_path / "said", ROOT, program=f"benchmarks/{name}")
-    assert script.wait(300) == 0, script.said
+    script = ForkedCommand(words, tmp_path / "said", ROOT, program=f"benchmarks/{name}")
+    assert script.wait(300) == 0, script.output

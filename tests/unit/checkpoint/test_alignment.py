@@ -49,7 +49,7 @@ def test_what_a_file_gives(tmp_path: Path) -> None:
 def test_what_a_checkpoint_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool) -> None:
     if direct:
         monkeypatch.setattr(shard, "DIRECT_BYTES", 1)
-    path = checkpoint.save_stream(tmp_path, 1, TENSORS.items(), {})
+    path = checkpoint.write_checkpoint_from_iterator(tmp_path, 1, TENSORS.items(), {})
     read = checkpoint.read_tensors(path)
     assert wrong(read) == []
     assert all(torch.equal(read[name], tensor) for name, tensor in TENSORS.items())

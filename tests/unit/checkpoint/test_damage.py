@@ -7,6 +7,7 @@ import pickle
 import re
 import shutil
 import struct
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ import pytest
 import torch
 from blake3 import blake3
 
-from megatfm.checkpoint import flow, latest, load, names, read_state, read_tensors, save, shard, verify
-from megatfm.checkpoint.folder import latest_together
+from megatfm.checkpoint import find_latest, flow, load, names, read_state, read_tensors, save, shard, verify
+from megatfm.checkpoint.folder import find_latest_intact
 from megatfm.errors import MegatfmError
 
 SHARD = "rank-00000-000.safetensors"
@@ -28,17 +29,21 @@ def path(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Mon
     """Step 2, with a whole step 1 before it."""
     if request.param == "past it":
         monkeypatch.setattr(shard, "DIRECT_BYTES", 0)
-        monkeypatch.setattr(flow, "_in_memory", lambda fd, size: False)
+        monkeypatch.setattr(flow, "_in_page_cache", lambda fd, size: False)
     tensors = {"w": torch.arange(24.0).reshape(4, 6), "b": torch.arange(6)}
     save(tmp_path, 1, tensors, {"step": 1})
     return save(tmp_path, 2, tensors, {"step": 2})
+
+
+BOMB_TRACE = Path(tempfile.mkdtemp(prefix="megatfm-")) / "bomb-went-off"
+"""Made by the pickle, were it loaded."""
 
 
 class Bomb:
     """A pickle that leaves a trace when it is loaded."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, ("touch /tmp/megatfm-bomb-went-off",)
+        return os.system, (f"touch {BOMB_TRACE}",)
 
 
 def truncate(file: Path) -> None:
@@ -93,10 +98,10 @@ def test_harm_is_named_and_the_one_before_is_used(
         with pytest.raises(MegatfmError, match=re.escape(str(path / name))) as error:
             use(path)
         assert "\n" not in str(error.value)
-    assert latest(path.parent) == path.parent / "step-00000001"
+    assert find_latest(path.parent) == path.parent / "step-00000001"
     assert "step-00000002 is not used" in caplog.text
     assert name in caplog.text
-    assert not Path("/tmp/megatfm-bomb-went-off").exists()
+    assert not BOMB_TRACE.exists()
 
 
 def test_every_flipped_byte_of_the_metadata_is_seen(path: Path) -> None:
@@ -120,15 +125,15 @@ def test_every_flipped_byte_of_the_tensors_is_seen(path: Path) -> None:
         file.write_bytes(flipped)
         with pytest.raises(MegatfmError, match=f"{SHARD} is damaged: its content doesn't have its hash"):
             load(path, {"b": torch.zeros(6, dtype=torch.int64)})
-    assert latest(path.parent) == path  # the sizes are right
-    assert latest(path.parent, hashes=True) == path.parent / "step-00000001"
+    assert find_latest(path.parent) == path  # the sizes are right
+    assert find_latest(path.parent, hashes=True) == path.parent / "step-00000001"
 
 
 def test_no_whole_checkpoint_is_no_fresh_start(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     remove(path / SHARD)
     truncate(path.parent / "step-00000001" / METADATA)
     with pytest.raises(MegatfmError, match="none of its 2 checkpoints is whole"):
-        latest(path.parent)
+        find_latest(path.parent)
     assert "step-00000001 is not used" in caplog.text
 
 
@@ -143,14 +148,14 @@ def test_a_checkpoint_without_permission(
         return real(file, *args, **kwargs)
 
     monkeypatch.setattr(os, "open", refuse)
-    assert latest(path.parent) == path.parent / "step-00000001"
+    assert find_latest(path.parent) == path.parent / "step-00000001"
     assert f"step-00000002 is not used: cannot read {path / METADATA}: Permission denied" in caplog.text
 
 
 def test_a_renamed_or_linked_checkpoint_is_not_used(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     shutil.copytree(path, path.with_name("step-00000009"))
     path.with_name("step-00000008").symlink_to(path)
-    assert latest(path.parent) == path
+    assert find_latest(path.parent) == path
     assert "step-00000009 is not used: it holds step 2" in caplog.text
     assert "step-00000008 is not used: it is a symbolic link" in caplog.text
 
@@ -158,10 +163,10 @@ def test_a_renamed_or_linked_checkpoint_is_not_used(path: Path, caplog: pytest.L
 def test_who_will_save_there_is_told_of_links_at_once(path: Path, tmp_path: Path) -> None:
     path.with_name("step-00000008").symlink_to(path)
     with pytest.raises(MegatfmError, match=r"step-00000008 is a symbolic link: put the checkpoint itself"):
-        latest_together(path.parent)
+        find_latest_intact(path.parent)
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     with pytest.raises(MegatfmError, match=r"link is a symbolic link to no folder"):
-        latest_together(tmp_path / "link")
+        find_latest_intact(tmp_path / "link")
 
 
 def forge(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -287,7 +292,7 @@ def test_forged_files_are_refused(path: Path, content: bytes) -> None:
             use(path)
         assert "\n" not in str(error.value)
         assert "not a safetensors file" in str(error.value)
-    assert not Path("/tmp/megatfm-bomb-went-off").exists()
+    assert not BOMB_TRACE.exists()
 
 
 def test_the_store_is_read_without_its_tensors(path: Path) -> None:

@@ -14,8 +14,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatfm.checkpoint import Box, clean, latest, read_state, read_tensors, save, shard, verify
-from megatfm.checkpoint.folder import committed
+from megatfm.checkpoint import (
+    ShardedTensor,
+    find_latest,
+    read_state,
+    read_tensors,
+    remove_leftovers,
+    save,
+    shard,
+    verify,
+)
+from megatfm.checkpoint.folder import list_checkpoints
 from megatfm.errors import MegatfmError
 from tests.workers import WorkerFailure, Workers
 
@@ -49,8 +58,8 @@ def hooked(hook: Hook) -> Iterator[None]:
 def save_step(folder: Path, step: int, keep: int | None = 1) -> Path:
     """A checkpoint whose every value is its step, sharded over the ranks there are."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    rows = Box(torch.full((3, 4), float(step)), (3 * world, 4), (3 * rank, 0))
-    tensors = {"rows": rows, "wide": Box(torch.full((3, 4), step), (3 * world, 4), (3 * rank, 0))}
+    rows = ShardedTensor(torch.full((3, 4), float(step)), (3 * world, 4), (3 * rank, 0))
+    tensors = {"rows": rows, "wide": ShardedTensor(torch.full((3, 4), step), (3 * world, 4), (3 * rank, 0))}
     return save(folder, step, tensors, {"step": step}, keep=keep)
 
 
@@ -61,9 +70,9 @@ def adds(name: str, args: tuple[Any, ...]) -> bool:
 
 def assert_old_or_new(folder: Path, steps: tuple[int, ...]) -> int:
     """What the next start finds is whole, down to the values, and so is all else that bears a final name."""
-    for path in committed(folder):
+    for path in list_checkpoints(folder):
         verify(path)
-    newest = latest(folder, hashes=True)
+    newest = find_latest(folder, hashes=True)
     assert newest is not None
     step = read_state(newest)["step"]
     assert isinstance(step, int)
@@ -157,7 +166,7 @@ def test_a_killed_rank_leaves_the_old_or_the_new_one(workers: Workers, tmp_path:
                 assert lost in str(failure.value)
             step = assert_old_or_new(folder, (1, 2))
             found.append(step)
-            clean(folder)
+            remove_leftovers(folder)
             assert {path.name for path in folder.iterdir()} <= {"step-00000001", "step-00000002"}
             assert_old_or_new(folder, (step,))
     assert {1, 2} == set(found)
@@ -204,7 +213,7 @@ def break_a_tensor(folder: Path) -> str:
     if dist.get_rank() == 1:
         tensor.untyped_storage().resize_(0)  # as FSDP frees a parameter that it gathered
     try:
-        save(folder, 1, {"x": Box(tensor, (4,), (2 * dist.get_rank(),))}, {})
+        save(folder, 1, {"x": ShardedTensor(tensor, (4,), (2 * dist.get_rank(),))}, {})
     except MegatfmError as error:
         return str(error)
     return "saved"

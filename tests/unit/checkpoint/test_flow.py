@@ -15,7 +15,7 @@ import torch.distributed as dist
 from blake3 import blake3
 from safetensors.torch import load_file
 
-from megatfm.checkpoint import Box, Saver, disk, flow, load, read_tensors, save, shard, verify
+from megatfm.checkpoint import Saver, ShardedTensor, disk, flow, load, read_tensors, save, shard, verify
 from megatfm.errors import MegatfmError
 from tests.workers import Workers
 
@@ -27,8 +27,8 @@ SIZES = [0, 1, 4095, 4096, CHUNK, 3 * CHUNK, 7 * CHUNK + 4097]
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of files that no page cache has, however small they are."""
     monkeypatch.setattr(flow, "CHUNK_BYTES", CHUNK)
-    monkeypatch.setattr(flow, "FEW_BYTES", CHUNK // 2)
-    monkeypatch.setattr(flow, "_in_memory", lambda fd, size: False)
+    monkeypatch.setattr(flow, "MIN_DIRECT_BYTES", CHUNK // 2)
+    monkeypatch.setattr(flow, "_in_page_cache", lambda fd, size: False)
     monkeypatch.setattr(shard, "DIRECT_BYTES", 0)
 
 
@@ -131,14 +131,14 @@ def test_a_read_that_fails_is_named(
 def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, direct: bool, left: int) -> None:
     made(tmp_path / "file", SIZES[-1])
     fd = os.open(tmp_path / "file", os.O_RDWR)
-    source = disk.flow.source
+    source = disk.flow.open_reader
 
-    def shrinks(*args: Any) -> flow.Input:
+    def shrinks(*args: Any) -> flow.FileReader:
         os.ftruncate(fd, left)
         return source(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flow, "source", shrinks)
+        patch.setattr(flow, "open_reader", shrinks)
         with (
             disk.HashedFile(tmp_path / "file", direct) as file,
             pytest.raises(MegatfmError, match=f"file: it shrank to {left} bytes while it was read"),
@@ -193,8 +193,8 @@ def test_what_the_page_cache_has_is_read_from_there(
     real = os.preadv
     monkeypatch.setattr(os, "preadv", preadv)
     fd = os.open(tmp_path / "file", os.O_RDONLY)
-    source = flow.source(fd, 10, True)
-    assert isinstance(source, flow.DirectInput) == direct
+    source = flow.open_reader(fd, 10, True)
+    assert isinstance(source, flow.DirectFileReader) == direct
     assert next(answers, None) is None
     source.close()
     os.close(fd)
@@ -206,7 +206,7 @@ def test_what_the_page_cache_has_is_read_from_there(
 def read_alike_and_apart(folder: Path) -> list[list[str]]:
     """The files that are read past the page cache, of a checkpoint of two ranks: each its own, all, of two hosts."""
     rank, found, genuine = dist.get_rank(), [], shard.read
-    own = Box(torch.full((2, 3), float(rank)), (4, 3), (2 * rank, 0))
+    own = ShardedTensor(torch.full((2, 3), float(rank)), (4, 3), (2 * rank, 0))
     path = save(folder, 1, {"rows": own}, {})
 
     def read(path: Path, entry: Any, places: Any, direct: bool = False) -> Any:
@@ -277,7 +277,7 @@ def test_whole_blocks_are_written_right_out_of_the_copy(
     }
     with Saver(tmp_path) as saver:
         saver.save(1, tensors, {})
-        saver.finish()
+        saver.wait_for_save()
         start, size = saver._staging._buffer.data_ptr(), len(saver._staging._buffer)
     assert start % flow.BLOCK_BYTES == 0
     assert all(address % flow.BLOCK_BYTES == length % flow.BLOCK_BYTES == 0 for address, length in written)

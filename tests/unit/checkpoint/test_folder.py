@@ -9,8 +9,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatfm.checkpoint import Box, clean, disk, latest, latest_together, metadata, save, shard, verify
-from megatfm.checkpoint.folder import committed, retain
+from megatfm.checkpoint import (
+    ShardedTensor,
+    disk,
+    find_latest,
+    find_latest_intact,
+    metadata,
+    remove_leftovers,
+    save,
+    shard,
+    verify,
+)
+from megatfm.checkpoint.folder import list_checkpoints, purge_old_checkpoints
 from megatfm.errors import MegatfmError
 from tests.workers import Workers
 
@@ -31,21 +41,21 @@ def damage(path: Path) -> None:
 
 
 def test_latest_is_the_highest_step_whatever_the_order(tmp_path: Path) -> None:
-    assert latest(tmp_path) is None
-    assert latest(tmp_path / "absent") is None
+    assert find_latest(tmp_path) is None
+    assert find_latest(tmp_path / "absent") is None
     numbers = [1, 99_999_999, 100_000_000, 20, 3]
     random.Random(0).shuffle(numbers)
     for step in numbers:
         save_step(tmp_path, step)
-    assert latest(tmp_path) == tmp_path / "step-100000000"
-    assert [path.name for path in committed(tmp_path)][:2] == ["step-00000001", "step-00000003"]
+    assert find_latest(tmp_path) == tmp_path / "step-100000000"
+    assert [path.name for path in list_checkpoints(tmp_path)][:2] == ["step-00000001", "step-00000003"]
 
 
 def test_other_names_are_not_checkpoints(tmp_path: Path) -> None:
     path = save_step(tmp_path, 1)
     for name in (".step-00000002.partial-0123abcd", "step-2", "step-00000002.bak", "step-0000000x"):
         (tmp_path / name).mkdir()
-    assert latest(tmp_path) == path
+    assert find_latest(tmp_path) == path
 
 
 def test_keep(tmp_path: Path) -> None:
@@ -84,7 +94,7 @@ def test_what_can_not_be_removed_is_said(
     save_step(tmp_path, 1)
     monkeypatch.setattr(disk, "remove_tree", refuse)
     path = save_step(tmp_path, 2, keep=1)
-    assert latest(tmp_path) == path
+    assert find_latest(tmp_path) == path
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1
     assert warnings[0].startswith("an old checkpoint stays: cannot remove ")
@@ -103,11 +113,11 @@ def test_clean_removes_leftovers_only(tmp_path: Path) -> None:
     others = [tmp_path / name for name in (".step-00000002.damaged-0123abcd", ".step-2", "notes.txt")]
     for other in others:
         other.mkdir()
-    assert clean(tmp_path) == leftovers
+    assert remove_leftovers(tmp_path) == leftovers
     assert sorted(tmp_path.iterdir()) == sorted([path, outside, *others])
     assert (outside / "file").exists()
-    assert clean(tmp_path) == []
-    assert clean(tmp_path / "absent") == []
+    assert remove_leftovers(tmp_path) == []
+    assert remove_leftovers(tmp_path / "absent") == []
 
 
 def test_leftovers_that_can_not_be_removed_are_in_nobody_s_way(
@@ -124,14 +134,14 @@ def test_leftovers_that_can_not_be_removed_are_in_nobody_s_way(
         genuine(path)
 
     monkeypatch.setattr(disk, "remove_tree", refuse)
-    assert clean(tmp_path) == [other]
+    assert remove_leftovers(tmp_path) == [other]
     assert caplog.messages == [f"what a killed save left stays: cannot remove {stuck}: Permission denied"]
 
 
 def test_a_folder_that_is_none(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
-    for use in (latest, clean):
+    for use in (find_latest, remove_leftovers):
         with pytest.raises(MegatfmError, match=r"cannot list .*file: Not a directory"):
             use(file)
     with pytest.raises(MegatfmError, match=r"not saved: cannot create .*file: File exists"):
@@ -143,7 +153,7 @@ def look_together(folder: Path) -> tuple[str | None, list[str]]:
     files: list[str] = []
     shard.read = lambda file, *rest: files.append(f"{file.parent.name}/{file.name}") or read(file, *rest)
     try:
-        path = latest_together(folder)
+        path = find_latest_intact(folder)
     except MegatfmError as error:
         return str(error), files
     finally:
@@ -153,7 +163,7 @@ def look_together(folder: Path) -> tuple[str | None, list[str]]:
 
 def save_on_two(folder: Path, step: int) -> None:
     rank = dist.get_rank()
-    save(folder, step, {"x": Box(torch.full((2,), step), (4,), (2 * rank,))}, {})
+    save(folder, step, {"x": ShardedTensor(torch.full((2,), step), (4,), (2 * rank,))}, {})
 
 
 def test_the_ranks_share_the_reading(workers: Workers, tmp_path: Path) -> None:
@@ -180,13 +190,13 @@ def test_what_was_damaged_and_put_aside_goes_once_a_later_one_is_verified(
     damage(path)
     save_step(tmp_path, 5)
     (aside,) = tmp_path.glob(".step-00000005.damaged-*")
-    clean(tmp_path)
+    remove_leftovers(tmp_path)
     assert f"{aside}: a damaged checkpoint, kept until a later one is verified" in caplog.text
     newest = save_step(tmp_path, 6)
     for verified in (None, save_step(tmp_path, 4)):
-        retain(newest, 9, verified=verified)
+        purge_old_checkpoints(newest, 9, verified=verified)
         assert aside.exists()
-    retain(newest, 9, verified=newest)
+    purge_old_checkpoints(newest, 9, verified=newest)
     assert not list(tmp_path.glob(".*"))
     assert steps(tmp_path) == [4, 5, 6]
 
@@ -204,7 +214,7 @@ def test_a_checkpoint_of_a_newer_version_is_neither_passed_over_nor_put_aside(tm
         save_step(tmp_path, step)
     newer(tmp_path / "step-00000005")
     wanted = r"written by a newer megatfm \(9\.1\.0, schema version 2\); this is .*, which reads 1: go on with that"
-    for use in (latest, latest_together, lambda folder: save_step(folder, 5)):
+    for use in (find_latest, find_latest_intact, lambda folder: save_step(folder, 5)):
         with pytest.raises(MegatfmError, match=wanted):
             use(tmp_path)
     assert steps(tmp_path) == [3, 5]

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatfm.checkpoint import Box, disk, latest, load, save
+from megatfm.checkpoint import ShardedTensor, disk, find_latest, load, save
 from megatfm.errors import MegatfmError
 from tests.workers import Workers
 
@@ -67,19 +67,19 @@ def lagging(root: Path) -> Iterator[None]:
 
 
 def save_and_load(folder: Path, patience: float) -> tuple[str, list[float]]:
-    disk.LAG_SECONDS = patience
+    disk.NFS_VISIBILITY_SECONDS = patience
     rank = dist.get_rank()
     try:
         with lagging(folder):
-            rows = Box(torch.full((2, 2), float(rank)), (4, 2), (2 * rank, 0))
+            rows = ShardedTensor(torch.full((2, 2), float(rank)), (4, 2), (2 * rank, 0))
             path = save(folder, 1, {"rows": rows}, {"step": 1})
-            other = Box(torch.full((2, 2), 9.0), (4, 2), (2 - 2 * rank, 0))
+            other = ShardedTensor(torch.full((2, 2), 9.0), (4, 2), (2 - 2 * rank, 0))
             assert load(path, {"rows": other}) == {"step": 1}
             return path.name, other.tensor.flatten().tolist()
     except MegatfmError as error:
         return str(error), []
     finally:
-        disk.LAG_SECONDS = 10.0
+        disk.NFS_VISIBILITY_SECONDS = 10.0
 
 
 def test_what_is_seen_late_is_waited_for(workers: Workers, tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_what_is_seen_late_is_waited_for(workers: Workers, tmp_path: Path) -> No
         ("step-00000001", [1.0] * 4),
         ("step-00000001", [0.0] * 4),
     ]
-    assert latest(tmp_path, hashes=True) == tmp_path / "step-00000001"
+    assert find_latest(tmp_path, hashes=True) == tmp_path / "step-00000001"
 
 
 def test_but_not_for_ever(workers: Workers, tmp_path: Path) -> None:
@@ -100,6 +100,6 @@ def test_but_not_for_ever(workers: Workers, tmp_path: Path) -> None:
 @pytest.mark.parametrize("patience", [0.0, 0.2])
 def test_a_name_that_never_comes(tmp_path: Path, patience: float) -> None:
     start = time.monotonic()
-    disk.await_name(tmp_path / "absent", start + patience)
+    disk.wait_until_visible(tmp_path / "absent", start + patience)
     assert patience <= time.monotonic() - start < patience + 20
-    disk.await_size(tmp_path, 1, start + patience)
+    disk.wait_until_size(tmp_path, 1, start + patience)

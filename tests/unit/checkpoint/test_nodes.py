@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatfm.checkpoint import Box, Saver, disk, load, read_state
-from megatfm.checkpoint.box import Box as AnyBox
-from megatfm.checkpoint.folder import committed
-from megatfm.checkpoint.nodes import Nodes, fetch, forget_nodes, newest_on_nodes
+from megatfm.checkpoint import Saver, ShardedTensor, disk, load, read_state
+from megatfm.checkpoint.folder import list_checkpoints
+from megatfm.checkpoint.nodes import NodeTopology, fetch_missing_files, find_latest_local, remove_local_after
 from tests.workers import Workers
 
 
@@ -21,22 +20,22 @@ def home(folder: Path, ranks_of_a_node: int) -> Path:
     return folder / f"node-{dist.get_rank() // ranks_of_a_node}"
 
 
-def rows(value: float | None = None, split: int | None = None) -> dict[str, Box | Tensor]:
+def rows(value: float | None = None, split: int | None = None) -> dict[str, ShardedTensor | Tensor]:
     """Rows of a tensor, their values their own numbers plus `value`, cut over the ranks; and a replica."""
     rank, world = dist.get_rank(), split or dist.get_world_size()
     start, count = 12 // world * rank, 12 // world
     held = torch.arange(start, start + count).repeat(2, 1).T.float()
     filled = held + value if value is not None else torch.full_like(held, -1)
     return {
-        "rows": Box(filled, (12, 2), (start, 0)),
+        "rows": ShardedTensor(filled, (12, 2), (start, 0)),
         "all": torch.full((3,), value if value is not None else -1),
     }
 
 
 def save_steps(folder: Path, steps: list[int], per_node: int = 1) -> None:
-    with Saver(folder / "shared", local=home(folder, per_node)) as saver:
+    with Saver(folder / "shared", local_dir=home(folder, per_node)) as saver:
         for step in steps:
-            saver.save(step, rows(step), {"step": step}, on_nodes=True)
+            saver.save(step, rows(step), {"step": step}, local=True)
 
 
 def save_where_all_but_the_first_of_a_node_are_slow(folder: Path) -> None:
@@ -55,15 +54,19 @@ def save_where_all_but_the_first_of_a_node_are_slow(folder: Path) -> None:
 
 def go_on(folder: Path, per_node: int = 1) -> int | None:
     """Load the newest checkpoint of the nodes; returns its step once every value is right."""
-    nodes = Nodes.meet(home(folder, per_node), dist.group.WORLD)
-    held = newest_on_nodes(nodes)
+    nodes = NodeTopology.discover(home(folder, per_node), dist.group.WORLD)
+    held = find_latest_local(nodes)
     if held is None:
         return None
     wanted = rows()
-    path = fetch(nodes, held, {name: AnyBox.of(tensor) for name, tensor in wanted.items()})
+    path = fetch_missing_files(
+        nodes, held, {name: ShardedTensor.from_tensor(tensor) for name, tensor in wanted.items()}
+    )
     assert load(path, wanted) == {"step": held.step}
     for name, tensor in rows(held.step).items():
-        assert torch.equal(AnyBox.of(wanted[name]).tensor, AnyBox.of(tensor).tensor), name
+        assert torch.equal(
+            ShardedTensor.from_tensor(wanted[name]).tensor, ShardedTensor.from_tensor(tensor).tensor
+        ), name
     assert read_state(path) == {"step": held.step}
     return held.step
 
@@ -76,7 +79,7 @@ def test_a_lost_node_is_made_up_for_by_the_next(
     nodes = world // per_node
     for node in range(nodes):
         folder = tmp_path / f"node-{node}"
-        assert [path.name for path in committed(folder)] == ["step-00000002", "step-00000003"]
+        assert [path.name for path in list_checkpoints(folder)] == ["step-00000002", "step-00000003"]
         own = {f"rank-{rank:05d}-000.safetensors" for rank in range(node * per_node, (node + 1) * per_node)}
         assert own < {file.name for file in (folder / "step-00000003").iterdir()}
     assert not (tmp_path / "shared").exists()
@@ -114,7 +117,7 @@ def test_what_no_node_has_whole_is_not_used(workers: Workers, tmp_path: Path) ->
 
 
 def drop_after(folder: Path, newest: int) -> None:
-    forget_nodes(Nodes.meet(home(folder, 1), dist.group.WORLD), newest)
+    remove_local_after(NodeTopology.discover(home(folder, 1), dist.group.WORLD), newest)
 
 
 def test_later_ones_and_leftovers_are_forgotten(workers: Workers, tmp_path: Path) -> None:
@@ -126,15 +129,15 @@ def test_later_ones_and_leftovers_are_forgotten(workers: Workers, tmp_path: Path
 
 
 def full_node(folder: Path) -> str:
-    with Saver(folder / "shared", local=home(folder, 1)) as saver:
-        saver.save(1, rows(1), {"step": 1}, on_nodes=True)
-        saver.finish()
+    with Saver(folder / "shared", local_dir=home(folder, 1)) as saver:
+        saver.save(1, rows(1), {"step": 1}, local=True)
+        saver.wait_for_save()
         if dist.get_rank() == 1:
             (folder / "node-1" / "in-the-way").touch()
-            saver.nodes = Nodes(folder / "node-1" / "in-the-way", 1, (0, 1), saver._group)
-        saver.save(2, rows(2), {"step": 2}, on_nodes=True)
+            saver.topology = NodeTopology(folder / "node-1" / "in-the-way", 1, (0, 1), saver._group)
+        saver.save(2, rows(2), {"step": 2}, local=True)
         try:
-            saver.finish()
+            saver.wait_for_save()
         except Exception as error:
             return str(error)
     return "saved"

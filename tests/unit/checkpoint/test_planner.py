@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import SavePlan
 
-from megatfm.checkpoint import Box
+from megatfm.checkpoint import ShardedTensor
 from megatfm.checkpoint.box import check_cover
-from megatfm.checkpoint.planner import share_out
+from megatfm.checkpoint.planner import balance_save_plans
 from megatfm.errors import MegatfmError
 
 Piece = tuple[tuple[int, ...], tuple[int, ...]]
@@ -71,7 +71,7 @@ def test_overlap_made_good_by_a_gap() -> None:
         check_cover("w", (4, 2), [((0, 0), (2, 2)), ((1, 1), (2, 1)), ((3, 0), (1, 2))])
 
 
-def plan(tensors: dict[str, Box]) -> SavePlan:
+def plan(tensors: dict[str, ShardedTensor]) -> SavePlan:
     return SavePlan([item for name, box in tensors.items() for item in box.__create_write_items__(name, box)])
 
 
@@ -87,10 +87,10 @@ def loads(plans: list[SavePlan]) -> list[int]:
 )
 def test_shares_are_complete_and_near_the_best(tensors: list[tuple[int, set[int]]]) -> None:
     names = {
-        f"t{i}": (Box.of(torch.zeros(size, dtype=torch.int8)), ranks)
+        f"t{i}": (ShardedTensor.from_tensor(torch.zeros(size, dtype=torch.int8)), ranks)
         for i, (size, ranks) in enumerate(tensors)
     }
-    shared = share_out(
+    shared = balance_save_plans(
         [plan({n: box for n, (box, ranks) in names.items() if rank in ranks}) for rank in range(3)]
     )
     written = [(item.index.fqn, rank) for rank, share in enumerate(shared) for item in share.items]
@@ -109,18 +109,24 @@ def test_shares_are_complete_and_near_the_best(tensors: list[tuple[int, set[int]
 
 
 def test_many_equal_replicas_are_shared_evenly() -> None:
-    tensors = {f"layer.{i}": Box.of(torch.zeros(1000)) for i in range(20)}
-    assert loads(share_out([plan(tensors)] * 4)) == [5000] * 4
+    tensors = {f"layer.{i}": ShardedTensor.from_tensor(torch.zeros(1000)) for i in range(20)}
+    assert loads(balance_save_plans([plan(tensors)] * 4)) == [5000] * 4
 
 
 def test_what_one_rank_has_alone_counts_against_it() -> None:
-    shared = {f"layer.{i}": Box.of(torch.zeros(1000)) for i in range(6)}
-    alone = {"own": Box.of(torch.zeros(3000))}
-    assert loads(share_out([plan({**shared, **alone}), plan(shared), plan(shared)])) == [3000, 3000, 3000]
+    shared = {f"layer.{i}": ShardedTensor.from_tensor(torch.zeros(1000)) for i in range(6)}
+    alone = {"own": ShardedTensor.from_tensor(torch.zeros(3000))}
+    assert loads(balance_save_plans([plan({**shared, **alone}), plan(shared), plan(shared)])) == [
+        3000,
+        3000,
+        3000,
+    ]
 
 
 def test_a_box_inside_a_larger_tensor_weighs_what_it_holds() -> None:
     """torch's own deduplication would weigh both with the whole tensor of 8000."""
-    halves = [{"w": Box(torch.zeros(size), (8000,), (at,))} for at, size in ((0, 7000), (7000, 1000))]
-    both = {f"layer.{i}": Box.of(torch.zeros(1000)) for i in range(6)}
-    assert loads(share_out([plan({**half, **both}) for half in halves])) == [7000, 7000]
+    halves = [
+        {"w": ShardedTensor(torch.zeros(size), (8000,), (at,))} for at, size in ((0, 7000), (7000, 1000))
+    ]
+    both = {f"layer.{i}": ShardedTensor.from_tensor(torch.zeros(1000)) for i in range(6)}
+    assert loads(balance_save_plans([plan({**half, **both}) for half in halves])) == [7000, 7000]

@@ -10,8 +10,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatfm.checkpoint import Box, Saver, disk, latest, read_state, read_tensors, save, shard, verify
-from megatfm.checkpoint.folder import committed
+from megatfm.checkpoint import (
+    Saver,
+    ShardedTensor,
+    disk,
+    find_latest,
+    read_state,
+    read_tensors,
+    save,
+    shard,
+    verify,
+)
+from megatfm.checkpoint.folder import list_checkpoints
 from megatfm.errors import MegatfmError
 from tests.unit.checkpoint.power import CHOICES, Disk, Operation, build, recorded
 from tests.workers import Workers
@@ -23,10 +33,10 @@ DRAWS = 6
 def saved(folder: Path, step: int) -> Path | None:
     """A checkpoint whose every value is its step, written in the background, the one before it removed."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    rows = Box(torch.full((2, 3), float(step)), (2 * world, 3), (2 * rank, 0))
+    rows = ShardedTensor(torch.full((2, 3), float(step)), (2 * world, 3), (2 * rank, 0))
     with Saver(folder, keep=1) as saver:
         saver.save(step, {"rows": rows, "all": torch.full((4,), step)}, {"step": step})
-        return saver.finish()
+        return saver.wait_for_save()
 
 
 def recorded_save(folder: Path, direct: bool) -> list[Operation]:
@@ -45,9 +55,9 @@ def found(folder: Path) -> int:
 
     Whatever else bears a checkpoint's name is whole, too.
     """
-    for path in committed(folder):
+    for path in list_checkpoints(folder):
         verify(path)
-    path = latest(folder, hashes=True)
+    path = find_latest(folder, hashes=True)
     assert path is not None
     step = read_state(path)["step"]
     assert isinstance(step, int)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatfm.checkpoint import Box, box, load, metadata, read_tensors, save, verify
+from megatfm.checkpoint import ShardedTensor, box, load, metadata, read_tensors, save, verify
 from megatfm.errors import MegatfmError
 from tests.workers import Workers
 
@@ -33,7 +33,7 @@ def reference() -> dict[str, Tensor]:
     }
 
 
-def cut(tensor: Tensor, parts: dict[int, tuple[int, int]]) -> Box:
+def cut(tensor: Tensor, parts: dict[int, tuple[int, int]]) -> ShardedTensor:
     """The box of part `index` of `count` along each dim given, as torch.chunk cuts (the last may be empty)."""
     offsets = [0] * tensor.dim()
     block = tensor
@@ -43,10 +43,12 @@ def cut(tensor: Tensor, parts: dict[int, tuple[int, int]]) -> Box:
             width = -(-size // count)
             offsets[dim] = min(index * width, size)
             block = block.narrow(dim, offsets[dim], max(0, min(width, size - offsets[dim])))
-    return Box(block.clone(), tuple(tensor.shape), tuple(offsets))
+    return ShardedTensor(block.clone(), tuple(tensor.shape), tuple(offsets))
 
 
-def arrange(layout: str, tensors: dict[str, Tensor], rank: int, world: int) -> dict[str, Box | Tensor]:
+def arrange(
+    layout: str, tensors: dict[str, Tensor], rank: int, world: int
+) -> dict[str, ShardedTensor | Tensor]:
     """What a rank holds: rows as FSDP, columns as TP, a grid as TP × FSDP, stages as a pipeline cuts."""
     if layout == "replicated":
         return {name: tensor.clone() for name, tensor in tensors.items()}
@@ -73,14 +75,16 @@ def load_as(path: Path, layouts: tuple[str, ...]) -> None:
     for layout in layouts:
         wanted = arrange(layout, reference(), dist.get_rank(), dist.get_world_size())
         target = {
-            name: Box(torch.full_like(part.tensor, 9), part.global_shape, part.offsets)
-            if isinstance(part, Box)
+            name: ShardedTensor(torch.full_like(part.tensor, 9), part.global_shape, part.offsets)
+            if isinstance(part, ShardedTensor)
             else torch.full_like(part, 9)
             for name, part in wanted.items()
         }
         assert load(path, target) == {"a": 1}
         for name, part in wanted.items():
-            assert torch.equal(Box.of(target[name]).tensor, Box.of(part).tensor), (layout, name)
+            assert torch.equal(
+                ShardedTensor.from_tensor(target[name]).tensor, ShardedTensor.from_tensor(part).tensor
+            ), (layout, name)
 
 
 @pytest.mark.parametrize("saved", LAYOUTS)
@@ -99,7 +103,7 @@ def test_any_layout_to_any_other(workers: Workers, tmp_path: Path, saved: str, w
 def save_hsdp(folder: Path) -> Path:
     """Two replicas of two shards, and one tensor that all four have."""
     rank = dist.get_rank()
-    tensors: dict[str, Box | Tensor] = {
+    tensors: dict[str, ShardedTensor | Tensor] = {
         name: cut(torch.arange(4096.0).reshape(64, 64), {0: (rank % 2, 2)}) for name in ("a", "b", "c")
     }
     return save(folder, 1, {**tensors, "all": torch.ones(100, 8), "small": torch.ones(3)}, {})
@@ -133,16 +137,18 @@ def save_wrongly(folder: Path, fault: str) -> str:
     rank = dist.get_rank()
     tensor = torch.zeros(4, 2)
     rows = cut(tensor, {0: (rank, 2)})
-    tensors: dict[str, Box | Tensor] = {
-        "gap": {"w": rows if rank else Box(torch.zeros(1, 2), (4, 2), (0, 0))},
-        "overlap": {"w": Box(torch.zeros(3, 2), (4, 2), (rank, 0))},
+    tensors: dict[str, ShardedTensor | Tensor] = {
+        "gap": {"w": rows if rank else ShardedTensor(torch.zeros(1, 2), (4, 2), (0, 0))},
+        "overlap": {"w": ShardedTensor(torch.zeros(3, 2), (4, 2), (rank, 0))},
         # One quarter twice and one missing: the number of elements alone looks right.
         "twice": {
-            "w": Box(torch.zeros(2, 2), (4, 2), (0, 0)) if rank else Box(torch.zeros(4, 1), (4, 2), (0, 1))
+            "w": ShardedTensor(torch.zeros(2, 2), (4, 2), (0, 0))
+            if rank
+            else ShardedTensor(torch.zeros(4, 1), (4, 2), (0, 1))
         },
         "replica": {"w": tensor if rank else rows},
-        "dtype": {"w": Box(rows.tensor.double(), (4, 2), rows.offsets) if rank else rows},
-        "shape": {"w": Box(rows.tensor, (4 + rank, 2), rows.offsets)},
+        "dtype": {"w": ShardedTensor(rows.tensor.double(), (4, 2), rows.offsets) if rank else rows},
+        "shape": {"w": ShardedTensor(rows.tensor, (4 + rank, 2), rows.offsets)},
         "dtensor": {"w": rows},
         "state": {"w": rows},
     }[fault]

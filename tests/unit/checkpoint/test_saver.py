@@ -1,6 +1,7 @@
 """Saves in the background: what is copied stays as it was, one at a time, and failures reach every rank."""
 
 import errno
+import logging
 import os
 import re
 import socket
@@ -15,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from megatfm.checkpoint import (
-    Box,
     Saver,
+    ShardedTensor,
     disk,
-    latest,
+    find_latest,
     read_state,
     read_tensors,
     saver,
@@ -26,7 +27,7 @@ from megatfm.checkpoint import (
     staging,
     verify,
 )
-from megatfm.checkpoint.folder import committed
+from megatfm.checkpoint.folder import list_checkpoints
 from megatfm.errors import MegatfmError
 from tests.workers import Workers
 
@@ -51,14 +52,14 @@ def held_up(release: threading.Event, monkeypatch: pytest.MonkeyPatch | None = N
 
 
 def steps(folder: Path) -> list[int]:
-    return [int(path.name[5:]) for path in committed(folder)]
+    return [int(path.name[5:]) for path in list_checkpoints(folder)]
 
 
-def tensors(step: int) -> dict[str, Box | torch.Tensor]:
+def tensors(step: int) -> dict[str, ShardedTensor | torch.Tensor]:
     """Sharded, replicated and whole tensors whose every value is their step."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     return {
-        "rows": Box(torch.full((3, 4), float(step)), (3 * world, 4), (3 * rank, 0)),
+        "rows": ShardedTensor(torch.full((3, 4), float(step)), (3 * world, 4), (3 * rank, 0)),
         "turned": torch.full((5, 2), step).T,
         "half": torch.full((7,), step, dtype=torch.bfloat16),
         "count": torch.tensor(step),
@@ -73,15 +74,15 @@ def change_after_save(folder: Path) -> None:
     with held_up(release), Saver(folder) as saving:
         saving.save(1, held, state)
         for tensor in held.values():
-            Box.of(tensor).tensor.add_(100)
+            ShardedTensor.from_tensor(tensor).tensor.add_(100)
         state["list"].append(2)  # type: ignore[attr-defined]
-        assert saving.running == 1
-        assert latest(folder) is None
+        assert saving.step_in_progress == 1
+        assert find_latest(folder) is None
         dist.barrier()
         release.set()
-        assert saving.finish() == folder / "step-00000001"
-        assert saving.running is None
-        assert saving.finish() is None
+        assert saving.wait_for_save() == folder / "step-00000001"
+        assert saving.step_in_progress is None
+        assert saving.wait_for_save() is None
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -105,14 +106,14 @@ def test_a_save_returns_before_its_copy_where_that_is_asked_for(
     with Saver(tmp_path) as saving:
         copy = saving._staging.copy
         monkeypatch.setattr(saving._staging, "copy", lambda pieces: release.wait(30) and copy(pieces))
-        saving.save(1, held, {}, copied=False)
+        saving.save(1, held, {}, wait_for_staging=False)
         threading.Timer(0.1, release.set).start()
-        saving.settle()
+        saving.wait_for_staging()
         assert release.is_set()
         for tensor in held.values():
-            Box.of(tensor).tensor.add_(100)
-        saving.finish()
-        saving.settle()
+            ShardedTensor.from_tensor(tensor).tensor.add_(100)
+        saving.wait_for_save()
+        saving.wait_for_staging()
     read = read_tensors(tmp_path / "step-00000001")
     assert all(bool((tensor == 1).all()) for tensor in read.values())
 
@@ -136,7 +137,7 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def halves(step: int) -> dict[str, Box | torch.Tensor]:
+def halves(step: int) -> dict[str, ShardedTensor | torch.Tensor]:
     return {name: torch.full((1000,), float(step)) for name in "ab"}
 
 
@@ -147,7 +148,7 @@ def test_who_waits_for_the_copy_helps_with_it(tmp_path: Path, copied: list[str])
         assert len(copied) == 200, "each part once"
         assert copied.count("megatfm-save") == 1
         for tensor in held.values():
-            Box.of(tensor).tensor.add_(100)
+            ShardedTensor.from_tensor(tensor).tensor.add_(100)
     assert all(bool((tensor == 1).all()) for tensor in read_tensors(tmp_path / "step-00000001").values())
 
 
@@ -167,10 +168,10 @@ def test_who_helps_and_is_interrupted_leaves_nothing_out(
     monkeypatch.setattr(staging, "PART_BYTES", 40)
     monkeypatch.setattr(staging, "_copy", interrupt)
     with Saver(tmp_path) as saving:
-        saving.save(1, halves(1), {}, copied=False)
+        saving.save(1, halves(1), {}, wait_for_staging=False)
         with pytest.raises(KeyboardInterrupt):
-            saving.settle()
-        saving.finish()
+            saving.wait_for_staging()
+        saving.wait_for_save()
     assert all(bool((tensor == 1).all()) for tensor in read_tensors(tmp_path / "step-00000001").values())
 
 
@@ -182,8 +183,8 @@ def test_the_copy_is_one_buffer_used_again(tmp_path: Path) -> None:
         for step in (2, 3):
             saving.save(step, tensors(step), {})
             assert saving._staging._buffer.data_ptr() == first
-    assert size <= sum(Box.of(tensor).tensor.nbytes + 64 for tensor in tensors(1).values())
-    for path in committed(tmp_path):
+    assert size <= sum(ShardedTensor.from_tensor(tensor).tensor.nbytes + 64 for tensor in tensors(1).values())
+    for path in list_checkpoints(tmp_path):
         assert all(bool((tensor == int(path.name[5:])).all()) for tensor in read_tensors(path).values())
 
 
@@ -212,18 +213,18 @@ def full_disk(folder: Path, rank: int, mode: Any) -> tuple[str, list[str]]:
 
     with Saver(folder, mode=mode) as saving:
         saving.save(1, tensors(1), {})
-        saving.finish()
+        saving.wait_for_save()
         os.write = refuse
         try:
             saving.save(2, tensors(2), {})
-            saving.finish()
+            saving.wait_for_save()
             said = "saved"
         except MegatfmError as error:
             said = str(error)
         finally:
             os.write = genuine
         saving.save(3, tensors(3), {})
-    return said, [path.name for path in committed(folder)]
+    return said, [path.name for path in list_checkpoints(folder)]
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
@@ -269,7 +270,7 @@ def train_while_saving(folder: Path) -> list[float]:
                 dist.all_reduce(total)
                 totals.append(float(total))
             release.set()
-            saving.finish()
+            saving.wait_for_save()
             release.clear()
     return totals
 
@@ -291,7 +292,7 @@ def test_an_error_elsewhere_lets_a_running_save_finish(
     with pytest.raises(ZeroDivisionError):
         save_and_fail(Saver(tmp_path), 1)
     assert steps(tmp_path) == [1]
-    monkeypatch.setattr(saver, "LAST_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(saver, "ABORT_WAIT_SECONDS", 0.05)
     release = threading.Event()
     with held_up(release):
         saving = Saver(tmp_path)
@@ -318,13 +319,13 @@ def test_a_disk_that_garbles_is_found_by_reading_back(
 ) -> None:
     with Saver(tmp_path, read_back=True, keep=1) as saving:
         saving.save(1, tensors(1), {})
-        assert saving.finish() == saving.verified
+        assert saving.wait_for_save() == saving.verified
         with monkeypatch.context() as patch:
             patch.setattr(os, "write", flips(os.write))
             saving.save(2, tensors(2), {})
             named = r"step 2 not saved: cannot|step 2 not saved: .*rank-00000-000\.safetensors is damaged"
             with pytest.raises(MegatfmError, match=named):
-                saving.finish()
+                saving.wait_for_save()
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
@@ -332,14 +333,14 @@ def test_the_last_verified_one_and_every_nth_are_kept(tmp_path: Path) -> None:
     with Saver(tmp_path, keep=1, keep_every=4) as saving:
         for step in range(1, 7):
             saving.save(step, tensors(step), {})
-            saving.finish()
+            saving.wait_for_save()
             if step == 3:
                 saving.verified = tmp_path / "step-00000003"
         assert steps(tmp_path) == [3, 4, 6]
     with Saver(tmp_path, keep=2, read_back=True) as saving:
         for step in (7, 8):
             saving.save(step, tensors(step), {})
-            saving.finish()
+            saving.wait_for_save()
     assert steps(tmp_path) == [7, 8]
 
 
@@ -351,9 +352,9 @@ def test_no_memory_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr("megatfm.checkpoint.staging.np.empty", refuse)
         saving.save(1, tensors(1), {})
         with pytest.raises(MegatfmError, match=r"step 1 not saved: .*set checkpoint\.mode = \"sync\""):
-            saving.finish()
+            saving.wait_for_save()
     assert not tmp_path.joinpath("step-00000001").exists()
-    assert disk.LAG_SECONDS > 0
+    assert disk.NFS_VISIBILITY_SECONDS > 0
 
 
 def test_an_error_in_listing_old_checkpoints_does_not_undo_the_new_one(
@@ -362,7 +363,8 @@ def test_an_error_in_listing_old_checkpoints_does_not_undo_the_new_one(
     def fails(*_: object, **__: object) -> None:
         raise MegatfmError("can't list checkpoints: Input/output error")
 
-    monkeypatch.setattr(saver, "retain", fails)
+    caplog.set_level(logging.WARNING, "megatfm")  # whatever level a test before it has set
+    monkeypatch.setattr(saver, "purge_old_checkpoints", fails)
     with Saver(tmp_path, keep=1) as kept:
         kept.save(3, tensors(3), {})
     assert steps(tmp_path) == [3]

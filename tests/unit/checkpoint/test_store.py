@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatfm.checkpoint import (
-    Box,
+    ShardedTensor,
     box,
     flow,
     load,
@@ -24,7 +24,7 @@ from megatfm.checkpoint import (
     verify,
     writer,
 )
-from megatfm.checkpoint.metadata import DTYPES, plain_state
+from megatfm.checkpoint.metadata import DTYPES, check_json_round_trip
 from megatfm.errors import MegatfmError, UsageError
 
 
@@ -90,7 +90,7 @@ def test_a_part_can_be_read(tmp_path: Path) -> None:
     path = save(tmp_path, 1, tensors, {})
     assert list(read_tensors(path, "st")) == ["steps"]
     block = torch.zeros(2, 3)
-    load(path, {"weight": Box(block, (6, 4), (3, 1))})
+    load(path, {"weight": ShardedTensor(block, (6, 4), (3, 1))})
     assert torch.equal(block, tensors["weight"][3:5, 1:4])
 
 
@@ -200,7 +200,7 @@ def test_cast_converts(tmp_path: Path) -> None:
         ({"": torch.zeros(2)}, "under the name ''"),
         ({"__metadata__": torch.zeros(2)}, "under the name '__metadata__'"),
         (
-            {"x": Box(torch.zeros(2), (4,), (1,))},
+            {"x": ShardedTensor(torch.zeros(2), (4,), (1,))},
             r"tensor x: the pieces hold 2 elements, but its shape \(4,\) has 4",
         ),
     ],
@@ -222,9 +222,9 @@ def test_a_box_outside_its_tensor() -> None:
     with pytest.raises(
         MegatfmError, match=r"a box of shape \(3,\) at \(2,\) lies outside its tensor of shape \(4,\)"
     ):
-        Box(torch.zeros(3), (4,), (2,))
+        ShardedTensor(torch.zeros(3), (4,), (2,))
     with pytest.raises(MegatfmError, match="lies outside"):
-        Box(torch.zeros(3), (4, 1), (0, 0))
+        ShardedTensor(torch.zeros(3), (4, 1), (0, 0))
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_a_box_outside_its_tensor() -> None:
 )
 def test_state_that_json_would_change_is_refused(tmp_path: Path, value: object) -> None:
     with pytest.raises(MegatfmError, match="state 'value'"):
-        plain_state({"value": value})  # type: ignore[dict-item]
+        check_json_round_trip({"value": value})  # type: ignore[dict-item]
 
 
 def test_keep_must_keep_something(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def on_a_gpu(saver: Saver, names: set[int]) -> Iterator[Cuda]:
     cuda = Cuda()
     saver._staging = Staging(cuda)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(staging, "_is_elsewhere", lambda x: x.untyped_storage().data_ptr() in names)
+        patch.setattr(staging, "is_cuda", lambda x: x.untyped_storage().data_ptr() in names)
         yield cuda
 
 
@@ -134,8 +134,8 @@ def test_an_update_waits_for_the_copy_and_the_host_for_nothing(
                 moved.add_(1)
                 turned.add_(1)
             here.add_(1)
-            saver.save(step, {"moved": moved, "turned": turned, "here": here}, {}, copied=False)
-            saver.settle()
+            saver.save(step, {"moved": moved, "turned": turned, "here": here}, {}, wait_for_staging=False)
+            saver.wait_for_staging()
             with cuda.stream(cuda.training):  # the next update
                 moved.add_(100)
                 turned.add_(100)
@@ -147,7 +147,7 @@ def test_an_update_waits_for_the_copy_and_the_host_for_nothing(
                 assert not wrote.wait(A_WHILE)
                 assert float(here[0]) == 101 * step
             copies.set()
-            saver.finish()
+            saver.wait_for_save()
             cuda.training.finish()
             assert bool((moved == 101 * step).all()), "the update came, too"
             for name, read in read_tensors(tmp_path / f"step-{step:08}").items():
@@ -160,7 +160,7 @@ def test_an_update_waits_for_the_copy_and_the_host_for_nothing(
 def test_what_is_here_needs_no_stream(tmp_path: Path) -> None:
     with Saver(tmp_path) as saver, on_a_gpu(saver, set()) as cuda:
         saver.save(1, {"here": torch.ones(2)}, {})
-        saver.finish()
+        saver.wait_for_save()
     assert cuda.made == cuda.registered == []
 
 
@@ -169,6 +169,6 @@ def test_memory_that_cannot_be_pinned_is_said(tmp_path: Path, caplog: pytest.Log
     with Saver(tmp_path) as saver, on_a_gpu(saver, {moved.untyped_storage().data_ptr()}) as cuda:
         cuda.cudaHostRegister = lambda *_: 2  # type: ignore[method-assign]
         saver.save(1, {"moved": moved}, {})
-        saver.finish()
+        saver.wait_for_save()
     assert "copies of what is saved are slower" in caplog.text
     assert bool((read_tensors(tmp_path / "step-00000001")["moved"] == 1).all())

@@ -37,7 +37,7 @@ def send(folder: Path, fault: str) -> str:
             (target / "b").touch()
     dist.barrier()
     try:
-        transfer.send_all(
+        transfer.transfer_files(
             "not sent",
             dist.group.WORLD,
             source,

@@ -27,7 +27,7 @@ def program(folder: Path, name: str, script: str) -> None:
 
 
 def findings(look: str) -> dict[str, Finding]:
-    return {one.name: one for one in doctor._safely(doctor.SECTIONS[look], look)}
+    return {one.name: one for one in doctor._run_check(doctor.SECTIONS[look], look)}
 
 
 def test_this_machine_can_train(capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,7 +57,7 @@ def test_a_lock_of_a_build_that_was_killed_is_named(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(doctor, "_version", lambda package: "0.19.8")
     answer = (True, "async_io|no|apt-get install libaio-dev")
-    monkeypatch.setattr(doctor, "_ask", lambda command, seconds=0.0: answer)
+    monkeypatch.setattr(doctor, "_run", lambda command, seconds=0.0: answer)
     assert "build lock" not in findings("DeepSpeed")
     lock = tmp_path / "py311_cpu" / "cpu_adam" / "lock"
     lock.parent.mkdir(parents=True)

@@ -22,9 +22,9 @@ def test_the_config_of_a_run_that_is_under_way_is_not_replaced(
     monkeypatch.setattr(launch, "training_config", lambda args: config)
     note = {"host": socket.gethostname(), "pid": os.getpid(), "started": psutil.Process().create_time()}
     (tmp_path / "launch.json").write_text(json.dumps(note))
-    (tmp_path / launch.FROM).write_text("of the run\n")
+    (tmp_path / launch.RESOLVED_CONFIG).write_text("of the run\n")
     parser = argparse.ArgumentParser()
     launch.add_arguments(parser)
     with pytest.raises(LockedError, match=f"process {os.getpid()} runs this already"):
         launch.main(parser.parse_args(["--from", "a-model", "--nproc", "1"]))
-    assert (tmp_path / launch.FROM).read_text() == "of the run\n"
+    assert (tmp_path / launch.RESOLVED_CONFIG).read_text() == "of the run\n"

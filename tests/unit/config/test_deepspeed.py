@@ -97,7 +97,7 @@ def test_its_section_is_for_its_engine_alone() -> None:
     ):
         config("deepspeed.offload_optimizer=cpu", engine="native")
     with pytest.raises(ValidationError, match=r"deepspeed\.hpz is set"):  # of a section that holds every key
-        config("deepspeed.hpz=2").changed({"parallel.engine": "native"})
+        config("deepspeed.hpz=2").with_changes({"parallel.engine": "native"})
 
 
 def test_config_and_its_deepspeed_section_are_no_circle() -> None:

@@ -72,7 +72,7 @@ def test_another_name_deep_in_a_config(
 ) -> None:
     """The variant that the file names has the options, also where a section is one of several inside another's."""
     found: Any = load_config(preset, overrides).model
-    by_python: Any = load_config(preset).model.changed(
+    by_python: Any = load_config(preset).model.with_changes(
         {word.partition("=")[0].removeprefix("model."): _value(word) for word in overrides}
     )
     for part in section.split("."):
@@ -88,22 +88,28 @@ def _value(word: str) -> str | int:
 
 def test_a_dotted_change_leaves_its_neighbours() -> None:
     config = quickstart("data.validation={a='/x', b='/y'}")
-    assert config.changed({"data.validation.c": "/z"}).data.validation == {"a": "/x", "b": "/y", "c": "/z"}
-    assert config.changed({"data.validation": {"c": "/z"}}).data.validation == {"c": "/z"}, "all of them"
-    assert config.changed({"data.validation": {}}).data.validation == {}
+    assert config.with_changes({"data.validation.c": "/z"}).data.validation == {
+        "a": "/x",
+        "b": "/y",
+        "c": "/z",
+    }
+    assert config.with_changes({"data.validation": {"c": "/z"}}).data.validation == {"c": "/z"}, "all of them"
+    assert config.with_changes({"data.validation": {}}).data.validation == {}
     gemma = load_config("gemma2-2b").model
-    kinds = gemma.changed({"block.local.dropout": 0.1, "block.global.dropout": 0.2})
-    windows = [kinds.at(depth).attention.pattern for depth in range(2)]
-    assert windows == [gemma.at(depth).attention.pattern for depth in range(2)]
-    assert [kinds.at(depth).dropout for depth in range(2)] in ([0.1, 0.2], [0.2, 0.1])
+    kinds = gemma.with_changes({"block.local.dropout": 0.1, "block.global.dropout": 0.2})
+    windows = [kinds.layer_config(depth).attention.pattern for depth in range(2)]
+    assert windows == [gemma.layer_config(depth).attention.pattern for depth in range(2)]
+    assert [kinds.layer_config(depth).dropout for depth in range(2)] in ([0.1, 0.2], [0.2, 0.1])
     mixed = quickstart("data.train=", "data.mixture={a={path='/x', weight=1}, b={path='/y', weight=2}}")
-    heavier = mixed.changed({"data.mixture.a.weight": 5}).data.mixture
+    heavier = mixed.with_changes({"data.mixture.a.weight": 5}).data.mixture
     assert [(source.path, source.weight) for source in heavier.values()] == [("/x", 5.0), ("/y", 2.0)]
-    heads = load_config("bert-base").model.changed({"heads.sentence.classes": 3})
-    assert heads.changed({"heads.sentence.classes": 4}).heads["sentence"].classes == 4  # type: ignore[union-attr]
-    scaled = load_config("gpt-oss-20b").model.changed({"position.scaling": {"name": "ntk", "factor": 2.0}})
+    heads = load_config("bert-base").model.with_changes({"heads.sentence.classes": 3})
+    assert heads.with_changes({"heads.sentence.classes": 4}).heads["sentence"].classes == 4  # type: ignore[union-attr]
+    scaled = load_config("gpt-oss-20b").model.with_changes(
+        {"position.scaling": {"name": "ntk", "factor": 2.0}}
+    )
     assert scaled.position.scaling.name == "ntk"  # type: ignore[union-attr]
-    assert scaled.changed({"position.scaling": None}).position.scaling is None  # type: ignore[union-attr]
+    assert scaled.with_changes({"position.scaling": None}).position.scaling is None  # type: ignore[union-attr]
 
 
 def test_text_that_looks_like_a_number_stays_text() -> None:
@@ -198,10 +204,10 @@ def test_a_word_stays_in_the_config_and_follows_every_width(tmp_path: Path) -> N
     (tmp_path / "config.toml").write_text(to_toml(config))
     narrow = {"model.d_model": 256, "model.attention.n_heads": 4}
     for copy in (
-        config.changed(narrow),
-        config.changed({"model.n_layers": 1}).changed(narrow),
+        config.with_changes(narrow),
+        config.with_changes({"model.n_layers": 1}).with_changes(narrow),
         load_config(tmp_path, [f"{key}={value}" for key, value in narrow.items()]),
-        Config.model_validate(config.model_dump(mode="json")).changed(narrow),
+        Config.model_validate(config.model_dump(mode="json")).with_changes(narrow),
     ):
         assert (copy.model.embedding_scale, copy.model.head_scale) == (16.0, 1 / 16)
     numbers = config.model.with_numbers()

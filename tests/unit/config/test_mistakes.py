@@ -15,7 +15,7 @@ import tomli_w
 from megatfm.config import Config, ModelConfig, load_config
 from megatfm.config.edit import sections_of
 from megatfm.config.load import load as load_kind
-from megatfm.config.other_names import OTHER_NAMES
+from megatfm.config.other_names import FOREIGN_KEYS
 from megatfm.config.prep import PrepConfig
 from megatfm.errors import UsageError
 from megatfm.models import build
@@ -268,7 +268,7 @@ def test_what_toml_itself_can_not_take(
 def test_a_part_that_reads_a_key_which_its_section_lacks() -> None:
     """A plugin's pattern without its width; optional keys are asked for as ever, and private names are no keys."""
     plugin("dilated")
-    kept = ModelConfig.of(
+    kept = ModelConfig.from_dotted(
         {"vocab_size": 8, "d_model": 8, "n_layers": 1, "attention.n_heads": 2, "ffn.d_ff": 8}
         | {"attention.pattern": {"name": "dilated", "step": 3}}
     )
@@ -303,7 +303,7 @@ def test_a_model_by_the_name_it_has_elsewhere(word: str, meant: str) -> None:
 
 
 def test_every_key_by_another_name_is_a_key() -> None:
-    for key in OTHER_NAMES.values():
+    for key in FOREIGN_KEYS.values():
         sections: list[Any] = [Config]
         for part in key.split("."):
             assert any(part in section.model_fields for section in sections), key

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from megatfm.config import Config, ModelConfig, load_config
 from megatfm.config.moved import MOVED
 from megatfm.errors import UsageError
-from megatfm.layers.position.t5 import buckets
+from megatfm.layers.position.t5 import relative_position_bucket
 
 SMALL = {"d_model": 8, "n_layers": 2, "attention.n_heads": 2, "ffn.d_ff": 8}
 LATENT = {"attention.name": "latent", "attention.kv_rank": 4, "attention.rope_dim": 2}
@@ -28,7 +28,7 @@ DEBERTA = {"family": "encoder", "attention.name": "disentangled", "position.name
 def refused(options: dict[str, Any]) -> tuple[str, str]:
     """Where, and why."""
     with pytest.raises(ValidationError) as caught:
-        ModelConfig.of(SMALL | options)
+        ModelConfig.from_dotted(SMALL | options)
     (error,) = caught.value.errors()
     return ".".join(map(str, error["loc"])), str(error["msg"]).removeprefix("Value error, ")
 
@@ -129,17 +129,17 @@ def test_the_smallest_buckets_of_t5_are_an_order_of_distances(family: str) -> No
                 "position.max_distance": farthest,
             }
             try:
-                ModelConfig.of(SMALL | options)
+                ModelConfig.from_dotted(SMALL | options)
             except ValidationError:
                 continue
-            found = buckets(-distances, n_buckets, farthest, causal=causal)
+            found = relative_position_bucket(-distances, n_buckets, farthest, causal=causal)
             assert found[0] == 0
             assert (found.diff() >= 0).all(), (n_buckets, farthest)
             assert found.max() == (n_buckets if causal else n_buckets // 2) - 1
 
 
 def test_a_plugin_s_section_passes_through() -> None:
-    config = ModelConfig.of(
+    config = ModelConfig.from_dotted(
         SMALL | {"position.name": "mine", "position.theta": 5.0, "attention.name": "ours"}
     )
     assert config.position.model_extra == {"theta": 5.0}
@@ -174,17 +174,17 @@ def test_keys_of_earlier_versions_are_told_where_they_went(tmp_path: Path) -> No
 
 
 def test_a_changed_copy_is_checked_and_keeps_what_a_new_variant_has() -> None:
-    config = ModelConfig.of(SMALL | {"attention.n_kv_heads": 1, "attention.softcap": 5.0})
-    latent = config.changed(LATENT | {"ffn.d_ff": 16})
+    config = ModelConfig.from_dotted(SMALL | {"attention.n_kv_heads": 1, "attention.softcap": 5.0})
+    latent = config.with_changes(LATENT | {"ffn.d_ff": 16})
     assert (latent.attention.n_heads, latent.attention.softcap, latent.ffn.d_ff) == (2, 5.0, 16)
     assert latent.ffn.activation == config.ffn.activation
     assert not hasattr(latent.attention, "n_kv_heads")
     with pytest.raises(ValidationError, match=r"does not divide d_model"):
-        config.changed({"attention.n_heads": 3})
+        config.with_changes({"attention.n_heads": 3})
 
 
 def test_dotted_keys_and_tables_meet() -> None:
-    tables = Config.of(
+    tables = Config.from_dotted(
         load_config("quickstart").model_dump(),
         **{"model.attention": {"n_heads": 4}, "model.attention.bias": True},
     )

@@ -126,7 +126,7 @@ def edits(base: Mapping[str, Any], case: str, every: bool) -> Iterator[tuple[str
     turns = Turns(case, every)
     keys = ARCHITECTURES.get(CASES[case][0]).all_keys()
     foreign = {key for name in ARCHITECTURES.names() for key in ARCHITECTURES.get(name).all_keys()}
-    declared_idle = {key for key, declared in keys.items() if declared.idle}
+    declared_idle = {key for key, declared in keys.items() if declared.is_ignored}
     chosen = (set(base) | foreign | {"layer_types", "never_heard_of"}) - NOT_COMPARED.keys()
     for key in sorted(chosen & {*VARIANTS[case]} if case in VARIANTS else chosen):
         if key in declared_idle:
@@ -236,7 +236,7 @@ def test_every_edit_is_computed_as_transformers_does_or_refused(
 def test_every_architecture_is_edited() -> None:
     """And of those with one config.json, one whole."""
     known = {name: ARCHITECTURES.get(name) for name in ARCHITECTURES.names()}
-    heads = {name: known[name].model_type for name in known if not known[name].is_bare}
+    heads = {name: known[name].model_type for name in known if not known[name].is_base_model}
     assert {name for name, _ in CASES.values()} == heads.keys()
     assert {heads[CASES[case][0]] for case in CASES.keys() - VARIANTS.keys()} == {*heads.values()}
 
@@ -266,7 +266,12 @@ def test_what_is_absent_means_what_it_means_in_transformers(name: str) -> None:
         "tie_word_embeddings",
     }
     for key, declared in keys.items():
-        if key in written and not declared.idle and not declared.means and declared.default is not None:
+        if (
+            key in written
+            and not declared.is_ignored
+            and not declared.alias_of
+            and declared.default is not None
+        ):
             assert declared.default == written[key], key
-        elif key in written and not declared.idle and key not in follows:
+        elif key in written and not declared.is_ignored and key not in follows:
             assert written[key] is None, key

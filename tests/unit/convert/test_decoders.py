@@ -24,9 +24,9 @@ from megatfm.convert import ARCHITECTURES, architecture_for, travels
 from megatfm.convert.convert import convert
 from megatfm.convert.folder import HfFolder
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.generate.continuation import search
+from megatfm.generate.continuation import generate_text_beam
 from megatfm.generate.load import load
-from megatfm.generate.prompt import prompts_of
+from megatfm.generate.prompt import build_prompts
 from megatfm.models import build
 from megatfm.parallel.mesh import build_mesh
 from megatfm.tokenizers import train_byte_bpe, train_sentencepiece
@@ -155,7 +155,7 @@ def test_the_number_of_experts_under_its_other_name(name: str, other: str, tmp_p
     config = json.loads(path.read_text())
     number = config.pop("n_routed_experts" if name == "deepseek-v3" else "num_local_experts")
     path.write_text(json.dumps(config | {other: number}))
-    assert HfFolder(tmp_path).config.at(-1).ffn.n_experts == number  # type: ignore[union-attr]
+    assert HfFolder(tmp_path).config.layer_config(-1).ffn.n_experts == number  # type: ignore[union-attr]
 
 
 def test_t5_s_published_files_have_copies_and_a_table_that_nothing_uses(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_what_we_lack_is_refused(name: str, changes: dict[str, Any], message: st
     ],
 )  # fmt: skip
 def test_rope_in_old_and_new_config_files(keys: dict[str, Any], theta: float, scaling: object) -> None:
-    read = ARCHITECTURES.get("LlamaForCausalLM").config({**LLAMA, **keys}, "LlamaForCausalLM")
+    read = ARCHITECTURES.get("LlamaForCausalLM").parse_config({**LLAMA, **keys}, "LlamaForCausalLM")
     assert (read.position.theta, read.position.scaling) == (theta, scaling)
 
 
@@ -249,7 +249,7 @@ def test_rope_in_old_and_new_config_files(keys: dict[str, Any], theta: float, sc
     ],
 )
 def test_what_they_lack_is_refused(changes: dict[str, Any], lacks: str) -> None:
-    config = ModelConfig.of(
+    config = ModelConfig.from_dotted(
         vocab_size=60, d_model=24, n_layers=2, **changes, **{"attention.n_heads": 4, "ffn.d_ff": 40}
     )
     with pytest.raises(UsageError, match=f"no architecture of transformers .*{lacks}"):
@@ -265,7 +265,7 @@ def run_of(folder: Path, family: str, files: dict[str, bytes]) -> Path:
     position = (
         {"position.name": "t5", "attention.scale": 1.0, "head.scale": 24**-0.5} if family != "decoder" else {}
     )
-    model = ModelConfig.of(
+    model = ModelConfig.from_dotted(
         family=family,
         vocab_size=tokenizer.vocab_size,
         d_model=24,
@@ -322,7 +322,9 @@ def test_a_run_becomes_a_folder_that_transformers_uses_and_back(
     assert back.tokenizer.hash == ours.tokenizer.hash
     assert back.config.data.sequence_length == 48
     assert back.config.objective == ours.config.objective
-    assert search(back, "import", 9, 2, 0.6, sentinel="always") == search(ours, "import", 9, 2, 0.6)
+    assert generate_text_beam(back, "import", 9, 2, 0.6, sentinel="always") == generate_text_beam(
+        ours, "import", 9, 2, 0.6
+    )
     stored, again = (checkpoint.read_tensors(find(path), "model.") for path in (run, tmp_path / "back"))
     assert stored.keys() == again.keys()
     assert all(torch.equal(stored[name], again[name]) for name in stored)
@@ -376,7 +378,7 @@ def find(folder: Path) -> Path:
 def test_a_preset_made_smaller_can_be_exported(preset: str) -> None:
     words = ["model.d_model=64", "model.attention.n_heads=4", "model.n_layers=2", "data.tokenizer=t"]
     words += ["model.attention.head_dim=16"] * (preset == "mla-1b")
-    config = load_config(preset, words).model.changed({"vocab_size": 4096})
+    config = load_config(preset, words).model.with_changes({"vocab_size": 4096})
     name, _, theirs = architecture_for(config)
     assert getattr(transformers, name).config_class.from_dict(theirs).vocab_size == 4096
 
@@ -449,14 +451,14 @@ def test_ids_rates_and_how_to_generate_travel(
     assert generation == {"eos_token_id": [9, 11], "top_k": 3}
 
     origin = checkpoint.read_state(checkpoint.find_checkpoint(tmp_path / "ours"))["origin"]
-    assert travels.on_the_way_back(origin, {"embd_pdrop": 0.5})["bos_token_id"] == 7
-    assert "embd_pdrop" not in travels.on_the_way_back(origin, {"embd_pdrop": 0.5}), "it was set since"
+    assert travels.restore_origin(origin, {"embd_pdrop": 0.5})["bos_token_id"] == 7
+    assert "embd_pdrop" not in travels.restore_origin(origin, {"embd_pdrop": 0.5}), "it was set since"
 
     loaded = load(tmp_path / "ours")
     wanted = AutoTokenizer.from_pretrained(theirs)("import os")["input_ids"]
-    assert prompts_of(loaded, "import os").tokens[0].tolist() == wanted
+    assert build_prompts(loaded, "import os").tokens[0].tolist() == wanted
     assert (wanted[0] == begin) == before
-    assert loaded.stop == (9, 11)
+    assert loaded.eos_token_id == (9, 11)
     ids = torch.tensor([wanted])
     made = transformers.GPT2LMHeadModel.from_pretrained(theirs).generate(
         ids, max_new_tokens=6, do_sample=False
@@ -477,6 +479,6 @@ def test_ids_rates_and_how_to_generate_travel(
     (theirs / "tokenizer.json").unlink()
     with pytest.raises(UsageError, match="theirs: has no tokenizer that megatfm opens, and so makes no text"):
         megatfm.load(theirs).generate("import os")
-    assert prompts_of(loaded, "import os", begin="bos").tokens[0].tolist()[0] == loaded.tokenizer.bos
-    assert prompts_of(loaded, "import os", begin="none").tokens[0].tolist() == wanted[before:]
-    assert prompts_of(loaded, "").tokens[0].tolist() == [loaded.tokenizer.bos]
+    assert build_prompts(loaded, "import os", begin="bos").tokens[0].tolist()[0] == loaded.tokenizer.bos
+    assert build_prompts(loaded, "import os", begin="none").tokens[0].tolist() == wanted[before:]
+    assert build_prompts(loaded, "").tokens[0].tolist() == [loaded.tokenizer.bos]

@@ -18,7 +18,7 @@ from megatfm.convert.convert import _check_padding, convert
 from megatfm.convert.folder import HfFolder
 from megatfm.convert.pair import CLASSES
 from megatfm.convert.pair import DEBERTA as HALVES
-from megatfm.convert.template import config as config_for
+from megatfm.convert.template import starting_config
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.models import build
 from tests.parity.oracle import perturb
@@ -170,7 +170,7 @@ OURS = {
     "head.name": "transform",
     "head.bias": True,
 }
-ELECTRA = ModelConfig.of(
+ELECTRA = ModelConfig.from_dotted(
     **OURS,
     family="electra",
     generator={"d_model": 12, "n_heads": 2, "d_ff": 20, "n_layers": 1},
@@ -185,10 +185,12 @@ def saved(config: ModelConfig, folder: Path) -> torch.nn.Module:
     state = {
         "step": 0,
         "megatfm": "0",
-        "config": config_for(folder, config, None, 32).model_dump(mode="json"),
+        "config": starting_config(folder, config, None, 32).model_dump(mode="json"),
     }
     tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
-    checkpoint.save_stream(folder / "checkpoints", 0, tensors.items(), state | {"tokenizer": None})
+    checkpoint.write_checkpoint_from_iterator(
+        folder / "checkpoints", 0, tensors.items(), state | {"tokenizer": None}
+    )
     return model.eval()
 
 
@@ -231,7 +233,7 @@ def test_halves_that_are_no_pair(tmp_path: Path) -> None:
 
 
 def test_the_boundary_head_is_left_out_and_that_is_said(tmp_path: Path) -> None:
-    config = ModelConfig.of(**OURS, family="encoder", heads={"boundary": {}})
+    config = ModelConfig.from_dotted(**OURS, family="encoder", heads={"boundary": {}})
     ours = saved(config, tmp_path / "ours")
     notes = convert(tmp_path / "ours", tmp_path / "back", "hf")
     (said,) = [note for note in notes if "left out" in note]
@@ -245,11 +247,11 @@ def test_the_boundary_head_is_left_out_and_that_is_said(tmp_path: Path) -> None:
 def test_every_architecture_here_is_tried() -> None:
     types = {"bert", "roberta", "albert", "deberta", "deberta-v2", "electra", "xlnet", "modernbert"}
     ours = {n: a for n in ARCHITECTURES.names() if (a := ARCHITECTURES.get(n)).model_type in types}
-    assert {name for name, architecture in ours.items() if not architecture.is_bare} == set(CASES)
+    assert {name for name, architecture in ours.items() if not architecture.is_base_model} == set(CASES)
 
 
 def test_a_model_that_transformers_lacks_is_refused_with_the_nearest() -> None:
-    config = ModelConfig.of(**(OURS | {"norm.placement": "pre"}), family="encoder")
+    config = ModelConfig.from_dotted(**(OURS | {"norm.placement": "pre"}), family="encoder")
     with pytest.raises(
         UsageError, match=r"nearest, BertForMaskedLM, lacks model\.norm\.placement = 'pre', .*norm\.final"
     ):
@@ -257,10 +259,12 @@ def test_a_model_that_transformers_lacks_is_refused_with_the_nearest() -> None:
 
 
 def test_roberta_s_positions_need_its_padding_token() -> None:
-    config = ModelConfig.of(**(OURS | {"position.offset": 2}), family="encoder")
+    config = ModelConfig.from_dotted(**(OURS | {"position.offset": 2}), family="encoder")
     _, _, theirs = architecture_for(config)
     _check_padding(theirs, {"pad_token_id": 1})
-    _check_padding(architecture_for(ModelConfig.of(**OURS, family="encoder"))[2], {"pad_token_id": 3})
+    _check_padding(
+        architecture_for(ModelConfig.from_dotted(**OURS, family="encoder"))[2], {"pad_token_id": 3}
+    )
     with pytest.raises(
         UsageError, match=r"count positions from 3, .* train with model\.position\.offset = 4"
     ):

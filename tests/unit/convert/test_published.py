@@ -120,7 +120,7 @@ def test_switch_s_steps_overrule_its_numbers_of_layers(steps: tuple[int, int | N
             HfFolder(tmp_path)
         return
     config = HfFolder(tmp_path).config
-    assert {depth for depth in range(4) if config.at(depth).ffn.name == "moe"} == sparse["encoder"]
+    assert {depth for depth in range(4) if config.layer_config(depth).ffn.name == "moe"} == sparse["encoder"]
 
 
 def test_a_class_whose_head_can_t_be_told_from_the_model_is_refused_by_name(tmp_path: Path) -> None:

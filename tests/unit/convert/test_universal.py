@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from megatfm import checkpoint
 from megatfm.convert.convert import convert
 from megatfm.convert.load import load_model
-from megatfm.convert.pickled import Nothing, Stored, read
+from megatfm.convert.pickled import Stored, _Placeholder, read
 from megatfm.convert.universal import from_universal
 from megatfm.errors import MegatfmError
 
@@ -142,7 +142,7 @@ def test_a_pickle_that_calls_something_is_read_without_calling_it(tmp_path: Path
     content = read(tmp_path / "x.pt")
     assert torch.equal(content["param"].tensor, shared.T)
     assert torch.equal(content["again"].tensor, shared[1:])
-    assert isinstance(content["evil"], Nothing)
+    assert isinstance(content["evil"], _Placeholder)
     assert not victim.exists()
     torch.save(torch.zeros(0, 3), tmp_path / "empty.pt")
     assert read(tmp_path / "empty.pt").tensor.shape == (0, 3)

@@ -13,10 +13,10 @@ from megatfm.commands.convert import add_arguments, main
 from megatfm.config import Config
 from megatfm.convert import template
 from megatfm.convert.convert import convert
-from megatfm.convert.upcycle import Mixture, upcycle
+from megatfm.convert.upcycle import Upcycling, upcycle
 from megatfm.errors import UsageError
 from megatfm.layers.moe import Experts
-from megatfm.train.init_from import what_fits
+from megatfm.train.init_from import match_weights
 from tests.unit.convert.test_convert import TOKENS, gpt2, llama
 from tests.unit.generate.conftest import MODEL, random_model, tokenizer_model, write_run
 
@@ -48,7 +48,7 @@ def logits_and_gradients(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tens
 )
 def test_the_first_step_is_the_dense_model_s(dense: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     """Logits, and the gradient of all that is not a feed-forward network."""
-    upcycle(dense, tmp_path / "moe", Mixture(**options))
+    upcycle(dense, tmp_path / "moe", Upcycling(**options))
     wanted, ours = (logits_and_gradients(megatfm.load(path)) for path in (dense, tmp_path / "moe"))
     torch.testing.assert_close(ours[0], wanted[0], rtol=1e-10, atol=1e-10)
     assert ours[1].keys() == wanted[1].keys()
@@ -76,26 +76,26 @@ def test_noise_makes_copies_differ(dense: Path, tmp_path: Path) -> None:
 
 
 def test_a_mixture_goes_into_no_dense_model_and_the_other_way_round(dense: Path, tmp_path: Path) -> None:
-    upcycle(dense, tmp_path / "moe", Mixture(4))
+    upcycle(dense, tmp_path / "moe", Upcycling(4))
     with pytest.raises(UsageError, match="it has experts already: upcycle a dense model"):
-        upcycle(tmp_path / "moe", tmp_path / "again", Mixture(4))
+        upcycle(tmp_path / "moe", tmp_path / "again", Upcycling(4))
     with pytest.raises(UsageError, match=r"--granularity 7 does not divide model\.ffn\.d_ff = \d+: choose"):
-        upcycle(dense, tmp_path / "again", Mixture(4, granularity=7))
+        upcycle(dense, tmp_path / "again", Upcycling(4, granularity=7))
     with pytest.raises(
         UsageError, match="no mixture can be made of it: ffn: top_k = 5 is more than n_experts = 4"
     ):
-        upcycle(dense, tmp_path / "again", Mixture(4, top_k=5))
+        upcycle(dense, tmp_path / "again", Upcycling(4, top_k=5))
     assert not (tmp_path / "again").exists()
     shapes = [
         {name: tuple(p.shape) for name, p in megatfm.load(path).named_parameters()}
         for path in (dense, tmp_path / "moe")
     ]
     with pytest.raises(UsageError, match="weights of a mixture of experts, and the model is dense"):
-        what_fits(shapes[0], shapes[1], (), tmp_path / "moe")
+        match_weights(shapes[0], shapes[1], (), tmp_path / "moe")
     with pytest.raises(
         UsageError, match=r"`megatfm convert .*dense NEW --to moe --experts N` makes a mixture"
     ):
-        what_fits(shapes[1], shapes[0], (), dense)
+        match_weights(shapes[1], shapes[0], (), dense)
 
 
 def test_a_config_that_goes_with_no_experts_is_a_usage_error(
@@ -107,7 +107,7 @@ def test_a_config_that_goes_with_no_experts_is_a_usage_error(
     with pytest.raises(
         UsageError, match=r"its config doesn't go with a mixture of experts: train\.recompute = 'full'"
     ):
-        upcycle(dense, tmp_path / "moe", Mixture(4))
+        upcycle(dense, tmp_path / "moe", Upcycling(4))
     assert not (tmp_path / "moe").exists()
 
 
@@ -116,7 +116,7 @@ def test_a_length_that_can_t_be_is_a_usage_error(dense: Path, tmp_path: Path) ->
     with pytest.raises(
         UsageError, match=r"no config can be made .*: data\.sequence_length: Input should be greater"
     ):
-        template.config(tmp_path, model, None, -1)
+        template.starting_config(tmp_path, model, None, -1)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_flags_that_do_not_fit(words: str, said: str, tmp_path: Path) -> None:
 
 def test_kinds_of_blocks_with_networks_of_their_own(tmp_path: Path, tokenizer_model: bytes) -> None:
     """Each kind's width is divided; `narrow` has the model's, and `plain` another activation."""
-    config = MODEL.changed(
+    config = MODEL.with_changes(
         {
             "n_layers": 3,
             "blocks": ["narrow", "wide", "plain"],
@@ -144,14 +144,14 @@ def test_kinds_of_blocks_with_networks_of_their_own(tmp_path: Path, tokenizer_mo
         }
     )
     run = write_run(tmp_path / "run", tokenizer_model, random_model(config, torch.float32))
-    said = upcycle(run, tmp_path / "moe", Mixture(3, granularity=2))
+    said = upcycle(run, tmp_path / "moe", Upcycling(3, granularity=2))
     assert said[1:] == ["ffn.dropout = 0.2 is left out: experts have none"]
     made = megatfm.load(tmp_path / "moe")
-    widths = [made.config.at(depth).ffn.d_ff for depth in range(3)]
+    widths = [made.config.layer_config(depth).ffn.d_ff for depth in range(3)]
     assert widths == [24, 48, 30]
     wanted = megatfm.load(run).double()(TOKENS).logits
     torch.testing.assert_close(made.double()(TOKENS).logits, wanted, rtol=1e-10, atol=1e-10)
     with pytest.raises(
         UsageError, match=r"--granularity 8 does not divide model\.block\.plain\.ffn\.d_ff = 60: choose 6"
     ):
-        upcycle(run, tmp_path / "again", Mixture(3, granularity=8))
+        upcycle(run, tmp_path / "again", Upcycling(3, granularity=8))

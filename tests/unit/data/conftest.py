@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatfm.data import Corpus, Piece, ShardWriter
+from megatfm.data import Corpus, DocumentChunk, ShardWriter
 from megatfm.keyed import PieceKey
 
 BOS, EOS = 1, 2
@@ -17,27 +17,27 @@ BOS, EOS = 1, 2
 class Causal:
     """[BOS, d…] → [d…, EOS], and the keys it was called with."""
 
-    sides: tuple[str, ...] = ("",)
+    field_prefixes: tuple[str, ...] = ("",)
     max_tokens: int | None = None
-    fills: Mapping[str, int] = MappingProxyType({})
+    padding_values: Mapping[str, int] = MappingProxyType({})
     fields = None
-    needs_partners = False
-    needs_members = False
+    needs_other_documents = False
+    needs_files = False
 
     def __init__(self) -> None:
         self.keys: list[PieceKey] = []
 
-    def lengths(self, n_tokens: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    def sequence_lengths(self, n_tokens: np.ndarray, keys: np.ndarray) -> np.ndarray:
         return n_tokens + 1
 
-    def build(self, piece: Piece, key: PieceKey) -> dict[str, np.ndarray]:
+    def build_example(self, piece: DocumentChunk, key: PieceKey) -> dict[str, np.ndarray]:
         self.keys.append(key)
         ids = piece.tokens.astype(np.int64)
         return {"tokens": np.append(BOS, ids), "targets": np.append(ids, EOS)}
 
 
 class MemoryCorpus:
-    """What `PackedRows` needs of a corpus, from blocks of documents' lengths; every token has its own id."""
+    """What `PackedDataset` needs of a corpus, from blocks of documents' lengths; every token has its own id."""
 
     folder = Path("memory")
     fingerprint = "memory"
@@ -58,7 +58,7 @@ class MemoryCorpus:
     def block_lengths(self, number: int) -> np.ndarray:
         return self.lengths(number, number + 1)
 
-    def block(self, number: int) -> list[tuple[int, np.ndarray]]:
+    def read_block(self, number: int) -> list[tuple[int, np.ndarray]]:
         return [(i, self.documents[i]) for i in range(*self.blocks[number : number + 2])]
 
 

@@ -27,7 +27,7 @@ from blake3 import blake3
 from hypothesis import strategies as st
 
 from megatfm.data import Corpus, Manifest, ShardWriter, check, index_folder
-from megatfm.data.plan import Plan
+from megatfm.data.plan import PackingPlan
 from megatfm.errors import MegatfmError
 
 SHARD, INDEX = "shard-000000.tar.zst", "shard-000000.index.zst"
@@ -161,9 +161,9 @@ class Fuzz:
 
     def a_plan(self, todo: Changes) -> None:
         """A stored plan: made again unless it is whole."""
-        whole = Plan(np.arange(5), np.arange(6), 0.5, ("a note",)).encode("key")
+        whole = PackingPlan(np.arange(5), np.arange(6), 0.5, ("a note",)).encode("key")
         try:
-            plan = Plan.decode(changed(whole, todo), "key")
+            plan = PackingPlan.decode(changed(whole, todo), "key")
         except (ValueError, KeyError, TypeError):
             return
         assert plan.sizes.tolist() == [0, 1, 2, 3, 4]
@@ -182,7 +182,7 @@ class Fuzz:
             text = json.dumps(manifest).encode()
         (folder / "manifest.json").write_bytes(text)
         if refuses(lambda: check(folder)):
-            refuses(lambda: [Corpus.open(folder).block(0)])
+            refuses(lambda: [Corpus.open(folder).read_block(0)])
 
 
 def _npy(tokens: Any) -> bytes:

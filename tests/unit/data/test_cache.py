@@ -16,7 +16,7 @@ def test_the_cache_forgets_what_was_not_used_for_longest() -> None:
 
         return cache.get(key, make)
 
-    cache: ByteCache[str, bytes] = ByteCache(limit=30, size=len)
+    cache: ByteCache[str, bytes] = ByteCache(limit=30, size_of=len)
     for key in "abcad":  # d pushes b out, since a was used again
         assert len(get(key)) == 10
     for key in "acdb":
@@ -25,7 +25,7 @@ def test_the_cache_forgets_what_was_not_used_for_longest() -> None:
 
 
 def test_a_value_over_the_limit_is_kept_until_the_next() -> None:
-    cache: ByteCache[int, bytes] = ByteCache(limit=5, size=len)
+    cache: ByteCache[int, bytes] = ByteCache(limit=5, size_of=len)
     one = cache.get(1, lambda: bytes(10))
     assert cache.get(1, lambda: bytes(11)) is one
     cache.get(2, lambda: bytes(10))
@@ -33,7 +33,7 @@ def test_a_value_over_the_limit_is_kept_until_the_next() -> None:
 
 
 def test_threads_make_different_values_together_and_the_same_one_once() -> None:
-    cache: ByteCache[int, bytes] = ByteCache(limit=100, size=len)
+    cache: ByteCache[int, bytes] = ByteCache(limit=100, size_of=len)
     both, made = Barrier(2, timeout=120), []
 
     def make(key: int) -> bytes:
@@ -48,10 +48,10 @@ def test_threads_make_different_values_together_and_the_same_one_once() -> None:
 
 
 def test_what_is_forgotten_is_made_again_and_frees_its_bytes() -> None:
-    cache: ByteCache[str, bytes] = ByteCache(limit=20, size=len)
+    cache: ByteCache[str, bytes] = ByteCache(limit=20, size_of=len)
     one, two = cache.get("a", lambda: bytes(10)), cache.get("b", lambda: bytes(10))
-    cache.forget("a")
-    cache.forget("a")
+    cache.evict("a")
+    cache.evict("a")
     cache.get("c", lambda: bytes(10))
     assert cache.get("b", lambda: b"") is two, "it still has room"
     assert cache.get("a", lambda: bytes(10)) is not one

@@ -17,15 +17,15 @@ Write = Callable[..., Path]
 
 def test_samples_come_back_by_block_and_by_number(corpus: Corpus, make_documents: Any) -> None:
     texts = make_documents(100)
-    read = [pair for number in range(corpus.n_blocks) for pair in corpus.block(number)]
+    read = [pair for number in range(corpus.n_blocks) for pair in corpus.read_block(number)]
     assert [number for number, _ in read] == list(range(100))
     for (_, tokens), text in zip(read, texts, strict=True):
         np.testing.assert_array_equal(tokens, text)
         assert not tokens.flags.writeable
     for number in (0, 17, 99, 50):
-        sample = corpus.sample(number)
+        sample = corpus.read_sample(number)
         np.testing.assert_array_equal(sample.tokens, texts[number])
-        assert (sample.number, sample.key) == (number, f"{number:06d}")
+        assert (sample.index, sample.key) == (number, f"{number:06d}")
         assert sample.source == f"folder/file {number} ä.txt"
         assert sample.text_bytes == 3 * len(texts[number])
 
@@ -45,13 +45,13 @@ def test_sources_that_are_no_unicode_survive(tmp_path: Path) -> None:
     with ShardWriter(tmp_path, tokenizer_hash="t", token_dtype="uint16") as writer:
         writer.add("key", np.ones(1, np.uint16), name, 1)
         writer.finish({})
-    assert Corpus.open(tmp_path).sample(0).source == name
+    assert Corpus.open(tmp_path).read_sample(0).source == name
 
 
 def test_only_numbers_that_exist(corpus: Corpus) -> None:
-    assert_refused(lambda: corpus.sample(100), "0 to 99, not 100", kind=UsageError)
-    assert_refused(lambda: corpus.sample(-1), "0 to 99, not -1", kind=UsageError)
-    assert_refused(lambda: corpus.block(corpus.n_blocks), f"not {corpus.n_blocks}")
+    assert_refused(lambda: corpus.read_sample(100), "0 to 99, not 100", kind=UsageError)
+    assert_refused(lambda: corpus.read_sample(-1), "0 to 99, not -1", kind=UsageError)
+    assert_refused(lambda: corpus.read_block(corpus.n_blocks), f"not {corpus.n_blocks}")
 
 
 def test_the_fingerprint_tells_content_and_order(write: Write, make_documents: Any) -> None:

@@ -59,7 +59,7 @@ def test_what_can_not_be_read_is_told_what_helps(
 
     corpus = Corpus.open(folder)
     monkeypatch.setattr(os, "pread", fail)
-    assert_refused(lambda: corpus.block(0), f"cannot be read at byte 0 ({os.strerror(number)})", advice)
+    assert_refused(lambda: corpus.read_block(0), f"cannot be read at byte 0 ({os.strerror(number)})", advice)
 
 
 @pytest.mark.parametrize("name", [SHARD, INDEX])
@@ -92,7 +92,7 @@ def test_a_shard_that_becomes_a_link_after_opening_is_not_followed(corpus: Corpu
     shutil.move(path, tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
     assert_refused(
-        lambda: corpus.block(corpus.shard_blocks(1)[0]), SHARD, "Too many levels of symbolic links"
+        lambda: corpus.read_block(corpus.shard_blocks(1)[0]), SHARD, "Too many levels of symbolic links"
     )
 
 
@@ -117,13 +117,13 @@ def test_what_many_documents_share_is_held_against_the_index(
         stored = zstandard.ZstdCompressor(write_checksum=True).compress(changed)
         monkeypatch.setattr(Corpus, "frame_bytes", lambda *_, stored=stored: stored)
         samples = f"samples {first} to {corpus.blocks[block + 1] - 1}"
-        assert_refused(lambda: corpus.samples(block), SHARD, samples, reason)
+        assert_refused(lambda: corpus.read_block_samples(block), SHARD, samples, reason)
 
 
 def test_a_shard_that_is_cut_after_opening(corpus: Corpus) -> None:
     path = corpus.folder / SHARD
     path.write_bytes(path.read_bytes()[:1000])
-    assert_refused(lambda: corpus.block(corpus.shard_blocks(1)[-1]), SHARD, "ends at byte")
+    assert_refused(lambda: corpus.read_block(corpus.shard_blocks(1)[-1]), SHARD, "ends at byte")
 
 
 def test_a_flipped_bit_is_named_with_frame_and_offset(corpus: Corpus) -> None:
@@ -135,13 +135,13 @@ def test_a_flipped_bit_is_named_with_frame_and_offset(corpus: Corpus) -> None:
     bad = corpus.shard_blocks(1)[frame]
     samples = f"samples {corpus.blocks[bad]} to {corpus.blocks[bad + 1] - 1}"
     for read in (
-        lambda: corpus.block(bad),
-        lambda: corpus.sample(int(corpus.blocks[bad])),
+        lambda: corpus.read_block(bad),
+        lambda: corpus.read_sample(int(corpus.blocks[bad])),
         lambda: check(path.parent),
     ):
         assert_refused(read, SHARD, f"{samples} in frame 2 at byte {offset}: damaged", "restore it")
-    corpus.block(bad - 1)
-    corpus.block(bad + 1)
+    corpus.read_block(bad - 1)
+    corpus.read_block(bad + 1)
 
 
 def test_the_check_hashes_what_no_frame_tells(folder: Path) -> None:
@@ -181,9 +181,9 @@ def test_frames_of_another_shard_are_noticed(folder: Path) -> None:
 
     bad = corpus.shard_blocks(1)[1]
     replace_index(folder, edited(corpus.indexes.complete(1), other_frame))
-    assert_refused(lambda: Corpus.open(folder).block(bad), SHARD, "frame 1", "the index says")
+    assert_refused(lambda: Corpus.open(folder).read_block(bad), SHARD, "frame 1", "the index says")
     replace_index(folder, edited(corpus.indexes.complete(1), other_size))
-    assert_refused(lambda: Corpus.open(folder).block(bad), SHARD, "frame 1", "no array")
+    assert_refused(lambda: Corpus.open(folder).read_block(bad), SHARD, "frame 1", "no array")
 
 
 def shifted(frames: np.ndarray, samples: np.ndarray) -> None:

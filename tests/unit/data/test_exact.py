@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatfm.data import BatchSchedule, Loader, Mixture, Order, PackedRows, Phase, Rows, Stage
-from megatfm.data.workers import Workers, _exit_code, serve
+from megatfm.data import BatchSchedule, DataLoader, Mixture, PackedDataset, Phase, RowDataset, RowOrder, Stage
+from megatfm.data.workers import RowWorkers, _exit_code, worker_loop
 from megatfm.errors import MegatfmError
 
 BATCH = 24
@@ -33,11 +33,13 @@ def threaded_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
         for _ in range(self._n):
             ours, theirs = multiprocessing.Pipe()
-            threading.Thread(target=serve, args=(theirs, pickle.dumps(self._own_rows)), daemon=True).start()
+            threading.Thread(
+                target=worker_loop, args=(theirs, pickle.dumps(self._own_rows)), daemon=True
+            ).start()
             self._pipes.append(ours)
             self._processes.append(Stub())
 
-    monkeypatch.setattr(Workers, "_start", start)
+    monkeypatch.setattr(RowWorkers, "_start", start)
 
 
 class Stub:
@@ -52,14 +54,16 @@ class Stub:
 
 
 @pytest.fixture(scope="module")
-def rows(memory_corpus: Any, causal_type: Any) -> PackedRows:
-    return PackedRows(memory_corpus(BLOCKS), causal_type(), sequence_length=16, seed=3, streams=BATCH)
+def rows(memory_corpus: Any, causal_type: Any) -> PackedDataset:
+    return PackedDataset(memory_corpus(BLOCKS), causal_type(), sequence_length=16, seed=3, streams=BATCH)
 
 
 @pytest.fixture(scope="module")
 def mixture(memory_corpus: Any, causal_type: Any) -> Mixture:
     sources = {
-        name: PackedRows(memory_corpus(BLOCKS[:n]), causal_type(), sequence_length=16, seed=n, streams=BATCH)
+        name: PackedDataset(
+            memory_corpus(BLOCKS[:n]), causal_type(), sequence_length=16, seed=n, streams=BATCH
+        )
         for name, n in (("a", 9), ("b", 20))
     }
     phases = [Phase(0, {"a": 1, "b": 2}), Phase(500, {"a": 3, "b": 1})]
@@ -67,16 +71,16 @@ def mixture(memory_corpus: Any, causal_type: Any) -> Mixture:
 
 
 def run(
-    rows: Rows, n: int, *, ranks: int = 1, ends: list[Any] | None = None, **options: Any
+    rows: RowDataset, n: int, *, ranks: int = 1, ends: list[Any] | None = None, **options: Any
 ) -> Iterator[tuple[bytes, bytes]]:
     """Tokens and keys of `n` global batches; the state of the last rank's loader is added to `ends`."""
     options = {"global_batch": BATCH, "micro_batch": 1} | options
-    loaders = [Loader(rows, data_rank=rank, data_ranks=ranks, **options) for rank in range(ranks)]
+    loaders = [DataLoader(rows, data_rank=rank, data_ranks=ranks, **options) for rank in range(ranks)]
     for _ in range(n):
         parts = [batch for loader in loaders for batch in next(loader)]
         yield tuple(b"".join(part[name].tobytes() for part in parts) for name in ("tokens", "keys"))  # type: ignore[misc]
     if ends is not None:
-        ends.append(json.dumps(loaders[-1].state()))
+        ends.append(json.dumps(loaders[-1].state_dict()))
     for loader in loaders:
         loader.close()
 
@@ -84,7 +88,7 @@ def run(
 @pytest.mark.parametrize("workers", [0, 1, 4])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
 def test_every_number_of_ranks_and_workers_reads_the_same(
-    rows: PackedRows, threaded_workers: None, ranks: int, workers: int
+    rows: PackedDataset, threaded_workers: None, ranks: int, workers: int
 ) -> None:
     """The tokens and keys of each step are those of the order itself, and an epoch has each token once."""
     steps = -(-len(rows) // BATCH)
@@ -105,7 +109,7 @@ def test_killed_again_and_again_it_goes_on_exactly(
     of: str, times: int, request: pytest.FixtureRequest, threaded_workers: None
 ) -> None:
     """Each time after a random number of steps, and on another number of ranks and workers; with warm-ups."""
-    rows: Rows = request.getfixturevalue(of)
+    rows: RowDataset = request.getfixturevalue(of)
     warmup = BatchSchedule(BATCH, (Stage(times // 5, 24, 4), Stage(times // 3, 48, 2)))
     draw = np.random.default_rng(0)
     lives = draw.integers(0, 3, times).tolist()
@@ -124,9 +128,9 @@ def test_killed_again_and_again_it_goes_on_exactly(
 
 
 @pytest.mark.parametrize("already", [False, True], ids=["dying", "dead"])
-def test_processes_give_the_same_rows_and_their_ends_are_told(rows: PackedRows, already: bool) -> None:
+def test_processes_give_the_same_rows_and_their_ends_are_told(rows: PackedDataset, already: bool) -> None:
     expected = [rows.row(position)["tokens"] for position in range(10)]
-    with Loader(rows, global_batch=10, micro_batch=10, workers=3) as loader:
+    with DataLoader(rows, global_batch=10, micro_batch=10, workers=3) as loader:
         np.testing.assert_array_equal(next(loader)[0]["tokens"], np.stack(expected))
         assert len(loader.worker_pids) == 3
         pid = loader.worker_pids[1]
@@ -158,7 +162,7 @@ def test_a_worker_that_hangs_is_killed_when_the_loader_closes(
     """A consumer that waits for it in another thread gets an error."""
     monkeypatch.setattr("megatfm.data.workers.END_SECONDS", 0.5)
     stuck: Any = Stuck(tmp_path / "asked")
-    loader = Loader(stuck, global_batch=2, micro_batch=2, workers=1)
+    loader = DataLoader(stuck, global_batch=2, micro_batch=2, workers=1)
     with ThreadPoolExecutor(2) as threads:
         consumer = threads.submit(next, loader)
         for _ in range(6000):
@@ -190,10 +194,10 @@ def test_the_error_of_a_worker_is_raised_with_its_traceback(
     memory_corpus: Any, causal_type: Any, threaded_workers: None
 ) -> None:
     corpus = memory_corpus([[30]] * 4)
-    rows = PackedRows(corpus, causal_type(), sequence_length=8, seed=0, streams=1, shuffle=False)
+    rows = PackedDataset(corpus, causal_type(), sequence_length=8, seed=0, streams=1, shuffle=False)
     corpus.documents[2] = corpus.documents[2][:5]
     with (
-        Loader(rows, global_batch=4, micro_batch=4, workers=2) as loader,
+        DataLoader(rows, global_batch=4, micro_batch=4, workers=2) as loader,
         pytest.raises(MegatfmError, match="block 2 makes 6 tokens, its plan says 31") as caught,
     ):
         list(loader)
@@ -209,26 +213,28 @@ def test_the_order_of_a_trillion_samples_fits_in_little_memory() -> None:
         return np.full(end - begin, rows_per_block)
 
     tracemalloc.start()
-    order = Order(sizes, unit, block_rows, seed=1, streams=64, shuffle=True)
+    order = RowOrder(sizes, unit, block_rows, seed=1, cycle_length=64, shuffle=True)
     assert len(order) > 10**12
     n = len(order)
-    places = [order.place(int(share * n)) for share in np.random.default_rng(0).random(300)]
+    places = [order.row_address(int(share * n)) for share in np.random.default_rng(0).random(300)]
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 100 * 2**20
     assert len({place.block for place in places}) == 300
-    assert order.place(n).epoch == 1
+    assert order.row_address(n).epoch == 1
 
 
 def test_units_of_many_blocks_have_every_row_once(memory_corpus: Any) -> None:
-    from megatfm.data.order import order_of
+    from megatfm.data.order import make_row_order
 
     counts = np.random.default_rng(0).integers(0, 9, 100)
     for max_units in (7, 30, 100):
         for turn in (1, 3):
-            order = order_of(counts, seed=5, streams=6, shuffle=True, turn=turn, max_units=max_units)
+            order = make_row_order(
+                counts, seed=5, cycle_length=6, shuffle=True, turn=turn, max_units=max_units
+            )
             for epoch in (0, 2):
-                found = Counter(order.place(epoch * len(order) + k) for k in range(len(order)))
+                found = Counter(order.row_address(epoch * len(order) + k) for k in range(len(order)))
                 assert found == Counter(
                     (epoch, b, r) for b, n in enumerate(counts.tolist()) for r in range(n)
                 )
@@ -236,12 +242,14 @@ def test_units_of_many_blocks_have_every_row_once(memory_corpus: Any) -> None:
 
 def test_units_of_many_blocks_are_uniform(memory_corpus: Any) -> None:
     """Which of 24 blocks comes first, over seeds: χ² with 23 degrees of freedom, its 99.99th percentile is 58."""
-    from megatfm.data.order import order_of
+    from megatfm.data.order import make_row_order
 
     counts = np.full(24, 2)
     for max_units in (6, 24):
         first = [
-            order_of(counts, seed=s, streams=1, shuffle=True, max_units=max_units).place(0).block
+            make_row_order(counts, seed=s, cycle_length=1, shuffle=True, max_units=max_units)
+            .row_address(0)
+            .block
             for s in range(2400)
         ]
         found = np.bincount(first, minlength=24)

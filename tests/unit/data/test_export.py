@@ -11,13 +11,13 @@ import webdataset
 import zstandard
 
 from megatfm.config.prep import ReadConfig
-from megatfm.data import Codec, Corpus, ShardWriter, check, export, stats
+from megatfm.data import Corpus, Detokenizer, ShardWriter, check, export, stats
 from megatfm.data_prep.readers import ids
 from megatfm.errors import MegatfmError, UsageError
 
 EOS = 300
 TEXTS = ["one", "Größe\n東京 \N{GRINNING FACE}", "", *(f"text {i} " * (i % 9) for i in range(60))]
-CODEC = Codec(lambda tokens: bytes(tokens.tolist()).decode(), EOS)
+CODEC = Detokenizer(lambda tokens: bytes(tokens.tolist()).decode(), EOS)
 
 
 @pytest.fixture(scope="module", params=["uint16", "uint32"])
@@ -83,19 +83,19 @@ def test_plain_tars_are_opened_by_webdataset_and_datasets_and_are_a_corpus(
     assert [sample["meta.json"]["bytes"] for sample in loaded] == [len(text) for text in expected]
     check(tmp_path / "tars")
     for block in range((corpus := Corpus.open(tmp_path / "tars")).n_blocks):
-        for number, tokens in corpus.block(block):
+        for number, tokens in corpus.read_block(block):
             assert tokens.tolist() == expected[number]
 
 
 def test_what_can_t_be_exported_is_said_and_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no tokenizer beside it"):
         export(folder, tmp_path / "a.jsonl", None)
-    other = Codec(lambda tokens: "x" * (len(tokens) + 1), EOS)
+    other = Detokenizer(lambda tokens: "x" * (len(tokens) + 1), EOS)
     for name in ("a.jsonl", "a.jsonl.zst", "a.parquet"):
         with pytest.raises(MegatfmError, match=r"sample 0 \(web/a.jsonl#0\) decodes to 4 bytes, but had 3"):
             export(folder, tmp_path / name, other)
     with pytest.raises(UsageError, match="too large for Megatron-LM's index"):
-        export(folder, tmp_path / "a.bin", Codec(CODEC.decode, 2**31))
+        export(folder, tmp_path / "a.bin", Detokenizer(CODEC.decode, 2**31))
     assert not list(tmp_path.iterdir())
     (tmp_path / "a.jsonl").write_text("mine")
     with pytest.raises(UsageError, match="is there already"):

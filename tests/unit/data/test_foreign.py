@@ -18,7 +18,7 @@ import zstandard
 from blake3 import blake3
 
 from megatfm.commands import data as command
-from megatfm.data import Corpus, Loader, PackedRows, check, index_folder, show, tars
+from megatfm.data import Corpus, DataLoader, PackedDataset, check, index_folder, show, tars
 from megatfm.data import foreign as module
 from megatfm.data.index import ShardIndex
 from megatfm.errors import MegatfmError, UsageError
@@ -89,14 +89,16 @@ def test_they_are_indexed_where_they_lie(tmp_path: Path, kind: str, small_frames
     corpus = Corpus.open(folder)
     corpus.check_tokenizer(HASH)
     assert corpus.n_blocks >= 4
-    read = [tokens for number in range(corpus.n_blocks) for _, tokens in corpus.block(number)]
+    read = [tokens for number in range(corpus.n_blocks) for _, tokens in corpus.read_block(number)]
     for one, other in zip(read, texts, strict=True):
         np.testing.assert_array_equal(one, other)
     assert check(folder).samples == 40
-    assert corpus.sample(30).source.startswith(f"some-1.tar{'.zst' if kind == 'frames' else ''}/sub/005.")
+    assert corpus.read_sample(30).source.startswith(
+        f"some-1.tar{'.zst' if kind == 'frames' else ''}/sub/005."
+    )
     assert "40" in show(folder)
-    rows = PackedRows(corpus, causal, sequence_length=64, seed=1)
-    with Loader(rows, global_batch=4, micro_batch=4) as loader:
+    rows = PackedDataset(corpus, causal, sequence_length=64, seed=1)
+    with DataLoader(rows, global_batch=4, micro_batch=4) as loader:
         next(loader)
     with pytest.raises(UsageError, match="so it is indexed"):
         index_folder(folder, HASH)
@@ -117,8 +119,8 @@ def test_they_are_written_again(tmp_path: Path, kind: str) -> None:
     corpus = Corpus.open(tmp_path / "ours")
     assert check(tmp_path / "ours").samples == 40
     for number, text in enumerate(texts):
-        np.testing.assert_array_equal(corpus.sample(number).tokens, text)
-    assert corpus.sample(27).source.endswith("/sub/002")
+        np.testing.assert_array_equal(corpus.read_sample(number).tokens, text)
+    assert corpus.read_sample(27).source.endswith("/sub/002")
 
 
 def test_one_frame_can_not_be_read_at_random(tmp_path: Path, small_frames: None) -> None:
@@ -150,9 +152,9 @@ def test_a_flipped_bit_of_a_plain_tar_is_found_by_reading_and_by_checking(
     data[int(corpus.indexes[1].offsets[1]) + 1000] ^= 1
     path.write_bytes(data)
     bad = corpus.shard_blocks(1)[1]
-    for read in (lambda: corpus.block(bad), lambda: check(folder)):
+    for read in (lambda: corpus.read_block(bad), lambda: check(folder)):
         assert_refused(read, "some-1.tar", "in frame 1 at byte", "damaged", "its hash is not the index's")
-    corpus.block(bad - 1)
+    corpus.read_block(bad - 1)
 
 
 def test_a_key_that_is_there_again_in_another_frame_is_refused(tmp_path: Path) -> None:
@@ -173,11 +175,11 @@ def test_later_reads_of_a_plain_tar_trust_the_first_and_checking_does_not(
     monkeypatch.setattr("megatfm.data.corpus.frame_hash", lambda data: hashed.append(len(data)) or real(data))
     for _ in range(3):
         for block in range(corpus.n_blocks):
-            corpus.block(block)
+            corpus.read_block(block)
     assert len(hashed) == corpus.n_blocks
-    corpus.samples(0)
+    corpus.read_block_samples(0)
     assert len(hashed) == corpus.n_blocks + 1
-    Corpus.open(folder).block(0)
+    Corpus.open(folder).read_block(0)
     assert len(hashed) == corpus.n_blocks + 2
 
 
@@ -188,7 +190,7 @@ def test_a_frame_of_a_plain_tar_has_one_size(tmp_path: Path, small_frames: None)
     index = Corpus.open(folder).indexes.complete(0)
     frames = index.frames.copy()
     frames["uncompressed"][0] += 512
-    data = ShardIndex(frames, index.samples, index.hashes).encode()
+    data = ShardIndex(frames, index.samples, index.frame_hashes).encode()
     (folder / "some-0.index.zst").write_bytes(data)
     entry = {"file": "some-0.index.zst", "bytes": len(data), "blake3": blake3(data).hexdigest()}
     edit_manifest(folder, lambda manifest: manifest["shards"][0].update(index=entry))

@@ -31,11 +31,11 @@ def test_the_tokens_are_the_array_of_that_name(tmp_path: Path, packed: bool) -> 
         zstandard.compress(data) if packed else data
     )
     index_folder(tmp_path, HASH)
-    in_place = [tokens.tolist() for _, tokens in Corpus.open(tmp_path).block(0)]
+    in_place = [tokens.tolist() for _, tokens in Corpus.open(tmp_path).read_block(0)]
     assert check(tmp_path).samples == 4
     (tmp_path / "manifest.json").unlink()
     index_folder(tmp_path, HASH, tmp_path / "ours")
-    rewritten = [tokens.tolist() for _, tokens in Corpus.open(tmp_path / "ours").block(0)]
+    rewritten = [tokens.tolist() for _, tokens in Corpus.open(tmp_path / "ours").read_block(0)]
     assert in_place == rewritten == [[0, 1, 2, 3, 4]] * 4
 
 

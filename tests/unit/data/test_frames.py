@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from megatfm.data.frames import BadFrame, unpack, unpack_together
+from megatfm.data.frames import BadFrame, decompress_frame, decompress_frames
 
 CONTENTS = {
     "text": b"".join(b"line %d of a text\n" % i for i in range(20_000)),  # several blocks
@@ -25,8 +25,12 @@ def frame(data: bytes, **options: bool) -> bytes:
 def test_together_gives_what_each_alone_gives(checksum: bool) -> None:
     packed = [frame(data, write_checksum=checksum) for data in CONTENTS.values()]
     sizes = list(map(len, CONTENTS.values()))
-    together = [bytes(data) for data in unpack_together(packed, sizes)]
-    assert together == [unpack(*each) for each in zip(packed, sizes, strict=True)] == [*CONTENTS.values()]
+    together = [bytes(data) for data in decompress_frames(packed, sizes)]
+    assert (
+        together
+        == [decompress_frame(*each) for each in zip(packed, sizes, strict=True)]
+        == [*CONTENTS.values()]
+    )
 
 
 @pytest.mark.parametrize("content", [name for name in CONTENTS if name != "empty"])
@@ -42,18 +46,18 @@ def test_damage_is_refused_alone_and_together(content: str, damage: str) -> None
         "no frame": b"no frame of zstd",
     }[damage]
     with pytest.raises(BadFrame):
-        unpack(bad, len(data))
+        decompress_frame(bad, len(data))
     with pytest.raises(BadFrame):
-        unpack_together([good, bad], [len(data)] * 2)
+        decompress_frames([good, bad], [len(data)] * 2)
 
 
 def test_a_size_is_compared_before_memory_is_taken() -> None:
     bomb = frame(bytes(2**20))
     for size in (2**20 - 1, 2**50):
         with pytest.raises(BadFrame, match=f"holds 1048576 bytes, the index says {size}"):
-            unpack(bomb, size)
+            decompress_frame(bomb, size)
         with pytest.raises(BadFrame, match=f"holds 1048576 bytes, the index says {size}"):
-            unpack_together([bomb], [size])
+            decompress_frames([bomb], [size])
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -63,6 +67,9 @@ def test_no_flipped_bit_gives_other_bytes(seed: int) -> None:
     for bit in draw.choice(8 * len(good), 200, replace=False).tolist():
         bad = bytearray(good)
         bad[bit // 8] ^= 1 << bit % 8
-        for way in (lambda bad: unpack(bad, len(data)), lambda bad: unpack_together([bad], [len(data)])[0]):
+        for way in (
+            lambda bad: decompress_frame(bad, len(data)),
+            lambda bad: decompress_frames([bad], [len(data)])[0],
+        ):
             with contextlib.suppress(BadFrame):  # some bits mean nothing
                 assert bytes(way(bytes(bad))) == data

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatfm.data.groups import groups_of
+from megatfm.data.groups import group_blocks
 
 
 @pytest.mark.parametrize("rows_of_a_block", [3, 50, 400])
@@ -16,7 +16,7 @@ def test_no_blocks_are_packed_twice_to_find_a_group(rows_of_a_block: int) -> Non
         tried.append((begin, end))
         return (end - begin) * rows_of_a_block
 
-    found = list(groups_of(volumes, (100,), rows_of, fit=True))
+    found = list(group_blocks(volumes, (100,), rows_of, is_bin_packed=True))
     assert found[-1][0] == 40
     assert sum(rows for _, rows in found) == 40 * rows_of_a_block
     assert len(set(tried)) == len(tried)

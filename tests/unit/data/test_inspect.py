@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megatfm.data import Corpus, PackedRows, check, show
+from megatfm.data import Corpus, PackedDataset, check, show
 from megatfm.data.inspect import padding
 
 
@@ -36,8 +36,8 @@ def test_padding_is_that_of_the_rows(corpus: Corpus, causal_type: type) -> None:
     lengths = corpus.lengths() + 1
     for row in (64, 600):
         cut, whole = padding(lengths, corpus.blocks, row)
-        assert cut == PackedRows(corpus, causal_type(), sequence_length=row, seed=0).padding_share
-    assert whole == PackedRows(corpus, Whole(), sequence_length=600, seed=0).padding_share
+        assert cut == PackedDataset(corpus, causal_type(), sequence_length=row, seed=0).padding_fraction
+    assert whole == PackedDataset(corpus, Whole(), sequence_length=600, seed=0).padding_fraction
     shown = f"rows of 2,048  {padding(lengths, corpus.blocks, 2048)[0]:.1%} padding where documents are cut"
     assert " ".join(shown.split()) in " ".join(show(corpus.folder).split())
 
@@ -50,4 +50,6 @@ def test_show_gives_a_sample(folder: Path) -> None:
     text = show(folder, 7, decode)
     for fact in ("7 of 100", "000007", "folder/file 7 ä.txt", f"<text of {n} tokens>"):
         assert fact in text
-    assert show(folder, 7).splitlines()[-1].split() == list(map(str, Corpus.open(folder).sample(7).tokens))
+    assert show(folder, 7).splitlines()[-1].split() == list(
+        map(str, Corpus.open(folder).read_sample(7).tokens)
+    )

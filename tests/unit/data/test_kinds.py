@@ -8,7 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatfm.data import Corpus, Field, Loader, Mixture, PackedRows, Phase, Piece, Quarantine, ShardWriter
+from megatfm.data import (
+    Corpus,
+    DataLoader,
+    DocumentChunk,
+    Field,
+    Mixture,
+    PackedDataset,
+    Phase,
+    Quarantine,
+    ShardWriter,
+)
 from megatfm.errors import MegatfmError
 from megatfm.keyed import PieceKey
 
@@ -18,19 +28,23 @@ WIDTH, PIXELS = 3, (3, 4, 4)
 class Vectors:
     """As many float vectors as a sample has tokens, side by side with others in a row, and their numbers."""
 
-    sides = ("",)
-    fills: Mapping[str, int] = MappingProxyType({})
-    needs_partners, needs_members = False, True
+    field_prefixes = ("",)
+    padding_values: Mapping[str, int] = MappingProxyType({})
+    needs_other_documents, needs_files = False, True
     fields = MappingProxyType(
-        {"vectors": Field("float32", (WIDTH,)), "marks": Field("uint8", fill=9), "order": Field(fill=-1)}
+        {
+            "vectors": Field("float32", (WIDTH,)),
+            "marks": Field("uint8", pad_value=9),
+            "order": Field(pad_value=-1),
+        }
     )
     max_tokens: int | None = 16
 
-    def lengths(self, n_tokens: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    def sequence_lengths(self, n_tokens: np.ndarray, keys: np.ndarray) -> np.ndarray:
         return n_tokens
 
-    def build(self, piece: Piece, key: PieceKey) -> dict[str, Any]:
-        vectors = np.frombuffer(piece.members["f32"], np.float32).reshape(-1, WIDTH)
+    def build_example(self, piece: DocumentChunk, key: PieceKey) -> dict[str, Any]:
+        vectors = np.frombuffer(piece.files["f32"], np.float32).reshape(-1, WIDTH)
         n = len(vectors)
         return {"vectors": vectors, "marks": np.full(n, key.sample % 7, np.uint8), "order": np.arange(n)}
 
@@ -38,20 +52,20 @@ class Vectors:
 class Images:
     """One image and its class a row; no tokens at all."""
 
-    sides = ("",)
-    fills: Mapping[str, int] = MappingProxyType({})
-    needs_partners, needs_members = False, True
+    field_prefixes = ("",)
+    padding_values: Mapping[str, int] = MappingProxyType({})
+    needs_other_documents, needs_files = False, True
     fields = MappingProxyType(
-        {"pixels": Field("uint8", PIXELS, of="row"), "labels": Field(of="row", fill=-100)}
+        {"pixels": Field("uint8", PIXELS, per="row"), "labels": Field(per="row", pad_value=-100)}
     )
     max_tokens: int | None = 10**6
 
-    def lengths(self, n_tokens: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    def sequence_lengths(self, n_tokens: np.ndarray, keys: np.ndarray) -> np.ndarray:
         return np.full(len(n_tokens), 5)
 
-    def build(self, piece: Piece, key: PieceKey) -> dict[str, Any]:
-        pixels = np.frombuffer(piece.members["raw"], np.uint8).reshape(PIXELS)
-        return {"pixels": pixels, "labels": int(piece.members["cls"])}
+    def build_example(self, piece: DocumentChunk, key: PieceKey) -> dict[str, Any]:
+        pixels = np.frombuffer(piece.files["raw"], np.uint8).reshape(PIXELS)
+        return {"pixels": pixels, "labels": int(piece.files["cls"])}
 
 
 def vectors(number: int) -> np.ndarray:
@@ -79,7 +93,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_vectors_are_packed_with_their_documents(folder: Path) -> None:
-    rows = PackedRows(Corpus.open(folder), Vectors(), sequence_length=16, seed=3, streams=4)
+    rows = PackedDataset(Corpus.open(folder), Vectors(), sequence_length=16, seed=3, streams=4)
     seen = []
     for position in range(len(rows)):
         row = rows.row(position)
@@ -102,7 +116,7 @@ def test_vectors_are_packed_with_their_documents(folder: Path) -> None:
 
 
 def test_images_and_labels_have_rows_of_their_own(folder: Path) -> None:
-    rows = PackedRows(Corpus.open(folder), Images(), sequence_length=5, seed=3)
+    rows = PackedDataset(Corpus.open(folder), Images(), sequence_length=5, seed=3)
     assert len(rows) == 40
     batch = rows.rows([*range(40), None])
     assert (batch["pixels"].shape, batch["pixels"].dtype) == ((41, *PIXELS), np.uint8)
@@ -119,12 +133,18 @@ def test_images_and_labels_have_rows_of_their_own(folder: Path) -> None:
 def test_batches_are_the_same_however_they_are_read(folder: Path, kind: type, workers: int) -> None:
     """By workers, on two ranks, in a mixture with itself, and row by row."""
 
-    def rows() -> PackedRows:
-        return PackedRows(Corpus.open(folder), kind(), sequence_length=16, seed=3, streams=4)
+    def rows() -> PackedDataset:
+        return PackedDataset(Corpus.open(folder), kind(), sequence_length=16, seed=3, streams=4)
 
     def read(source: Any, rank: int = 0, ranks: int = 1) -> list[dict[str, np.ndarray]]:
-        with Loader(
-            source, global_batch=4, micro_batch=2, data_rank=rank, data_ranks=ranks, stop=7, workers=workers
+        with DataLoader(
+            source,
+            global_batch=4,
+            micro_batch=2,
+            data_rank=rank,
+            data_ranks=ranks,
+            end_position=7,
+            workers=workers,
         ) as loader:
             return [batch for step in loader for batch in step]
 
@@ -146,8 +166,8 @@ def test_batches_are_the_same_however_they_are_read(folder: Path, kind: type, wo
 def test_what_is_in_quarantine_is_padding(folder: Path) -> None:
     corpus = Corpus.open(folder)
     for kind, empty in ((Vectors, {"vectors": 0}), (Images, {"pixels": 0, "labels": -100})):
-        rows = PackedRows(corpus, kind(), sequence_length=16, seed=3, shuffle=False)
-        without = PackedRows(
+        rows = PackedDataset(corpus, kind(), sequence_length=16, seed=3, shuffle=False)
+        without = PackedDataset(
             corpus, kind(), sequence_length=16, seed=3, shuffle=False, quarantine=Quarantine.parse(["2"], 40)
         )
         changed = 0
@@ -156,7 +176,7 @@ def test_what_is_in_quarantine_is_padding(folder: Path) -> None:
             gone = (whole["documents"] >= 0) & (blank["documents"] < 0)
             changed += int(gone.any())
             for name, fill in empty.items():
-                of_row = kind.fields[name].of == "row"
+                of_row = kind.fields[name].per == "row"
                 if of_row:
                     assert (blank[name] == fill).all() or not gone.any()
                 else:
@@ -167,25 +187,25 @@ def test_what_is_in_quarantine_is_padding(folder: Path) -> None:
 def test_a_word_that_is_not_kept_is_named(folder: Path) -> None:
     def made(**change: Any) -> Callable[[], Any]:
         kind = type("Broken", (Vectors,), change)
-        return lambda: PackedRows(Corpus.open(folder), kind(), sequence_length=16, seed=3).row(0)
+        return lambda: PackedDataset(Corpus.open(folder), kind(), sequence_length=16, seed=3).row(0)
 
-    def doubled(self: Any, piece: Piece, key: PieceKey) -> dict[str, Any]:
+    def doubled(self: Any, piece: DocumentChunk, key: PieceKey) -> dict[str, Any]:
         return {
             name: values.astype(float) if name == "vectors" else values
-            for name, values in Vectors.build(self, piece, key).items()
+            for name, values in Vectors.build_example(self, piece, key).items()
         }
 
-    def short(self: Any, piece: Piece, key: PieceKey) -> dict[str, Any]:
-        return {"vectors": Vectors.build(self, piece, key)["vectors"]}
+    def short(self: Any, piece: DocumentChunk, key: PieceKey) -> dict[str, Any]:
+        return {"vectors": Vectors.build_example(self, piece, key)["vectors"]}
 
     for broken, message in (
-        (made(build=doubled), r"sample \d+ with 'vectors' = float64 .* say float32 \[n, 3\]"),
+        (made(build_example=doubled), r"sample \d+ with 'vectors' = float64 .* say float32 \[n, 3\]"),
         (
-            made(build=short),
+            made(build_example=short),
             r"with fields \['vectors'\], but its `fields` are \['marks', 'order', 'vectors'\]",
         ),
         (
-            made(fields={"labels": Field(of="row")}, max_tokens=None),
+            made(fields={"labels": Field(per="row")}, max_tokens=None),
             "can't be cut at row ends: give it max_tokens",
         ),
     ):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatfm.data import Corpus, Loader, PackedRows
+from megatfm.data import Corpus, DataLoader, PackedDataset
 from megatfm.data.batch_schedule import BatchSchedule, Stage
 from megatfm.errors import UsageError
 
@@ -23,12 +23,12 @@ PATIENCE = 120
 
 
 @pytest.fixture
-def rows(corpus: Corpus, causal: Any) -> PackedRows:
-    return PackedRows(corpus, causal, sequence_length=64, seed=3, streams=8)
+def rows(corpus: Corpus, causal: Any) -> PackedDataset:
+    return PackedDataset(corpus, causal, sequence_length=64, seed=3, streams=8)
 
 
-def steps(rows: PackedRows, n: int, **options: Any) -> list[list[Batch]]:
-    with Loader(rows, **({"global_batch": 8, "micro_batch": 2} | options)) as loader:
+def steps(rows: PackedDataset, n: int, **options: Any) -> list[list[Batch]]:
+    with DataLoader(rows, **({"global_batch": 8, "micro_batch": 2} | options)) as loader:
         return [next(loader) for _ in range(n)]
 
 
@@ -36,14 +36,14 @@ def joined(step: list[Batch]) -> np.ndarray:
     return np.concatenate([batch["tokens"] for batch in step])
 
 
-def reference(rows: PackedRows, start: int, n: int) -> np.ndarray:
+def reference(rows: PackedDataset, start: int, n: int) -> np.ndarray:
     return np.stack([rows.row(position)["tokens"] for position in range(start, start + n)])
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2])
-def test_rows_of_one_document_come_without_its_number(rows: PackedRows, micro_batch: int) -> None:
+def test_rows_of_one_document_come_without_its_number(rows: PackedDataset, micro_batch: int) -> None:
     """Any other row brings a mask with it: documents that begin in it, and padding."""
-    found = [batch for step in steps(rows, 6, micro_batch=micro_batch, stop=45) for batch in step]
+    found = [batch for step in steps(rows, 6, micro_batch=micro_batch, end_position=45) for batch in step]
     for number, batch in enumerate(found):
         places = range(number * micro_batch, (number + 1) * micro_batch)
         wanted = np.stack([(rows.row(at) if at < 45 else rows.padding())["documents"] for at in places])
@@ -52,8 +52,8 @@ def test_rows_of_one_document_come_without_its_number(rows: PackedRows, micro_ba
     assert 0 < sum("documents" in batch for batch in found) < len(found)
 
 
-def test_the_share_of_padding_is_told(rows: PackedRows) -> None:
-    with Loader(rows, global_batch=8, micro_batch=2, stop=13) as loader:
+def test_the_share_of_padding_is_told(rows: PackedDataset) -> None:
+    with DataLoader(rows, global_batch=8, micro_batch=2, end_position=13) as loader:
         for first in (0, 8):
             next(loader)
             found = [
@@ -66,7 +66,7 @@ def test_the_share_of_padding_is_told(rows: PackedRows) -> None:
 @pytest.mark.parametrize("data_ranks", [1, 2, 4])
 @pytest.mark.parametrize("micro_batch", [1, 2])
 def test_ranks_and_micro_batches_only_divide_the_order(
-    rows: PackedRows, data_ranks: int, micro_batch: int
+    rows: PackedDataset, data_ranks: int, micro_batch: int
 ) -> None:
     n = len(rows) // 8 + 3  # into the next epoch
     ranks = [
@@ -90,22 +90,22 @@ def test_ranks_and_micro_batches_only_divide_the_order(
 
 
 def test_a_resume_at_any_position_and_on_other_ranks_is_the_run_that_was_never_stopped(
-    rows: PackedRows,
+    rows: PackedDataset,
 ) -> None:
     n = len(rows) // 8 + 5
     whole = steps(rows, n)
     for stop in (0, 1, 7, n - 3):
-        with Loader(rows, global_batch=8, micro_batch=4, data_rank=1, data_ranks=2) as loader:
+        with DataLoader(rows, global_batch=8, micro_batch=4, data_rank=1, data_ranks=2) as loader:
             for _ in range(stop):
                 next(loader)
-            state = json.loads(json.dumps(loader.state()))
+            state = json.loads(json.dumps(loader.state_dict()))
         assert state["position"] == 8 * stop
         resumed = steps(rows, n - stop, position=state["position"])
         for one, two in zip(whole[stop:], resumed, strict=True):
             np.testing.assert_array_equal(joined(one), joined(two))
 
 
-def test_the_state_counts_what_was_consumed_not_what_was_fetched(rows: PackedRows) -> None:
+def test_the_state_counts_what_was_consumed_not_what_was_fetched(rows: PackedDataset) -> None:
     fetched = threading.Event()
     read = rows.rows
 
@@ -115,14 +115,14 @@ def test_the_state_counts_what_was_consumed_not_what_was_fetched(rows: PackedRow
         return read(positions)
 
     rows.rows = watched  # type: ignore[method-assign]
-    with Loader(rows, global_batch=8, micro_batch=8) as loader:
+    with DataLoader(rows, global_batch=8, micro_batch=8) as loader:
         next(loader)
         assert fetched.wait(PATIENCE), "the second step is fetched ahead"
-        assert loader.state() == {"position": 8, "epoch": 0, **rows.identity()}
-        assert loader.state()["fingerprint"] == rows.corpus.fingerprint
+        assert loader.state_dict() == {"position": 8, "epoch": 0, **rows.order_config()}
+        assert loader.state_dict()["fingerprint"] == rows.corpus.fingerprint
 
 
-def test_two_steps_are_ready_before_they_are_asked_for(rows: PackedRows) -> None:
+def test_two_steps_are_ready_before_they_are_asked_for(rows: PackedDataset) -> None:
     """So a consumer whose step takes longer than its data waits for the first step only."""
     ready, read = threading.Semaphore(0), rows.rows
 
@@ -132,7 +132,7 @@ def test_two_steps_are_ready_before_they_are_asked_for(rows: PackedRows) -> None
         return found
 
     rows.rows = watched  # type: ignore[method-assign]
-    with Loader(rows, global_batch=8, micro_batch=8) as loader:
+    with DataLoader(rows, global_batch=8, micro_batch=8) as loader:
         next(loader)
         for _ in range(3):
             assert ready.acquire(timeout=PATIENCE)
@@ -141,10 +141,10 @@ def test_two_steps_are_ready_before_they_are_asked_for(rows: PackedRows) -> None
             assert ready.acquire(timeout=PATIENCE)
 
 
-def test_with_a_stop_every_row_comes_once_and_padding_fills_the_last_step(rows: PackedRows) -> None:
+def test_with_a_stop_every_row_comes_once_and_padding_fills_the_last_step(rows: PackedDataset) -> None:
     n = len(rows)
     assert n % 8, "so that there is something to fill"
-    with Loader(rows, global_batch=8, micro_batch=4, stop=n) as loader:
+    with DataLoader(rows, global_batch=8, micro_batch=4, end_position=n) as loader:
         read = np.concatenate([joined(step) for step in loader])
         assert loader.position == -(-n // 8) * 8
         assert list(loader) == []
@@ -157,14 +157,14 @@ def test_with_a_stop_every_row_comes_once_and_padding_fills_the_last_step(rows: 
     [(10, 4, 2, 8), (13, 4, 2, 16), (1, 4, 2, 8), (0, 4, 1, 4), (7, 1, 3, 6)],
 )
 def test_a_batch_that_does_not_divide_names_the_nearest(
-    rows: PackedRows, batch: int, micro: int, ranks: int, nearest: int
+    rows: PackedDataset, batch: int, micro: int, ranks: int, nearest: int
 ) -> None:
-    with pytest.raises(UsageError, match=rf"global batch {batch} does not divide .* is {nearest}$"):
-        Loader(rows, global_batch=batch, micro_batch=micro, data_ranks=ranks)
-    Loader(rows, global_batch=nearest, micro_batch=micro, data_ranks=ranks).close()
+    with pytest.raises(UsageError, match=rf"global batch {batch} is not a multiple of .* is {nearest}$"):
+        DataLoader(rows, global_batch=batch, micro_batch=micro, data_ranks=ranks)
+    DataLoader(rows, global_batch=nearest, micro_batch=micro, data_ranks=ranks).close()
 
 
-def test_an_error_of_the_thread_is_raised_here_with_its_traceback(rows: PackedRows) -> None:
+def test_an_error_of_the_thread_is_raised_here_with_its_traceback(rows: PackedDataset) -> None:
     read = rows.rows
 
     def failing(positions: Sequence[int | None]) -> Batch:
@@ -173,7 +173,7 @@ def test_an_error_of_the_thread_is_raised_here_with_its_traceback(rows: PackedRo
         return read(positions)
 
     rows.rows = failing  # type: ignore[method-assign]
-    with Loader(rows, global_batch=8, micro_batch=8) as loader:
+    with DataLoader(rows, global_batch=8, micro_batch=8) as loader:
         next(loader)
         next(loader)
         with pytest.raises(ZeroDivisionError, match="at 16") as caught:
@@ -188,13 +188,13 @@ def loader_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("megatfm-loader")]
 
 
-def test_no_thread_outlives_its_loader(rows: PackedRows) -> None:
-    with Loader(rows, global_batch=8, micro_batch=8) as loader:
+def test_no_thread_outlives_its_loader(rows: PackedDataset) -> None:
+    with DataLoader(rows, global_batch=8, micro_batch=8) as loader:
         next(loader)
         assert len(loader_threads()) == 2
     assert not loader_threads()
     loader.close()
-    forgotten = Loader(rows, global_batch=8, micro_batch=8)
+    forgotten = DataLoader(rows, global_batch=8, micro_batch=8)
     next(forgotten)
     threads = loader_threads()
     del forgotten
@@ -204,17 +204,17 @@ def test_no_thread_outlives_its_loader(rows: PackedRows) -> None:
     assert not loader_threads()
 
 
-def test_the_wait_of_the_consumer_is_measured(rows: PackedRows, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wait_of_the_consumer_is_measured(rows: PackedDataset, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter([10.0, 10.5, 20.0, 22.0])
     monkeypatch.setattr("megatfm.data.loader.perf_counter", lambda: next(ticks))
-    with Loader(rows, global_batch=8, micro_batch=8) as loader:
+    with DataLoader(rows, global_batch=8, micro_batch=8) as loader:
         next(loader)
-        assert loader.waited == 0.5
+        assert loader.wait_seconds == 0.5
         next(loader)
-        assert loader.waited == 2.5
+        assert loader.wait_seconds == 2.5
 
 
-def test_a_block_goes_when_its_last_row_was_taken_by_whichever_thread(rows: PackedRows) -> None:
+def test_a_block_goes_when_its_last_row_was_taken_by_whichever_thread(rows: PackedDataset) -> None:
     """Eight threads take all rows of two epochs; were one not counted, its block would stay."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)  # so that threads meet
@@ -233,15 +233,15 @@ class Told:
     def __init__(self, rank: int, count: int, meet: threading.Barrier, table: list[Any]) -> None:
         self.rank, self.count, self._meet, self._table = rank, count, meet, table
 
-    def tell(self, mine: Any, holders: int) -> list[Any]:
-        self._table[self.rank] = mine
+    def broadcast(self, local_rows: Any, n_readers: int) -> list[Any]:
+        self._table[self.rank] = local_rows
         self._meet.wait(PATIENCE)
-        told = self._table[:holders]
+        told = self._table[:n_readers]
         self._meet.wait(PATIENCE)
         return told
 
 
-def read_together(rows: PackedRows, count: int, n: int, **options: Any) -> list[Any]:
+def read_together(rows: PackedDataset, count: int, n: int, **options: Any) -> list[Any]:
     """What readers get of n steps, or the errors that they raise."""
     meet, table = threading.Barrier(count), [None] * count
 
@@ -260,7 +260,7 @@ WARMING = BatchSchedule(8, (Stage(2, 4, 4), Stage(2, 2, 2)))
 
 @pytest.mark.parametrize("batch", [8, 2, WARMING], ids=["8 rows", "fewer rows than readers", "warming up"])
 def test_readers_of_the_same_rows_read_each_once_and_get_all(
-    rows: PackedRows, batch: int | BatchSchedule
+    rows: PackedDataset, batch: int | BatchSchedule
 ) -> None:
     n, asked, read = 7, list[int | None](), rows.rows
     whole = steps(rows, n, global_batch=batch, micro_batch=1, data_rank=1, data_ranks=2)
@@ -280,7 +280,7 @@ def test_readers_of_the_same_rows_read_each_once_and_get_all(
     assert len(asked) == len(set(asked)), "a row that was read twice"
 
 
-def test_what_one_reader_raises_all_do(rows: PackedRows) -> None:
+def test_what_one_reader_raises_all_do(rows: PackedDataset) -> None:
     read = rows.rows
 
     def failing(positions: Sequence[int | None]) -> Batch:

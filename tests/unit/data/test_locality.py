@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatfm.data import Corpus, Loader, Mixture, PackedRows, Phase, streams_for
-from megatfm.data.store import LocalStore
+from megatfm.data import Corpus, DataLoader, Mixture, PackedDataset, Phase, choose_interleave
+from megatfm.data.store import LocalStorage
 
 LIMIT = 1.5
 
@@ -44,25 +44,29 @@ def read_by_all(
         return data
 
     monkeypatch.setattr(Corpus, "frame_bytes", counted)
-    streams, turn = streams_for(batch)
+    streams, turn = choose_interleave(batch)
     n = size = 0
     for rank in range(ranks):
         corpus = Corpus.open(folder)
         size = sum(shard.bytes for shard in corpus.manifest.shards)
-        options: Any = {"sequence_length": 64, "seed": 1, "streams": streams if mixed else streams_for(batch)}
+        options: Any = {
+            "sequence_length": 64,
+            "seed": 1,
+            "streams": streams if mixed else choose_interleave(batch),
+        }
         if mixed:
             sources = {
-                name: PackedRows(Corpus.open(folder), causal_type(), **options | {"seed": seed})
+                name: PackedDataset(Corpus.open(folder), causal_type(), **options | {"seed": seed})
                 for seed, name in enumerate("ab")
             }
             phases = [Phase(0, {"a": 1, "b": 1})]
             rows: Any = Mixture(sources, phases, seed=1, streams=streams, turn=turn, block=8)
             n = 2 * len(sources["a"])
         else:
-            rows = PackedRows(corpus, causal_type(), **options)
+            rows = PackedDataset(corpus, causal_type(), **options)
             n = len(rows)
-        with Loader(
-            rows, global_batch=batch, micro_batch=1, data_rank=rank, data_ranks=ranks, stop=n
+        with DataLoader(
+            rows, global_batch=batch, micro_batch=1, data_rank=rank, data_ranks=ranks, end_position=n
         ) as loader:
             for _ in loader:
                 pass
@@ -96,9 +100,9 @@ class Blocks:
 def test_up_to_256_ranks_read_the_corpus_once(causal_type: Any, ranks: int, batch: int) -> None:
     """Simulated: the order's places, cut into the ranks' shares of each step; a rank remembers two blocks for
     each of its streams."""
-    streams = streams_for(batch).streams
+    streams = choose_interleave(batch).streams
     corpus: Any = Blocks(9 * streams)
-    rows = PackedRows(corpus, causal_type(), sequence_length=16, seed=1, streams=streams_for(batch))
+    rows = PackedDataset(corpus, causal_type(), sequence_length=16, seed=1, streams=choose_interleave(batch))
     share, reads = batch // ranks, 0
     held = 2 * max(1, -(-streams // ranks))
     blocks = np.array([rows.place(position).block for position in range(len(rows))])
@@ -120,17 +124,19 @@ def test_a_resume_late_in_an_epoch_reads_no_more_than_an_early_one(
 ) -> None:
     """Counted: everything that is read of the corpus from opening it to the first step of 8 rows."""
     read: list[tuple[str, int]] = []
-    plain = LocalStore.read
+    plain = LocalStorage.read
 
-    def counted(store: LocalStore, known: Any, offset: int, size: int) -> bytes:
+    def counted(store: LocalStorage, known: Any, offset: int, size: int) -> bytes:
         read.append((known.file, size))
         return plain(store, known, offset, size)
 
-    monkeypatch.setattr(LocalStore, "read", counted)
+    monkeypatch.setattr(LocalStorage, "read", counted)
     costs = []
     for share in (0.01, 0.99):
         read.clear()
-        rows = PackedRows(Corpus.open(folder), causal_type(), sequence_length=64, seed=1, plan_name="kept")
+        rows = PackedDataset(
+            Corpus.open(folder), causal_type(), sequence_length=64, seed=1, plan_cache_key="kept"
+        )
         first = int(share * len(rows))
         rows.rows(range(first, first + 8))
         frames = [size for file, size in read if file.endswith(".tar.zst")]

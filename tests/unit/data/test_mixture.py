@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatfm.data import Loader, Mixture, PackedRows, Phase, source_seed
-from megatfm.data.mixture import quotas_of
+from megatfm.data import DataLoader, Mixture, PackedDataset, Phase, source_seed
+from megatfm.data.mixture import largest_remainder
 from megatfm.data.packing import join_rows
 from megatfm.errors import UsageError
 
@@ -22,7 +22,7 @@ CHANGE = 130  # in the second block of the first phase: positions 80 … 159; be
 def make_mixture(memory_corpus: Any, causal_type: Any) -> Any:
     def make(seed: int = 1, phases: Any = ((0, WEIGHTS), (CHANGE, LATER)), block: int = BLOCK) -> Mixture:
         sources = {
-            name: PackedRows(
+            name: PackedDataset(
                 memory_corpus([[7, 9, 3]] * n),
                 causal_type(),
                 sequence_length=8,
@@ -67,7 +67,7 @@ def test_shares_of_batches_vary_less_than_those_of_independent_draws(
     worst = 0.0
     for seed in range(3):
         sources = {
-            name: PackedRows(
+            name: PackedDataset(
                 memory_corpus([[7]]), causal_type(), sequence_length=8, seed=seed, streams=streams
             )
             for name, _ in zip("abc", weights, strict=False)
@@ -107,8 +107,8 @@ def test_every_source_is_read_in_its_own_order_each_row_once(make_mixture: Any) 
         for stream in range(STREAMS):
             own = [at for at in positions if at % STREAMS == stream]
             assert own == list(range(stream, stream + STREAMS * len(own), STREAMS)), name
-    assert mixture.rows_read(2000) == {name: len(positions) for name, positions in read.items()}
-    assert mixture.rows_read(131) == Counter(mixture.place(p)[0] for p in range(131))
+    assert mixture.rows_consumed(2000) == {name: len(positions) for name, positions in read.items()}
+    assert mixture.rows_consumed(131) == Counter(mixture.place(p)[0] for p in range(131))
 
 
 def test_it_is_a_pure_function_of_seed_and_position(make_mixture: Any) -> None:
@@ -123,7 +123,7 @@ def test_ranks_and_resumes_only_divide_it(make_mixture: Any) -> None:
     mixture = make_mixture()
 
     def steps(n: int, **options: Any) -> list[bytes]:
-        with Loader(mixture, global_batch=12, micro_batch=2, **options) as loader:
+        with DataLoader(mixture, global_batch=12, micro_batch=2, **options) as loader:
             return [b"".join(part["tokens"].tobytes() for part in next(loader)) for _ in range(n)]
 
     whole = steps(30)
@@ -135,34 +135,34 @@ def test_ranks_and_resumes_only_divide_it(make_mixture: Any) -> None:
 
 
 def test_its_identity_is_json_and_tells_mixtures_apart(make_mixture: Any) -> None:
-    plain = make_mixture().identity()
+    plain = make_mixture().order_config()
     assert json.loads(json.dumps(plain)) == plain
     assert len([key for key in plain if key.startswith("fingerprint of ")]) == 3
     others = [make_mixture(phases=((0, LATER),)), make_mixture(seed=2), make_mixture(block=40)]
-    assert all(other.identity() != plain for other in others)
-    with Loader(make_mixture(), global_batch=4, micro_batch=4) as loader:
+    assert all(other.order_config() != plain for other in others)
+    with DataLoader(make_mixture(), global_batch=4, micro_batch=4) as loader:
         next(loader)
-        epoch = loader.state()["epoch"]
+        epoch = loader.state_dict()["epoch"]
     assert isinstance(epoch, str)
     assert epoch.startswith("a 0.")
-    assert any("mixture from row 132 on: a 10.00%, b 0.00%, c 90.00%" in n for n in make_mixture().notes)
+    assert any("mixture from row 132 on: a 10.00%, b 0.00%, c 90.00%" in n for n in make_mixture().warnings)
 
 
 def test_quotas_are_of_largest_remainders() -> None:
-    assert quotas_of({"a": 1, "b": 1, "c": 1}, ["a", "b", "c"], 10).tolist() == [4, 3, 3]
-    assert quotas_of({"a": 6.4, "b": 2.9, "c": 0.7}, ["a", "b", "c"], 10).tolist() == [6, 3, 1]
+    assert largest_remainder({"a": 1, "b": 1, "c": 1}, ["a", "b", "c"], 10).tolist() == [4, 3, 3]
+    assert largest_remainder({"a": 6.4, "b": 2.9, "c": 0.7}, ["a", "b", "c"], 10).tolist() == [6, 3, 1]
     with pytest.raises(
         UsageError, match=r"data\.mixture\.b: .* no row in a block of 10.*mixture_block = 1001"
     ):
-        quotas_of({"a": 1.0, "b": 0.001}, ["a", "b"], 10)
+        largest_remainder({"a": 1.0, "b": 0.001}, ["a", "b"], 10)
     with pytest.raises(UsageError, match="all weights are 0"):
-        quotas_of({"a": 0.0}, ["a"], 10)
+        largest_remainder({"a": 0.0}, ["a"], 10)
 
 
 class FixedRows:
     """A source of rows of ones with these fields."""
 
-    notes, splits, seed = (), True, 0
+    warnings, can_split_rows, seed = (), True, 0
 
     def __init__(self, width: int = 8, **fields: Any) -> None:
         self.row_tokens, self._fields = 8, {"tokens": ((width,), np.int64), **fields}
@@ -170,7 +170,7 @@ class FixedRows:
     def __len__(self) -> int:
         return 5
 
-    def identity(self) -> dict[str, Any]:
+    def order_config(self) -> dict[str, Any]:
         return {}
 
     def rows(self, positions: Any) -> dict[str, np.ndarray]:
@@ -199,7 +199,7 @@ def test_sources_of_unlike_rows_are_refused(other: FixedRows, order: int) -> Non
 
 def test_sources_of_other_lengths_are_refused(memory_corpus: Any, causal_type: Any) -> None:
     sources = {
-        name: PackedRows(memory_corpus([[70]]), causal_type(), sequence_length=length, seed=0)
+        name: PackedDataset(memory_corpus([[70]]), causal_type(), sequence_length=length, seed=0)
         for name, length in (("a", 8), ("b", 16))
     }
     with pytest.raises(UsageError, match=r"data\.mixture\.b: its rows have 16 tokens, those of a 8"):

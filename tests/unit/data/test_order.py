@@ -11,8 +11,8 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatfm.data import IGNORED_TARGET, NO_DOCUMENT, Corpus, PackedRows, Piece, RowAddress
-from megatfm.data.order import order_of
+from megatfm.data import IGNORE_INDEX, PAD_DOCUMENT_ID, Corpus, DocumentChunk, PackedDataset, RowAddress
+from megatfm.data.order import make_row_order
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.keyed import PieceKey, permutation
 
@@ -22,17 +22,17 @@ FIELDS = {"tokens", "targets", "documents", "positions"}
 Row = dict[str, np.ndarray]
 
 
-def epoch_rows(rows: PackedRows, epoch: int = 0) -> list[Row]:
+def epoch_rows(rows: PackedDataset, epoch: int = 0) -> list[Row]:
     return [rows.row(position) for position in range(epoch * len(rows), (epoch + 1) * len(rows))]
 
 
 def pieces(row: Row) -> list[Row]:
     """The documents' pieces in a row, after checking how the row is built."""
-    real = row["documents"] != NO_DOCUMENT
+    real = row["documents"] != PAD_DOCUMENT_ID
     n = int(real.sum())
     assert real[:n].all(), "padding is at the end"
     assert (row["tokens"][n:] == PAD).all()
-    assert (row["targets"][n:] == IGNORED_TARGET).all()
+    assert (row["targets"][n:] == IGNORE_INDEX).all()
     assert (row["positions"][n:] == 0).all()
     numbers = row["documents"][:n]
     assert numbers[:1].tolist() == [0][:n]
@@ -69,11 +69,11 @@ def test_every_epoch_has_every_row_and_every_token_once(
     total = sum(n + 1 for block in blocks for n in block)
     if total < length:
         with pytest.raises(UsageError, match=f"make {total} tokens"):
-            PackedRows(corpus, causal, sequence_length=length, seed=seed)
+            PackedDataset(corpus, causal, sequence_length=length, seed=seed)
         return
-    rows = PackedRows(corpus, causal, sequence_length=length, seed=seed, streams=streams, shuffle=shuffle)
+    rows = PackedDataset(corpus, causal, sequence_length=length, seed=seed, streams=streams, shuffle=shuffle)
     assert len(rows) == -(-total // length), "all rows are full but for the last"
-    assert rows.padding_share == pytest.approx(1 - total / (len(rows) * length))
+    assert rows.padding_fraction == pytest.approx(1 - total / (len(rows) * length))
 
     positions = range(epoch * len(rows), (epoch + 1) * len(rows))
     places = [rows.place(position) for position in positions]
@@ -93,13 +93,13 @@ def test_every_epoch_has_every_row_and_every_token_once(
     )
 
 
-def listed(rows: PackedRows, epoch: int) -> list[np.ndarray]:
+def listed(rows: PackedDataset, epoch: int) -> list[np.ndarray]:
     """The tokens of an epoch's rows before streams, as the docstrings say: all blocks, joined, and cut."""
     corpus, length, seed = rows.corpus, rows.sequence_length, rows.seed
     joined: list[int] = []
     begins, found = [], []
     for block in (blocks := permutation(corpus.n_blocks, seed, "blocks", epoch).tolist()):
-        texts = [tokens.tolist() for _, tokens in corpus.block(block)]
+        texts = [tokens.tolist() for _, tokens in corpus.read_block(block)]
         begins.append(len(joined))
         for number in permutation(len(texts), seed, "documents", epoch, block).tolist():
             joined += [BOS, *texts[number]]
@@ -118,7 +118,7 @@ def test_a_corpus_on_disk_gives_the_rows_that_its_documents_make(
 ) -> None:
     """Rows of less than a block, and of several; from documents joined and cut here by plain lists."""
     streams = 4
-    rows = PackedRows(corpus, causal, sequence_length=length, seed=5, streams=streams)
+    rows = PackedDataset(corpus, causal, sequence_length=length, seed=5, streams=streams)
     expected = listed(rows, 3)
     segments = np.array_split(np.arange(len(expected)), streams)
     turns = [segment[turn] for turn in range(len(expected)) for segment in segments if turn < len(segment)]
@@ -130,7 +130,7 @@ def test_a_corpus_on_disk_gives_the_rows_that_its_documents_make(
 
 def test_without_shuffling_the_order_is_the_stored_one(memory_corpus: Any, causal: Any) -> None:
     corpus = memory_corpus([[5, 9, 0, 3], [1], [30, 2]])
-    rows = PackedRows(corpus, causal, sequence_length=4, seed=1, streams=3, shuffle=False)
+    rows = PackedDataset(corpus, causal, sequence_length=4, seed=1, streams=3, shuffle=False)
     expected = [token for ids in corpus.documents for token in (BOS, *ids.tolist())]
     expected += [PAD] * (-len(expected) % 4)
     for epoch in (0, 3):
@@ -139,7 +139,7 @@ def test_without_shuffling_the_order_is_the_stored_one(memory_corpus: Any, causa
 
 def test_epochs_and_seeds_differ_and_repeat(corpus: Corpus, causal: Any) -> None:
     def epoch(seed: int, number: int) -> bytes:
-        rows = PackedRows(corpus, causal, sequence_length=64, seed=seed)
+        rows = PackedDataset(corpus, causal, sequence_length=64, seed=seed)
         return b"".join(row["tokens"].tobytes() for row in epoch_rows(rows, number))
 
     assert epoch(1, 0) == epoch(1, 0)
@@ -147,14 +147,14 @@ def test_epochs_and_seeds_differ_and_repeat(corpus: Corpus, causal: Any) -> None
 
 
 def test_documents_of_a_block_meet_in_another_order_each_epoch(memory_corpus: Any, causal: Any) -> None:
-    rows = PackedRows(memory_corpus([[3, 3, 3, 3]]), causal, sequence_length=16, seed=0)
+    rows = PackedDataset(memory_corpus([[3, 3, 3, 3]]), causal, sequence_length=16, seed=0)
     orders = {rows.row(epoch)["tokens"].tobytes() for epoch in range(300)}
     assert len(orders) == 24
 
 
 def test_rows_do_not_depend_on_what_was_read_before(corpus: Corpus, causal: Any) -> None:
     rows, forgetful = (
-        PackedRows(corpus, causal, sequence_length=64, seed=1, streams=8, cache_bytes=size)
+        PackedDataset(corpus, causal, sequence_length=64, seed=1, streams=8, cache_bytes=size)
         for size in (2**29, 1)
     )
     positions = np.random.default_rng(0).permutation(3 * len(rows))[:150].tolist()
@@ -176,9 +176,9 @@ def test_the_order_is_uniform(memory_corpus: Any, causal: Any) -> None:
     """
     corpus = memory_corpus([[6] * 4] * 8)
     by_seed, by_epoch = np.zeros((8, 4)), np.zeros((8, 4))
-    one = PackedRows(corpus, causal, sequence_length=7, seed=7)
+    one = PackedDataset(corpus, causal, sequence_length=7, seed=7)
     for i in range(2000):
-        place = PackedRows(corpus, causal, sequence_length=7, seed=i).place(0)
+        place = PackedDataset(corpus, causal, sequence_length=7, seed=i).place(0)
         by_seed[place.block, place.row] += 1
         place = one.place(i * len(one))
         by_epoch[place.block, place.row] += 1
@@ -192,17 +192,17 @@ def test_every_whole_order_is_as_likely_as_any_other() -> None:
     orders = {order: number for number, order in enumerate(itertools.permutations(range(4)))}
     for rows, which in ((np.ones(4, np.int64), 1), (np.full(1, 4), 2)):
         by_seed, by_epoch = np.zeros(24), np.zeros(24)
-        one = order_of(rows, seed=7, streams=1, shuffle=True)
+        one = make_row_order(rows, seed=7, cycle_length=1, shuffle=True)
         for i in range(1200):
-            order = order_of(rows, seed=i, streams=1, shuffle=True)
-            by_seed[orders[tuple(order.place(k)[which] for k in range(4))]] += 1
-            by_epoch[orders[tuple(one.place(4 * i + k)[which] for k in range(4))]] += 1
+            order = make_row_order(rows, seed=i, cycle_length=1, shuffle=True)
+            by_seed[orders[tuple(order.row_address(k)[which] for k in range(4))]] += 1
+            by_epoch[orders[tuple(one.row_address(4 * i + k)[which] for k in range(4))]] += 1
         assert chi_square(by_seed) < 58
         assert chi_square(by_epoch) < 58
 
 
 def test_neighbours_come_from_different_streams(memory_corpus: Any, causal: Any) -> None:
-    rows = PackedRows(memory_corpus([[79]] * 40), causal, sequence_length=8, seed=0, streams=10)
+    rows = PackedDataset(memory_corpus([[79]] * 40), causal, sequence_length=8, seed=0, streams=10)
     blocks = [rows.place(position).block for position in range(len(rows))]
     for start in range(0, len(blocks), 10):
         assert len(set(blocks[start : start + 10])) == 10, "each stream reads its own blocks"
@@ -215,9 +215,9 @@ def test_the_order_is_the_one_of_the_docstring(memory_corpus: Any, causal: Any) 
     """Against the list that the docstring describes, written down as a whole."""
     counts = [7, 1, 0, 12, 3]
     corpus = memory_corpus([[8 * n - 1] if n else [0, 0] for n in counts])
-    causal.lengths = lambda n_tokens, keys: n_tokens + (n_tokens > 0)
+    causal.sequence_lengths = lambda n_tokens, keys: n_tokens + (n_tokens > 0)
     for streams in (1, 4, 5, 23, 30):
-        rows = PackedRows(corpus, causal, sequence_length=8, seed=9, streams=streams)
+        rows = PackedDataset(corpus, causal, sequence_length=8, seed=9, streams=streams)
         for epoch in (0, 2):
             listed = [
                 RowAddress(epoch, block, row)
@@ -233,20 +233,20 @@ def test_the_order_is_the_one_of_the_docstring(memory_corpus: Any, causal: Any) 
 @pytest.mark.parametrize("max_units", [7, 100])
 def test_runs_are_what_a_stream_reads(max_units: int) -> None:
     counts = np.random.default_rng(0).integers(0, 9, 100)
-    order = order_of(counts, seed=5, streams=6, shuffle=True, max_units=max_units)
+    order = make_row_order(counts, seed=5, cycle_length=6, shuffle=True, max_units=max_units)
     for epoch in (0, 3):
         for stream in range(6):
             own = range(epoch * len(order) + stream, (epoch + 1) * len(order), 6)
             for turns in (0, 1, 17, len(own) - 1, len(own)):
-                runs = order.runs(stream, epoch, turns)
+                runs = order.iter_stream_blocks(stream, epoch, turns)
                 found = [(block, slot) for block, at, stop in runs for slot in range(at, stop)]
                 assert found == [place[1:3] for place in order.slots(np.array(own[turns:], np.int64))]
 
 
 def test_positions_and_seeds_may_be_numpy_integers(corpus: Corpus, causal: Any) -> None:
     """Keys are made of their repr, which differs between `5` and `np.int64(5)`."""
-    plain = PackedRows(corpus, causal, sequence_length=32, seed=5)
-    numpy = PackedRows(corpus, causal, sequence_length=32, seed=np.int64(5))  # type: ignore[arg-type]
+    plain = PackedDataset(corpus, causal, sequence_length=32, seed=5)
+    numpy = PackedDataset(corpus, causal, sequence_length=32, seed=np.int64(5))  # type: ignore[arg-type]
     for position in range(40):
         np.testing.assert_array_equal(plain.row(position)["tokens"], numpy.row(np.int64(position))["tokens"])
 
@@ -254,7 +254,7 @@ def test_positions_and_seeds_may_be_numpy_integers(corpus: Corpus, causal: Any) 
 def test_the_order_is_pinned(memory_corpus: Any, causal: Any) -> None:
     """No release may change the order of a run that it resumes."""
     corpus = memory_corpus([[7, 12, 30], [100], [3] * 20, [0, 64]])
-    rows = PackedRows(corpus, causal, sequence_length=16, seed=1234, streams=3)
+    rows = PackedDataset(corpus, causal, sequence_length=16, seed=1234, streams=3)
     first = [f"{place.block}.{place.row}" for place in map(rows.place, range(20))]
     assert " ".join(first[:10]) == "3.1 1.4 2.0 3.3 1.1 2.2 3.0 1.3 2.4 3.4"
     assert " ".join(first[10:]) == "1.2 0.2 3.2 2.1 0.1 1.5 2.3 0.0 1.0 2.2"
@@ -264,13 +264,13 @@ def test_the_order_is_pinned(memory_corpus: Any, causal: Any) -> None:
 
 
 def test_a_row_of_padding_counts_in_nothing(corpus: Corpus, causal: Any) -> None:
-    rows = PackedRows(corpus, causal, sequence_length=16, seed=0, pad_id=3)
+    rows = PackedDataset(corpus, causal, sequence_length=16, seed=0, pad_id=3)
     padding = rows.padding()
     assert set(padding) == set(rows.row(0))
     for name, value in {
         "tokens": 3,
-        "targets": IGNORED_TARGET,
-        "documents": NO_DOCUMENT,
+        "targets": IGNORE_INDEX,
+        "documents": PAD_DOCUMENT_ID,
         "positions": 0,
     }.items():
         assert padding[name].tolist() == [value] * 16
@@ -278,14 +278,14 @@ def test_a_row_of_padding_counts_in_nothing(corpus: Corpus, causal: Any) -> None
 
 def test_fields_of_the_objective_come_along(memory_corpus: Any, causal_type: Any) -> None:
     class Marked(causal_type):  # type: ignore[misc]
-        def lengths(self, n_tokens: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        def sequence_lengths(self, n_tokens: np.ndarray, keys: np.ndarray) -> np.ndarray:
             return n_tokens
 
-        def build(self, piece: Piece, key: PieceKey) -> dict[str, np.ndarray]:
+        def build_example(self, piece: DocumentChunk, key: PieceKey) -> dict[str, np.ndarray]:
             tokens = piece.tokens
             return {"tokens": tokens, "targets": tokens, "marks": tokens.astype(np.uint8) % 7 + 1}
 
-    rows = PackedRows(memory_corpus([[5, 0, 0, 4]]), Marked(), sequence_length=4, seed=0)
+    rows = PackedDataset(memory_corpus([[5, 0, 0, 4]]), Marked(), sequence_length=4, seed=0)
     for row in [row for epoch in range(10) for row in epoch_rows(rows, epoch)]:
         assert pieces(row), "documents of no length take no number"
         real = row["documents"] >= 0
@@ -294,33 +294,33 @@ def test_fields_of_the_objective_come_along(memory_corpus: Any, causal_type: Any
 
 def test_an_objective_that_breaks_its_word_is_named(memory_corpus: Any, causal_type: Any) -> None:
     class Short(causal_type):  # type: ignore[misc]
-        def build(self, piece: Piece, key: PieceKey) -> dict[str, np.ndarray]:
+        def build_example(self, piece: DocumentChunk, key: PieceKey) -> dict[str, np.ndarray]:
             return {"tokens": piece.tokens, "targets": piece.tokens}
 
     class Wide(causal_type):  # type: ignore[misc]
-        def build(self, piece: Piece, key: PieceKey) -> dict[str, np.ndarray]:
+        def build_example(self, piece: DocumentChunk, key: PieceKey) -> dict[str, np.ndarray]:
             return dict.fromkeys(("tokens", "targets"), np.full(len(piece.tokens) + 1, 2**31))
 
     corpus = memory_corpus([[5, 5]])
     with pytest.raises(MegatfmError, match=r"built sample \d with lengths .*'tokens': 5.*, not 6"):
-        PackedRows(corpus, Short(), sequence_length=4, seed=0).row(0)
+        PackedDataset(corpus, Short(), sequence_length=4, seed=0).row(0)
     with pytest.raises(MegatfmError, match="'tokens' has values that do not fit"):
-        PackedRows(corpus, Wide(), sequence_length=4, seed=0).row(0)
+        PackedDataset(corpus, Wide(), sequence_length=4, seed=0).row(0)
 
 
 def test_a_corpus_too_short_for_one_sequence_says_how_much_there_is(write: Any, causal: Any) -> None:
     folder: Path = write([np.ones(10, np.uint16), np.ones(5, np.uint16)])
     with pytest.raises(UsageError) as caught:
-        PackedRows(Corpus.open(folder), causal, sequence_length=18, seed=0)
+        PackedDataset(Corpus.open(folder), causal, sequence_length=18, seed=0)
     message = str(caught.value)
     assert "2 documents make 17 tokens" in message
     assert "data.sequence_length to at most 17" in message
-    assert len(PackedRows(Corpus.open(folder), causal, sequence_length=17, seed=0)) == 1
+    assert len(PackedDataset(Corpus.open(folder), causal, sequence_length=17, seed=0)) == 1
 
 
 def test_the_identity_is_json_and_tells_orders_apart(corpus: Corpus, causal: Any) -> None:
     options: dict[str, Any] = {"sequence_length": 64, "seed": 1, "streams": 8}
-    same = PackedRows(corpus, causal, **options).identity()
-    assert same == PackedRows(corpus, causal, **options, cache_bytes=1).identity()
+    same = PackedDataset(corpus, causal, **options).order_config()
+    assert same == PackedDataset(corpus, causal, **options, cache_bytes=1).order_config()
     for change in ({"sequence_length": 32}, {"seed": 2}, {"streams": 9}, {"shuffle": False}):
-        assert PackedRows(corpus, causal, **(options | change)).identity() != same
+        assert PackedDataset(corpus, causal, **(options | change)).order_config() != same

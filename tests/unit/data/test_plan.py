@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatfm.data import Corpus, Loader, PackedRows, plan
+from megatfm.data import Corpus, DataLoader, PackedDataset, plan
 from megatfm.errors import MegatfmError
 
 
-def open_rows(folder: Path, objective: Any, name: str | None = "causal", **options: Any) -> PackedRows:
+def open_rows(folder: Path, objective: Any, name: str | None = "causal", **options: Any) -> PackedDataset:
     options = {"sequence_length": 64, "seed": 3, "streams": 4} | options
-    return PackedRows(Corpus.open(folder), objective, plan_name=name, **options)
+    return PackedDataset(Corpus.open(folder), objective, plan_cache_key=name, **options)
 
 
-def places(rows: PackedRows) -> list[Any]:
+def places(rows: PackedDataset) -> list[Any]:
     return [rows.place(position) for position in range(len(rows))]
 
 
@@ -28,8 +28,8 @@ def test_a_plan_is_made_once(folder: Path, causal: Any, monkeypatch: pytest.Monk
     assert not (folder / ".plans").exists(), "without a name nothing is stored"
     assert places(open_rows(folder, causal)) == expected
     made: list[str] = []
-    make = plan.make_plan
-    monkeypatch.setattr(plan, "make_plan", lambda *args: made.append("") or make(*args))
+    make = plan.build_packing_plan
+    monkeypatch.setattr(plan, "build_packing_plan", lambda *args: made.append("") or make(*args))
     assert places(open_rows(folder, causal)) == expected
     assert not made
     for other in ({"seed": 4}, {"sequence_length": 32}, {"name": "other"}):
@@ -38,14 +38,14 @@ def test_a_plan_is_made_once(folder: Path, causal: Any, monkeypatch: pytest.Monk
 
 
 def plan_together(folder: Path, objective: Any, start: Any, made: Any, out: Any) -> None:
-    make = plan.make_plan
+    make = plan.build_packing_plan
 
     def slowly(*args: Any) -> Any:
         made.put(os.getpid())
         time.sleep(0.5)
         return make(*args)
 
-    plan.make_plan = slowly
+    plan.build_packing_plan = slowly
     start.wait()
     out.put(places(open_rows(folder, objective)))
 
@@ -86,11 +86,11 @@ def test_a_damaged_plan_is_made_again(folder: Path, causal: Any, damage: str) ->
 
 def test_a_plan_that_was_made_by_another_objective_is_named(folder: Path, causal_type: Any) -> None:
     class Longer(causal_type):  # type: ignore[misc]
-        def lengths(self, n_tokens: Any, keys: Any) -> Any:
+        def sequence_lengths(self, n_tokens: Any, keys: Any) -> Any:
             return n_tokens + 100
 
-        def build(self, piece: Any, key: Any) -> Any:
-            fields = super().build(piece, key)
+        def build_example(self, piece: Any, key: Any) -> Any:
+            fields = super().build_example(piece, key)
             return {name: [*field, *[0] * 99] for name, field in fields.items()}
 
     open_rows(folder, causal_type())
@@ -111,19 +111,19 @@ def test_a_folder_where_no_plan_can_be_stored_is_planned_each_time(folder: Path,
 
 
 def test_old_plans_are_forgotten(folder: Path, causal: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "KEPT", 3)
+    monkeypatch.setattr(plan, "MAX_STORED_PLANS", 3)
     for seed in range(6):
         open_rows(folder, causal, seed=seed)
     assert len(list((folder / ".plans").iterdir())) == 3
 
 
-def blocks_of(rows: PackedRows, positions: range) -> set[tuple[int, int]]:
+def blocks_of(rows: PackedDataset, positions: range) -> set[tuple[int, int]]:
     """Epoch and number of each block in which a token of one of the rows lies."""
     found = set()
     for slot in rows.order.slots(np.array(positions)):
-        begin = slot.begin + rows.order.head(slot.begin) + 64 * rows.order.block_order(slot)[slot.row]
+        begin = slot.begin + rows.order.carry_length(slot.begin) + 64 * rows.order.block_order(slot)[slot.row]
         tokens = range(begin, min(begin + 64, rows.order.size))
-        found |= {(slot.epoch, rows.order.following(slot.epoch, at)) for at in tokens}
+        found |= {(slot.epoch, rows.order.block_at(slot.epoch, at)) for at in tokens}
     return found
 
 
@@ -133,13 +133,13 @@ def test_a_resume_late_in_an_epoch_costs_what_an_early_one_costs(
 ) -> None:
     """Counted: nothing is planned, and only the blocks of the next rows are read, once each."""
     open_rows(folder, causal)
-    monkeypatch.setattr(plan, "make_plan", lambda *_: pytest.fail("planned again"))
+    monkeypatch.setattr(plan, "build_packing_plan", lambda *_: pytest.fail("planned again"))
     read: list[int] = []
-    block = Corpus.block
-    monkeypatch.setattr(Corpus, "block", lambda self, number: read.append(number) or block(self, number))
+    block = Corpus.read_block
+    monkeypatch.setattr(Corpus, "read_block", lambda self, number: read.append(number) or block(self, number))
     rows = open_rows(folder, causal)
     start = int(share * len(rows)) // 8 * 8
-    with Loader(rows, global_batch=8, micro_batch=8, position=start) as loader:
+    with DataLoader(rows, global_batch=8, micro_batch=8, position=start) as loader:
         next(loader)
     # A step and the two ahead of it. Late in an epoch they reach into the next, which may begin with a block just read.
     needed = Counter(block for _, block in blocks_of(rows, range(start, start + 24)))

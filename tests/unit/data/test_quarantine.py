@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatfm.data import IGNORED_TARGET, NO_DOCUMENT, Corpus, Loader, PackedRows, Quarantine
+from megatfm.data import IGNORE_INDEX, PAD_DOCUMENT_ID, Corpus, DataLoader, PackedDataset, Quarantine
 from megatfm.errors import MegatfmError, UsageError
 from tests.unit.data.tamper import SHARD
 
@@ -14,10 +14,10 @@ def test_ranges_are_sorted_and_joined() -> None:
     parsed = Quarantine.parse(["9", "3-5", "5-6", "7", "20-30", "22"], 31)
     assert str(parsed) == "3-7,9-9,20-30"
     assert len(parsed) == 17
-    assert np.flatnonzero(parsed.of(0, 31)).tolist() == [3, 4, 5, 6, 7, 9, *range(20, 31)]
-    assert np.flatnonzero(parsed.of(4, 10)).tolist() == [0, 1, 2, 3, 5]
+    assert np.flatnonzero(parsed.mask(0, 31)).tolist() == [3, 4, 5, 6, 7, 9, *range(20, 31)]
+    assert np.flatnonzero(parsed.mask(4, 10)).tolist() == [0, 1, 2, 3, 5]
     assert not Quarantine()
-    assert not Quarantine().of(0, 5).any()
+    assert not Quarantine().mask(0, 5).any()
 
 
 @pytest.mark.parametrize("entry", ["", "x", "-3", "5-3", "31", "3-31", "1e3", "3 - 4", "9" * 40])
@@ -26,7 +26,7 @@ def test_what_is_no_range_of_the_corpus_is_refused(entry: str) -> None:
         Quarantine.parse([entry], 31)
 
 
-def padded_except(rows: PackedRows, healthy: PackedRows, bad: set[int]) -> None:
+def padded_except(rows: PackedDataset, healthy: PackedDataset, bad: set[int]) -> None:
     """Every token of a sample that is not bad stands where it stood, and the others' places are padding."""
     owner = {}
     corpus: Any = healthy.corpus
@@ -48,8 +48,8 @@ def padded_except(rows: PackedRows, healthy: PackedRows, bad: set[int]) -> None:
             if known and known[0] in bad:
                 blanks += end - begin
                 assert (other["tokens"][part] == 0).all()
-                assert (other["targets"][part] == IGNORED_TARGET).all()
-                assert (other["documents"][part] == NO_DOCUMENT).all()
+                assert (other["targets"][part] == IGNORE_INDEX).all()
+                assert (other["documents"][part] == PAD_DOCUMENT_ID).all()
                 assert (other["positions"][part] == 0).all()
             elif known:
                 for name in ("tokens", "targets", "positions"):
@@ -72,30 +72,32 @@ def test_no_address_moves(memory_corpus: Any, causal_type: Any, whole: bool) -> 
     bad = Quarantine.parse(["1", "4-6"], corpus.n_samples)
     options = {"sequence_length": 16, "seed": 3, "streams": 2}
     read: list[int] = []
-    block = corpus.block
-    healthy = PackedRows(corpus, Chosen(), **options)
-    rows = PackedRows(corpus, Chosen(), quarantine=bad, **options)
+    block = corpus.read_block
+    healthy = PackedDataset(corpus, Chosen(), **options)
+    rows = PackedDataset(corpus, Chosen(), quarantine=bad, **options)
     padded_except(rows, healthy, {1, 4, 5, 6})
-    corpus.block = lambda number: read.append(number) or block(number)
-    again = PackedRows(corpus, Chosen(), quarantine=bad, **options)
+    corpus.read_block = lambda number: read.append(number) or block(number)
+    again = PackedDataset(corpus, Chosen(), quarantine=bad, **options)
     for position in range(len(again)):
         again.row(position)
     assert sorted(read) == [0, 2], "block 1 is in quarantine as a whole, so it is not read"
-    assert rows.identity() == healthy.identity() | {"quarantine": "1-1,4-6"}
-    assert rows.notes == ["memory: 4 samples are in quarantine"]
+    assert rows.order_config() == healthy.order_config() | {"quarantine": "1-1,4-6"}
+    assert rows.warnings == ["memory: 4 samples are in quarantine"]
 
 
 def test_what_is_in_quarantine_is_nobodys_partner(memory_corpus: Any, causal_type: Any) -> None:
     class Watching(causal_type):  # type: ignore[misc]
-        def build(self, piece: Any, key: Any) -> Any:
-            seen.append([piece.partners.tokens(i).tolist() for i in range(len(piece.partners.lengths))])
-            return super().build(piece, key)
+        def build_example(self, piece: Any, key: Any) -> Any:
+            seen.append(
+                [piece.other_documents.tokens(i).tolist() for i in range(len(piece.other_documents.lengths))]
+            )
+            return super().build_example(piece, key)
 
     seen: list[Any] = []
     corpus = memory_corpus([[3, 2, 4]])
     corpus.block_lengths = lambda number: np.array([3, 2, 4])
     bad = Quarantine.parse(["1"], 3)
-    PackedRows(corpus, Watching(), sequence_length=12, seed=0, shuffle=False, quarantine=bad).row(0)
+    PackedDataset(corpus, Watching(), sequence_length=12, seed=0, shuffle=False, quarantine=bad).row(0)
     first, _, last = (tokens.tolist() for tokens in corpus.documents)
     assert seen == [[last], [first, last], [first]]
 
@@ -103,7 +105,7 @@ def test_what_is_in_quarantine_is_nobodys_partner(memory_corpus: Any, causal_typ
 def test_a_row_as_one_document_has_padding_where_a_sample_was(memory_corpus: Any, causal: Any) -> None:
     corpus = memory_corpus([[3, 2, 4]])
     corpus.block_lengths = lambda number: np.array([3, 2, 4])
-    rows = PackedRows(
+    rows = PackedDataset(
         corpus,
         causal,
         sequence_length=12,
@@ -128,14 +130,14 @@ def test_a_damaged_frame_stops_the_run_and_its_message_says_what_to_put_in_quara
     first, last = int(corpus.blocks[bad]), int(corpus.blocks[bad + 1]) - 1
 
     def read(entries: list[str]) -> None:
-        rows = PackedRows(
+        rows = PackedDataset(
             corpus,
             causal,
             sequence_length=64,
             seed=0,
             quarantine=Quarantine.parse(entries, corpus.n_samples),
         )
-        with Loader(rows, global_batch=8, micro_batch=8, stop=len(rows)) as loader:
+        with DataLoader(rows, global_batch=8, micro_batch=8, end_position=len(rows)) as loader:
             for _ in loader:
                 pass
 

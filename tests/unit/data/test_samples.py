@@ -8,39 +8,39 @@ import numpy as np
 import pytest
 import webdataset as wds
 
-from megatfm.data import Corpus, ShuffledSamples, foreign, index_folder
+from megatfm.data import Corpus, ShuffledDocuments, foreign, index_folder
 from megatfm.errors import MegatfmError
 from tests.unit.data.tamper import assert_refused
 
 
 @pytest.mark.parametrize("streams", [1, 7, 64, 300])
 def test_samples_come_in_order_and_each_once_an_epoch(corpus: Corpus, streams: int) -> None:
-    samples = ShuffledSamples(corpus, seed=3, streams=streams)
+    samples = ShuffledDocuments(corpus, seed=3, streams=streams)
     read = list(islice(samples, 250))
     assert samples.position == 250
-    places = [samples.order.place(position) for position in range(250)]
+    places = [samples.order.row_address(position) for position in range(250)]
     assert [number for number, _ in read] == [int(corpus.blocks[place.block]) + place.row for place in places]
     for epoch in (read[:100], read[100:200]):
         assert sorted(number for number, _ in epoch) == list(range(100))
     for number, tokens in read[::20]:
-        np.testing.assert_array_equal(tokens, corpus.sample(number).tokens)
+        np.testing.assert_array_equal(tokens, corpus.read_sample(number).tokens)
 
 
 @pytest.mark.parametrize("streams", [1, 7, 64])
 def test_it_goes_on_from_any_position(corpus: Corpus, streams: int) -> None:
-    whole = [number for number, _ in islice(ShuffledSamples(corpus, seed=3, streams=streams), 250)]
+    whole = [number for number, _ in islice(ShuffledDocuments(corpus, seed=3, streams=streams), 250)]
     for position in (0, 1, 6, 7, 93, 99, 100, 101, 199):
-        again = ShuffledSamples(corpus, seed=3, streams=streams, position=position)
+        again = ShuffledDocuments(corpus, seed=3, streams=streams, position=position)
         assert [number for number, _ in islice(again, 250 - position)] == whole[position:]
 
 
 def test_damage_is_told_when_its_turn_comes(folder: Path) -> None:
-    expected = list(islice(ShuffledSamples(Corpus.open(folder), seed=3, streams=7), 100))
+    expected = list(islice(ShuffledDocuments(Corpus.open(folder), seed=3, streams=7), 100))
     corpus = Corpus.open(folder)
-    samples = ShuffledSamples(corpus, seed=3, streams=7)
-    damaged = samples.order.place(40).block
-    before = next(k for k in range(100) if samples.order.place(k).block == damaged)
-    shard, frame = corpus._place(damaged)
+    samples = ShuffledDocuments(corpus, seed=3, streams=7)
+    damaged = samples.order.row_address(40).block
+    before = next(k for k in range(100) if samples.order.row_address(k).block == damaged)
+    shard, frame = corpus._locate(damaged)
     path = folder / corpus.manifest.shards[shard].file
     data = bytearray(path.read_bytes())
     data[int(corpus.indexes[shard].offsets[frame + 1]) - 1] ^= 1
@@ -51,7 +51,7 @@ def test_damage_is_told_when_its_turn_comes(folder: Path) -> None:
     assert len(given) == samples.position == before > 0
     assert given == [number for number, _ in expected[:before]]
     with pytest.raises(MegatfmError, match=f"in frame {frame} "):
-        next(ShuffledSamples(Corpus.open(folder), seed=3, streams=7, position=before))
+        next(ShuffledDocuments(Corpus.open(folder), seed=3, streams=7, position=before))
 
 
 @pytest.fixture
@@ -71,13 +71,13 @@ def plain(tmp_path: Path, make_documents: Any, monkeypatch: pytest.MonkeyPatch) 
 def test_samples_of_plain_tars_are_read_by_themselves_once_their_frames_were_verified(
     plain: Corpus, make_documents: Any, streams: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    texts, samples = make_documents(100), ShuffledSamples(plain, seed=3, streams=streams)
+    texts, samples = make_documents(100), ShuffledDocuments(plain, seed=3, streams=streams)
     frames, frame_bytes = list[int](), Corpus.frame_bytes
     monkeypatch.setattr(Corpus, "frame_bytes", lambda self, n: frames.append(n) or frame_bytes(self, n))
     open_before = len(list(Path("/proc/self/fd").iterdir()))
     for epoch in range(3):
         read = list(islice(samples, 100))
-        places = [samples.order.place(100 * epoch + k) for k in range(100)]
+        places = [samples.order.row_address(100 * epoch + k) for k in range(100)]
         assert [number for number, _ in read] == [
             int(plain.blocks[place.block]) + place.row for place in places
         ]
@@ -92,7 +92,7 @@ def test_samples_of_plain_tars_are_read_by_themselves_once_their_frames_were_ver
 
 
 def test_a_plain_tar_that_is_cut_or_gone_meanwhile_is_named(plain: Corpus) -> None:
-    samples, path = ShuffledSamples(plain, seed=3, streams=1), plain.folder / "a.tar"
+    samples, path = ShuffledDocuments(plain, seed=3, streams=1), plain.folder / "a.tar"
     list(islice(samples, 100))
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2])
@@ -105,15 +105,15 @@ def test_a_plain_tar_that_is_cut_or_gone_meanwhile_is_named(plain: Corpus) -> No
 
 
 def test_damage_of_a_plain_tar_is_told_when_its_turn_comes(plain: Corpus) -> None:
-    expected = [number for number, _ in islice(ShuffledSamples(plain, seed=3, streams=7), 100)]
+    expected = [number for number, _ in islice(ShuffledDocuments(plain, seed=3, streams=7), 100)]
     corpus = Corpus.open(plain.folder)
-    samples, path = ShuffledSamples(corpus, seed=3, streams=7), plain.folder / "a.tar"
-    damaged = samples.order.place(3).block  # unpacked together with those of the first three
-    before = next(k for k in range(100) if samples.order.place(k).block == damaged)
+    samples, path = ShuffledDocuments(corpus, seed=3, streams=7), plain.folder / "a.tar"
+    damaged = samples.order.row_address(3).block  # unpacked together with those of the first three
+    before = next(k for k in range(100) if samples.order.row_address(k).block == damaged)
     data = bytearray(path.read_bytes())
     data[int(corpus.indexes[0].offsets[damaged + 1]) - 1100] ^= 1
     path.write_bytes(data)
-    samples = ShuffledSamples(corpus, seed=3, streams=7)
+    samples = ShuffledDocuments(corpus, seed=3, streams=7)
     given: list[int] = []
     with pytest.raises(MegatfmError, match=f"in frame {damaged} .* its hash is not the index's"):
         given.extend(number for number, _ in samples)

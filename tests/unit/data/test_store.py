@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from moto.server import ThreadedMotoServer
 
-from megatfm.data import Cache, Corpus, Loader, PackedRows, check, remote
+from megatfm.data import Corpus, DataLoader, PackedDataset, ShardCacheConfig, check, remote
 from megatfm.data import store as module
 from megatfm.errors import MegatfmError, UsageError
 from tests.unit.data.tamper import SHARD, assert_refused
@@ -40,26 +40,26 @@ def memory(folder: Path) -> Iterator[str]:
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Cache:
-    return Cache(tmp_path / "cache")
+def cache(tmp_path: Path) -> ShardCacheConfig:
+    return ShardCacheConfig(tmp_path / "cache")
 
 
 @pytest.fixture
 def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of downloaded files."""
     names: list[str] = []
-    download = module.RemoteStore._download
+    download = module.CachedRemoteStorage._download
 
     def watched(self: Any, path: Path, known: Any) -> None:
         names.append(known.file)
         download(self, path, known)
 
-    monkeypatch.setattr(module.RemoteStore, "_download", watched)
+    monkeypatch.setattr(module.CachedRemoteStorage, "_download", watched)
     monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
     return names
 
 
-def kept(cache: Cache) -> int:
+def kept(cache: ShardCacheConfig) -> int:
     return sum(path.stat().st_size for path in cache.folder.glob("*/[!.]*") if path.is_file())
 
 
@@ -67,12 +67,12 @@ def same(one: Corpus, other: Corpus) -> bool:
     return all(
         np.array_equal(a, b)
         for number in range(one.n_blocks)
-        for (_, a), (_, b) in zip(one.block(number), other.block(number), strict=True)
+        for (_, a), (_, b) in zip(one.read_block(number), other.read_block(number), strict=True)
     )
 
 
 def test_a_url_gives_what_the_folder_gives(
-    memory: str, folder: Path, cache: Cache, fetched: list[str], causal: Any
+    memory: str, folder: Path, cache: ShardCacheConfig, fetched: list[str], causal: Any
 ) -> None:
     remote, local = Corpus.open(memory, cache), Corpus.open(folder)
     assert not [name for name in fetched if name.endswith(".tar.zst")], "shards come when they are read"
@@ -81,14 +81,14 @@ def test_a_url_gives_what_the_folder_gives(
     assert len(fetched) == len(set(fetched)) == 2 * len(local.manifest.shards)
     assert same(Corpus.open(memory, cache), local)
     assert len(fetched) == 2 * len(local.manifest.shards), "nothing is fetched twice"
-    options: Any = {"sequence_length": 64, "seed": 1, "plan_name": "x"}
+    options: Any = {"sequence_length": 64, "seed": 1, "plan_cache_key": "x"}
     np.testing.assert_array_equal(
-        PackedRows(remote, causal, **options).row(5)["tokens"],
-        PackedRows(local, causal, **options).row(5)["tokens"],
+        PackedDataset(remote, causal, **options).row(5)["tokens"],
+        PackedDataset(local, causal, **options).row(5)["tokens"],
     )
 
 
-def test_over_http(folder: Path, cache: Cache) -> None:
+def test_over_http(folder: Path, cache: ShardCacheConfig) -> None:
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *_: Any) -> None: ...
 
@@ -127,7 +127,7 @@ def bucket(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server.stop()
 
 
-def test_over_s3(bucket: str, folder: Path, cache: Cache, fetched: list[str]) -> None:
+def test_over_s3(bucket: str, folder: Path, cache: ShardCacheConfig, fetched: list[str]) -> None:
     remote = Corpus.open(bucket, cache)
     assert same(remote, Corpus.open(folder))
     assert len(fetched) == len(set(fetched)) == 2 * len(remote.manifest.shards)
@@ -169,7 +169,9 @@ class Gcs(http.server.BaseHTTPRequestHandler):
         self.wfile.write(data)
 
 
-def test_over_gcs(folder: Path, cache: Cache, fetched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_over_gcs(
+    folder: Path, cache: ShardCacheConfig, fetched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By gcsfs, from a server of this file, since no fake server of GCS is small enough to be installed for it."""
     # Without asking Google what kind of bucket it is, over a protocol that the server does not speak.
     monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
@@ -189,7 +191,7 @@ def test_over_gcs(folder: Path, cache: Cache, fetched: list[str], monkeypatch: p
 
 
 def test_a_protocol_whose_package_is_missing_is_one_line(
-    cache: Cache, monkeypatch: pytest.MonkeyPatch
+    cache: ShardCacheConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for protocol, package in (("s3", "s3fs"), ("gs", "gcsfs")):
         monkeypatch.setitem(sys.modules, package, None)
@@ -202,7 +204,7 @@ def test_a_protocol_whose_package_is_missing_is_one_line(
 
 
 def test_the_cache_is_bounded_and_what_went_comes_again(
-    memory: str, folder: Path, cache: Cache, fetched: list[str]
+    memory: str, folder: Path, cache: ShardCacheConfig, fetched: list[str]
 ) -> None:
     local = Corpus.open(folder)
     sizes = [shard.bytes for shard in local.manifest.shards]
@@ -220,7 +222,7 @@ def test_the_cache_is_bounded_and_what_went_comes_again(
 
 @pytest.mark.parametrize("change", ["flipped", "longer", "shorter"])
 def test_what_arrives_damaged_is_never_kept(
-    memory: str, cache: Cache, fetched: list[str], change: str
+    memory: str, cache: ShardCacheConfig, fetched: list[str], change: str
 ) -> None:
     fs, path = fsspec.filesystem("memory"), f"/bucket/corpus/{SHARD}"
     data = bytearray(fs.cat(path))
@@ -229,16 +231,18 @@ def test_what_arrives_damaged_is_never_kept(
     fs.pipe(path, bytes(changed))
     corpus = Corpus.open(memory, cache)
     bad = corpus.shard_blocks(1)[0]
-    assert_refused(lambda: corpus.block(bad), f"{memory}/{SHARD}: what arrives is not what the manifest says")
+    assert_refused(
+        lambda: corpus.read_block(bad), f"{memory}/{SHARD}: what arrives is not what the manifest says"
+    )
     assert not corpus.store.path(corpus.manifest.shards[1]).exists()
     assert not list(corpus.folder.glob("*.partial"))
     fs.pipe(path, bytes(data))
     if change != "flipped":
-        corpus.block(bad)
+        corpus.read_block(bad)
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(
-    memory: str, cache: Cache, fetched: list[str], monkeypatch: pytest.MonkeyPatch
+    memory: str, cache: ShardCacheConfig, fetched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     corpus = Corpus.open(memory, cache)
 
@@ -246,20 +250,24 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
         raise remote.DiskError(OSError(28, "No space left on device"))
 
     monkeypatch.setattr(module, "_write", full)
-    assert_refused(lambda: corpus.block(0), "No space left on device", "data.cache")
+    assert_refused(lambda: corpus.read_block(0), "No space left on device", "data.cache")
     left = [path.name for path in corpus.folder.iterdir()]
     assert not [name for name in left if name.endswith((".tar.zst", ".partial"))]
     monkeypatch.undo()
-    corpus.block(0)
+    corpus.read_block(0)
 
 
-def read_all(url: str, cache: Cache, start: Any, out: Any) -> None:
+def read_all(url: str, cache: ShardCacheConfig, start: Any, out: Any) -> None:
     corpus = Corpus.open(url, cache)
     start.wait()
-    out.put(sum(int(tokens.sum()) for number in range(corpus.n_blocks) for _, tokens in corpus.block(number)))
+    out.put(
+        sum(int(tokens.sum()) for number in range(corpus.n_blocks) for _, tokens in corpus.read_block(number))
+    )
 
 
-def test_ranks_fetch_a_file_once_and_a_killed_download_harms_nobody(folder: Path, cache: Cache) -> None:
+def test_ranks_fetch_a_file_once_and_a_killed_download_harms_nobody(
+    folder: Path, cache: ShardCacheConfig
+) -> None:
     """Processes over HTTP: three at once, and before them one that is killed within its first shard."""
     asked: list[str] = []
     slow = threading.Event()
@@ -307,7 +315,7 @@ def test_ranks_fetch_a_file_once_and_a_killed_download_harms_nobody(folder: Path
             reader.join()
         server.shutdown()
     local = Corpus.open(folder)
-    expected = sum(int(t.sum()) for number in range(local.n_blocks) for _, t in local.block(number))
+    expected = sum(int(t.sum()) for number in range(local.n_blocks) for _, t in local.read_block(number))
     assert sums == [expected] * 3
     shards = [path for path in asked if path.endswith(".tar.zst")]
     assert len(shards) == len(set(shards)) == len(local.manifest.shards)
@@ -323,12 +331,12 @@ def test_ranks_fetch_a_file_once_and_a_killed_download_harms_nobody(folder: Path
         ("memory://nowhere", "there is no manifest"),
     ],
 )
-def test_what_is_no_place_of_a_corpus_is_refused(url: str, reason: str, cache: Cache) -> None:
+def test_what_is_no_place_of_a_corpus_is_refused(url: str, reason: str, cache: ShardCacheConfig) -> None:
     with pytest.raises(UsageError, match=reason):
         Corpus.open(url, cache)
 
 
-def test_a_manifest_that_names_files_elsewhere_fetches_nothing(memory: str, cache: Cache) -> None:
+def test_a_manifest_that_names_files_elsewhere_fetches_nothing(memory: str, cache: ShardCacheConfig) -> None:
     fs = fsspec.filesystem("memory")
     text = fs.cat("/bucket/corpus/manifest.json").decode().replace(SHARD, "../../secret.tar.zst")
     fs.pipe("/bucket/corpus/manifest.json", text.encode())
@@ -338,11 +346,11 @@ def test_a_manifest_that_names_files_elsewhere_fetches_nothing(memory: str, cach
 
 
 def test_check_and_workers_read_urls(
-    memory: str, cache: Cache, causal: Any, monkeypatch: pytest.MonkeyPatch
+    memory: str, cache: ShardCacheConfig, causal: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatfm.data.corpus.Cache", lambda: cache)
+    monkeypatch.setattr("megatfm.data.corpus.ShardCacheConfig", lambda: cache)
     assert check(memory).samples == 100
-    rows = PackedRows(Corpus.open(memory, cache), causal, sequence_length=64, seed=1)
+    rows = PackedDataset(Corpus.open(memory, cache), causal, sequence_length=64, seed=1)
     shutil.rmtree(cache.folder)  # even if all of it goes in between
-    with Loader(rows, global_batch=8, micro_batch=8) as loader:
+    with DataLoader(rows, global_batch=8, micro_batch=8) as loader:
         next(loader)

@@ -9,7 +9,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from megatfm.data import Cache, Corpus, remote
+from megatfm.data import Corpus, ShardCacheConfig, remote
 from megatfm.data import store as module
 from megatfm.errors import MegatfmError, UsageError
 from tests.unit.data.tamper import SHARD, assert_refused
@@ -37,14 +37,14 @@ def failing_first(
 
 def test_a_store_that_is_away_is_waited_for_some_minutes(
     memory: str,
-    cache: Cache,
+    cache: ShardCacheConfig,
     fetched: list[str],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     corpus = Corpus.open(memory, cache)
     accesses, waits = failing_first(monkeypatch, remote.ATTEMPTS - 1)
-    corpus.block(0)
+    corpus.read_block(0)
     expected = [1, 2, 4, 8, 16, 32, 60, 60, 60]
     assert accesses == [len(expected) + 1]
     assert all(n / 2 <= waited <= 1.5 * n for n, waited in zip(expected, waits, strict=True))
@@ -54,12 +54,12 @@ def test_a_store_that_is_away_is_waited_for_some_minutes(
     )
     assert "try 3 of 10 in " in caplog.messages[1]
     _, others = failing_first(monkeypatch, 3)
-    corpus.block(corpus.shard_blocks(2)[0])
+    corpus.read_block(corpus.shard_blocks(2)[0])
     assert not set(waits) & set(others), "ranks don't ask together"
     failing_first(monkeypatch, 99)
     bad = corpus.shard_blocks(1)[0]
     assert_refused(
-        lambda: corpus.block(bad), f"{memory}: {SHARD} can't be read (ConnectionResetError: the network"
+        lambda: corpus.read_block(bad), f"{memory}: {SHARD} can't be read (ConnectionResetError: the network"
     )
 
 
@@ -90,7 +90,7 @@ class NoCredentialsError(Exception):
     ids=str,
 )
 def test_what_no_waiting_mends_ends_at_once(
-    memory: str, cache: Cache, monkeypatch: pytest.MonkeyPatch, error: Exception, accesses: int
+    memory: str, cache: ShardCacheConfig, monkeypatch: pytest.MonkeyPatch, error: Exception, accesses: int
 ) -> None:
     counted, waits = failing_first(monkeypatch, 2, error)
     if accesses == 3:
@@ -105,7 +105,7 @@ def test_what_no_waiting_mends_ends_at_once(
 
 
 def test_a_file_system_without_locks_is_named(
-    memory: str, cache: Cache, monkeypatch: pytest.MonkeyPatch
+    memory: str, cache: ShardCacheConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_locks(*_: Any) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
@@ -115,7 +115,7 @@ def test_a_file_system_without_locks_is_named(
 
 
 def test_a_corpus_replaced_behind_its_url_is_read_as_it_is_now(
-    memory: str, folder: Path, write: Callable[..., Path], cache: Cache, fetched: list[str]
+    memory: str, folder: Path, write: Callable[..., Path], cache: ShardCacheConfig, fetched: list[str]
 ) -> None:
     """Same names and sizes, but other tokens, other frames; and one that comes back. Files that an older version kept
     are not read."""
@@ -124,7 +124,7 @@ def test_a_corpus_replaced_behind_its_url_is_read_as_it_is_now(
     for known in (file for shard in first.manifest.shards for file in (shard, shard.index)):
         # Under the plain name, as versions before 2026-11 kept files.
         (first.folder / known.file).write_bytes(first.store.path(known).read_bytes())
-    texts = [tokens.copy() for number in range(first.n_blocks) for _, tokens in first.block(number)]
+    texts = [tokens.copy() for number in range(first.n_blocks) for _, tokens in first.read_block(number)]
     others = write(texts, "others", frame_bytes=3000)
     swapped = write([tokens[::-1].copy() for tokens in texts], "swapped", compress=False)
     plain = write(texts, "plain", compress=False)
@@ -139,7 +139,7 @@ def test_a_corpus_replaced_behind_its_url_is_read_as_it_is_now(
     assert fetched.count("shard-000000.index.zst") == 4, "and what is there already is not fetched again"
 
 
-def test_a_damaged_file_of_the_cache_is_told_how_to_mend(memory: str, cache: Cache) -> None:
+def test_a_damaged_file_of_the_cache_is_told_how_to_mend(memory: str, cache: ShardCacheConfig) -> None:
     corpus = Corpus.open(memory, cache)
     path = corpus.store.path(corpus.manifest.shards[0].index)
     data = path.read_bytes()

@@ -86,8 +86,10 @@ def test_many_documents_of_a_member_are_read_by_webdataset_and_by_us(
     assert all(len(index.frames) > 2 for index in corpus.indexes[:-1])
     assert corpus.n_blocks < 15, "many documents a frame"
     for block in range(corpus.n_blocks):
-        for sample, (number, tokens) in zip(corpus.samples(block), corpus.block(block), strict=True):
-            assert (sample.number, sample.key, sample.source) == (number, *found[number][:2])
+        for sample, (number, tokens) in zip(
+            corpus.read_block_samples(block), corpus.read_block(block), strict=True
+        ):
+            assert (sample.index, sample.key, sample.source) == (number, *found[number][:2])
             np.testing.assert_array_equal(sample.tokens, expected[number])
             np.testing.assert_array_equal(tokens, expected[number])
     check(folder)
@@ -102,7 +104,7 @@ def test_documents_with_files_and_without_lie_in_frames_of_their_own(tmp_path: P
         writer.finish({})
     corpus = Corpus.open(tmp_path / "c")
     assert corpus.blocks.tolist() == [0, 4, 7, 12]
-    found = [sample for block in range(3) for sample in corpus.samples(block)]
+    found = [sample for block in range(3) for sample in corpus.read_block_samples(block)]
     assert [(one.key, one.source, len(one.tokens), dict(one.members)) for one in found] == [
         (f"k{i}", f"s{i}", i, {"cls": b"%d" % i} if 4 <= i < 7 else {}) for i in range(12)
     ]
@@ -163,15 +165,15 @@ def test_the_tar_is_pinned(write: Write, pack: bool, pinned: str) -> None:
 def test_wide_tokens_survive(write: Write) -> None:
     tokens = np.array([0, 2**16, 2**32 - 1])
     corpus = Corpus.open(write([tokens], token_dtype="uint32"))
-    np.testing.assert_array_equal(corpus.sample(0).tokens, tokens)
-    assert corpus.sample(0).tokens.dtype == np.uint32
+    np.testing.assert_array_equal(corpus.read_sample(0).tokens, tokens)
+    assert corpus.read_sample(0).tokens.dtype == np.uint32
 
 
 def test_a_large_sample_gets_its_own_frame(write: Write) -> None:
     sizes = [10, 50_000, 10, 10]
     corpus = Corpus.open(write([np.ones(n, np.uint16) for n in sizes], shard_bytes=2**20))
     assert corpus.blocks.tolist() == [0, 1, 2, 4]
-    assert [len(tokens) for i in range(3) for _, tokens in corpus.block(i)] == sizes
+    assert [len(tokens) for i in range(3) for _, tokens in corpus.read_block(i)] == sizes
 
 
 @pytest.mark.parametrize(
@@ -230,7 +232,7 @@ class PowerLoss(BaseException):
 
 def interrupted_runs(folder: Path, monkeypatch: pytest.MonkeyPatch, texts: list[np.ndarray]) -> Iterator[int]:
     """Run again and again, each ended at a later rename, until one comes through; yields after each."""
-    sync = files.sync_folder
+    sync = files.fsync_directory
     for lives in range(100):
         calls = iter(range(lives))
 
@@ -239,7 +241,7 @@ def interrupted_runs(folder: Path, monkeypatch: pytest.MonkeyPatch, texts: list[
             if next(calls, None) is None:
                 raise PowerLoss
 
-        monkeypatch.setattr(files, "sync_folder", dying)
+        monkeypatch.setattr(files, "fsync_directory", dying)
         writer = ShardWriter(
             folder,
             tokenizer_hash="a" * 64,

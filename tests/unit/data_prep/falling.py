@@ -12,15 +12,15 @@ import time
 from pathlib import Path
 
 from megatfm import data_prep
-from megatfm.data.files import WholeFile
+from megatfm.data.files import AtomicFile
 
 name, writes, rank, config, *rest = sys.argv[1:]
 fallen = Path(config).with_name("fallen")
-write = WholeFile.write
+write = AtomicFile.write
 count = 0
 
 
-def counted(self: WholeFile, data: bytes) -> None:
+def counted(self: AtomicFile, data: bytes) -> None:
     global count
     if self.path.name.startswith("read."):
         count += 1
@@ -31,7 +31,7 @@ def counted(self: WholeFile, data: bytes) -> None:
 
 
 if rank in ("-", os.environ.get("OMPI_COMM_WORLD_RANK")):
-    WholeFile.write = counted  # type: ignore[method-assign]
+    AtomicFile.write = counted  # type: ignore[method-assign]
 else:
     while not fallen.exists():
         time.sleep(0.05)

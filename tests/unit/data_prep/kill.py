@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatfm.config.prep import PrepConfig
-from megatfm.data.files import WholeFile
+from megatfm.data.files import AtomicFile
 from megatfm.data_prep import pipeline
 from megatfm.data_prep.progress import Reporter
 
@@ -37,7 +37,7 @@ class Clock:
 def run(config: PrepConfig, last: int) -> None:
     clock = Clock(last)
     os.fsync, os.replace = clock.ticking(os.fsync), clock.ticking(os.replace)
-    WholeFile.write = clock.ticking(WholeFile.write)  # type: ignore[method-assign]
+    AtomicFile.write = clock.ticking(AtomicFile.write)  # type: ignore[method-assign]
     pipeline.run(config, Reporter())
     print(clock.now, file=sys.stderr)
 

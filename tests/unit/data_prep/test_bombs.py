@@ -17,8 +17,8 @@ import pytest
 import zstandard
 
 from megatfm.config.prep import ReadConfig
-from megatfm.data_prep.files import Listing
-from megatfm.data_prep.read import Read
+from megatfm.data_prep.files import InputFiles
+from megatfm.data_prep.read import DocumentReader
 from megatfm.data_prep.readers.record import BadFileError, opened
 from tests.unit.data_prep.test_readers import warc_record
 
@@ -84,7 +84,7 @@ def test_a_bomb_is_refused_in_little_memory_and_the_rest_is_used(
     (tmp_path / "z.jsonl").write_bytes(GOOD)
     for module in ("jsonl", "record", "warc", "webdataset", "parquet"):
         monkeypatch.setattr(f"megatfm.data_prep.readers.{module}.MAX_RECORD_BYTES", MOST)
-    read = Read(Listing(ReadConfig(folder=str(tmp_path), on_bad="skip")), 2**20)
+    read = DocumentReader(InputFiles(ReadConfig(folder=str(tmp_path), on_bad="skip")), 2**20)
     tracemalloc.start()
     try:
         for document in read.documents(lambda _: None):

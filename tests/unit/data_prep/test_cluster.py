@@ -15,9 +15,9 @@ from distributed.security import Security
 
 from megatfm import data_prep
 from megatfm.config.prep import PrepConfig
-from megatfm.data_prep.cluster import _Member, dask_workers
+from megatfm.data_prep.cluster import _DaskMember, dask_workers
 from megatfm.data_prep.command import cli
-from megatfm.data_prep.team import Claims
+from megatfm.data_prep.team import LockExecutor
 from megatfm.data_prep.work import Workspace
 from megatfm.errors import MegatfmError
 from tests.unit.data_prep.conftest import tree
@@ -106,11 +106,11 @@ def test_a_worker_leaves_a_folder_whose_client_is_gone(
 ) -> None:
     """In a stage that it waits to be asked for, and in one that only the client does; else it would lock others out."""
     monkeypatch.setattr("megatfm.data_prep.cluster.CLIENT_SECONDS", 0.05)
-    member = _Member(config(**ALL))
+    member = _DaskMember(config(**ALL))
     member._thread.join(60)
     assert member.has_ended
-    monkeypatch.setattr("megatfm.data_prep.cluster._Member.share", Claims.share)
-    member = _Member(config(**ALL))
+    monkeypatch.setattr("megatfm.data_prep.cluster._DaskMember.run_tasks", LockExecutor.run_tasks)
+    member = _DaskMember(config(**ALL))
     member._thread.join(60)
     assert member.has_ended
     assert not data_prep.run(config(**ALL)).already_done

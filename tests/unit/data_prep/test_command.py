@@ -66,7 +66,7 @@ def test_nothing_held_out_nothing_mended_and_mostly_copies(
     assert "example.org" in (tmp_path / "out/report.html").read_text()
     corpus = Corpus.open(tmp_path / "out/train")
     decode = tokenizers.load(tmp_path / "out").decode
-    assert {decode(corpus.sample(at).tokens) for at in range(2)} == {page["text"], other["text"]}
+    assert {decode(corpus.read_sample(at).tokens) for at in range(2)} == {page["text"], other["text"]}
     assert prep(*words, "steps=[{name='language'}]") == 0
     assert "nothing to do" in capfd.readouterr().err
     write(tmp_path / "lines" / "b.jsonl", "\n".join(records[:3]).encode())
@@ -92,7 +92,7 @@ USAGE = {
     "missing folder": (["read.folder=nowhere"], "nowhere: no such folder"),
     "empty folder": (["read.folder=empty"], "empty: no text files here"),
     "only blank files": (["read.folder=blank"], "no document is left: 2 dropped, as each is empty"),
-    "one word": (["read.folder=word"], "too little text to hold 10 % of it out"),
+    "one word": (["read.folder=word"], "too little text to hold 10% of it out"),
     "large vocabulary": (
         ["tokenizer.vocab_size=900000"],
         "too large for this little text, which gives at most",

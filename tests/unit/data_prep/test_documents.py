@@ -54,8 +54,8 @@ def test_damage_is_one_clear_line(tmp_path: Path, damage: str) -> None:
 
 def test_the_entry_and_the_file_of_a_document() -> None:
     document = Document("package/sub/module.py#3", "")
-    assert (document.entry, document.file) == ("package", "package/sub/module.py")
-    assert Document("module.py", "").entry == "module.py"
+    assert (document.top_level, document.file) == ("package", "package/sub/module.py")
+    assert Document("module.py", "").top_level == "module.py"
 
 
 def save(path: Path, documents: list[Document]) -> None:

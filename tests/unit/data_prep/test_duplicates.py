@@ -18,10 +18,10 @@ from pydantic import TypeAdapter
 
 from megatfm.config.prep_steps import DuplicatesConfig, RepeatedLinesConfig
 from megatfm.data_prep import duplicates
-from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.counts import StepStats
 from megatfm.data_prep.documents import Document
-from megatfm.data_prep.duplicates.index import Index, Rows, RowsWriter
-from megatfm.data_prep.duplicates.pieces import Lines
+from megatfm.data_prep.duplicates.index import DedupContext, KeyTable, KeyTableWriter
+from megatfm.data_prep.duplicates.pieces import LineDedup
 from megatfm.data_prep.minhash import signatures
 from tests.unit.data_prep.conftest import one_by_one
 
@@ -31,23 +31,25 @@ WORDS = [
 ]
 
 
-def search(name: str, **settings: Any) -> duplicates.Search:
+def search(name: str, **settings: Any) -> duplicates.DedupMethod:
     return duplicates.make(TypeAdapter(DuplicatesConfig).validate_python({"name": name, **settings}))
 
 
 def thinned(
-    each: duplicates.Search, folder: Path, parts: Sequence[Sequence[Document]], memory: int = MANY
-) -> tuple[dict[str, str], Counts]:
+    each: duplicates.DedupMethod, folder: Path, parts: Sequence[Sequence[Document]], memory: int = MANY
+) -> tuple[dict[str, str], StepStats]:
     """Source → text of what is left, and the counts: the three stages as prep runs them."""
     folder.mkdir(exist_ok=True)
     files = [folder / str(number) for number in range(len(parts))]
-    sizes = [RowsWriter(file).write(each.scan(part)) for file, part in zip(files, parts, strict=True)]
-    rows, index = Rows(files, *each.row, sizes), Index(folder, memory, one_by_one)
-    marks = index.marks(len(rows), each.find(rows, index)["each"])
-    counts, left = Counts(each.title), {}
+    sizes = [
+        KeyTableWriter(file).write(each.compute_keys(part)) for file, part in zip(files, parts, strict=True)
+    ]
+    rows, index = KeyTable(files, *each.row, sizes), DedupContext(folder, memory, one_by_one)
+    marks = index.is_duplicate(len(rows), each.find_duplicates(rows, index)["each"])
+    counts, left = StepStats(each.title), {}
     for part, first, end in zip(parts, rows.begins.tolist(), rows.begins[1:].tolist(), strict=False):
         of_part = marks.read(first, end)[:, 0]
-        left |= {document.source: document.text for document in each.thin(part, of_part, counts)}
+        left |= {document.id: document.text for document in each.remove_duplicates(part, of_part, counts)}
     return left, counts
 
 
@@ -104,7 +106,7 @@ def is_vowel_sign(character: str) -> bool:
 def test_lines_are_compared_by_definition(lines: list[str]) -> None:
     """All at once, as one by one."""
     text = "\n".join(lines)
-    each = Lines(RepeatedLinesConfig(name="lines", min_characters=2))
+    each = LineDedup(RepeatedLinesConfig(name="lines", min_characters=2))
 
     def key(line: str) -> bytes:
         whole = unicodedata.normalize("NFD", line.lower())

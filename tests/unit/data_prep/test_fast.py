@@ -17,7 +17,7 @@ from megatfm import tokenizers
 from megatfm.config.prep import TokenizerConfig
 from megatfm.data_prep import tokenizer
 from megatfm.data_prep.fast import FastEncoder, _Gigatoken
-from megatfm.data_prep.word_memory import WordMemory
+from megatfm.data_prep.word_memory import CachedWordEncoder
 from megatfm.errors import MegatfmError
 from megatfm.tokenizers import SentencePieceTokenizer, Tokenizer
 
@@ -92,11 +92,13 @@ def made(
 
 
 @pytest.fixture(scope="module")
-def words(texts: Sequence[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, WordMemory]:
+def words(
+    texts: Sequence[str], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Tokenizer, CachedWordEncoder]:
     files = tokenizer.make(TokenizerConfig(vocab_size=600), (text + "\r\n\r\n\f\n" for text in texts[:12]))
     reference = tokenizer.write(tmp_path_factory.mktemp("words"), files)
     assert isinstance(reference, SentencePieceTokenizer)
-    return reference, WordMemory(reference)
+    return reference, CachedWordEncoder(reference)
 
 
 def test_the_ids_are_the_same(made: tuple[Tokenizer, Path, str], texts: list[str]) -> None:
@@ -130,9 +132,9 @@ def test_words_are_cut_only_where_no_piece_goes_on(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
     reference = tokenizers.load(tmp_path / "tokenizer.model")
     assert reference.lossless
-    assert "of\u2581the" in "".join(map(reference.piece, range(reference.vocab_size)))
+    assert "of\u2581the" in "".join(map(reference.id_to_piece, range(reference.vocab_size)))
     fast = FastEncoder(reference, tmp_path)
-    assert isinstance(fast._fast, WordMemory)
+    assert isinstance(fast._fast, CachedWordEncoder)
     rng = random.Random(0)
     texts = ["".join(rng.choices([*"outfhebx  ", "of the ", "é", "\n"], k=40)) for _ in range(300)]
     for ours, theirs in zip(fast.encode_batch(texts, 1), reference.encode_batch(texts, 1), strict=True):
@@ -151,7 +153,7 @@ def test_words_are_cut_only_where_no_piece_goes_on(tmp_path: Path) -> None:
     )
 )
 @settings(max_examples=150, deadline=None)
-def test_the_words_of_hostile_texts(words: tuple[Tokenizer, WordMemory], texts: list[str]) -> None:
+def test_the_words_of_hostile_texts(words: tuple[Tokenizer, CachedWordEncoder], texts: list[str]) -> None:
     reference, memory = words
     for ours, theirs in zip(memory(texts, 1), reference.encode_batch(texts, 1), strict=True):
         assert np.array_equal(ours, theirs)
@@ -195,9 +197,9 @@ def test_a_difference_is_found(
 
 
 def test_the_memory_of_words_is_bounded(
-    words: tuple[Tokenizer, WordMemory], monkeypatch: pytest.MonkeyPatch
+    words: tuple[Tokenizer, CachedWordEncoder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatfm.data_prep.word_memory.REMEMBERED", 50)
+    monkeypatch.setattr("megatfm.data_prep.word_memory.MAX_CACHED_WORDS", 50)
     reference, memory = words
     for number in range(20):
         text = " ".join(f"w{number}x{each}" for each in range(20)) + "y" * 100

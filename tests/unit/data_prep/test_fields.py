@@ -14,12 +14,12 @@ import zstandard
 from megatfm import data_prep, tokenizers
 from megatfm.config.prep import PrepConfig, ReadConfig
 from megatfm.config.prep_steps import WhereConfig
-from megatfm.data import Codec, Corpus, check, export, show, stats
-from megatfm.data_prep.counts import Counts
+from megatfm.data import Corpus, Detokenizer, check, export, show, stats
+from megatfm.data_prep.counts import StepStats
 from megatfm.data_prep.documents import Document
 from megatfm.data_prep.readers import reader
 from megatfm.data_prep.readers.record import Record
-from megatfm.data_prep.steps.where import Where
+from megatfm.data_prep.steps.where import MetadataFilter
 from megatfm.errors import UsageError
 from tests.unit.data_prep.conftest import write
 
@@ -51,7 +51,11 @@ def of_file(tmp_path: Path, keep: tuple[str, ...], **more: Any) -> PrepConfig:
 
 def fields_of(folder: Path) -> dict[str, Any]:
     corpus = Corpus.open(folder)
-    return {s.source: dict(s.fields) for block in range(corpus.n_blocks) for s in corpus.samples(block)}
+    return {
+        s.source: dict(s.metadata)
+        for block in range(corpus.n_blocks)
+        for s in corpus.read_block_samples(block)
+    }
 
 
 @pytest.mark.parametrize("plain", [False, True])
@@ -78,7 +82,7 @@ def test_fields_travel_into_the_shards_and_out_again(tmp_path: Path, plain: bool
     assert "cc-by" in counted
     assert "cc-by" in (out / "report.html").read_text()
     model = tokenizers.load(out)
-    export(out / "train", tmp_path / "x.jsonl.zst", Codec(model.decode, model.eos))
+    export(out / "train", tmp_path / "x.jsonl.zst", Detokenizer(model.decode, model.eos))
     with zstandard.open(tmp_path / "x.jsonl.zst", "rt") as file:
         again = {record["source"]: record["fields"] for record in map(json.loads, file)}
     assert again == fields_of(out / "train")
@@ -137,9 +141,9 @@ def test_where(settings: dict[str, Any], kept: list[Any]) -> None:
         Document("2", "x", "https://c.org/1", fields={"n": 2, "date": "2026-02-01", "licence": "mit"}),
         Document("3", "x", fields={"n": 2.5, "date": "2026-04-01", "licence": "gpl"}),
     ]
-    rule = Where(WhereConfig.model_validate({"name": "where", **settings}))
-    found = [each for each in documents if isinstance(rule.apply(each, Counts("")), Document)]
-    assert [each.value(settings["field"]) for each in found] == kept
+    rule = MetadataFilter(WhereConfig.model_validate({"name": "where", **settings}))
+    found = [each for each in documents if isinstance(rule.apply(each, StepStats("")), Document)]
+    assert [each.get(settings["field"]) for each in found] == kept
 
 
 def test_every_format_keeps_fields(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatfm.config.prep import ReadConfig
-from megatfm.data_prep.files import Listing
+from megatfm.data_prep.files import InputFiles
 from megatfm.errors import MegatfmError, UsageError
 
 
@@ -28,7 +28,7 @@ def test_all_files_sorted_without_the_hidden(root: Path) -> None:
 def test_patterns_choose_and_leave_out(root: Path) -> None:
     found = listing(root, include=("*.txt",), exclude=("tests",))
     assert [file.name for file in found.files] == ["a/z.txt", "b.txt", "c/d/e/f.txt"]
-    assert found.left_out == 3
+    assert found.n_excluded == 3
 
 
 def test_sizes_are_those_on_disk(root: Path) -> None:
@@ -43,13 +43,13 @@ def test_the_standard_library_without_tests_and_other_packages() -> None:
         if not {"test", "tests", "idle_test", "site-packages", "dist-packages"}
         & set(path.relative_to(stdlib).parts)
     }
-    found = Listing(ReadConfig(source="python-stdlib"))
+    found = InputFiles(ReadConfig(source="python-stdlib"))
     assert {file.name for file in found.files} == expected
     assert "json/decoder.py" in expected
 
 
 def test_a_folder_goes_before_a_source(root: Path) -> None:
-    assert len(Listing(ReadConfig(source="python-stdlib", folder=str(root))).files) == 5
+    assert len(InputFiles(ReadConfig(source="python-stdlib", folder=str(root))).files) == 5
 
 
 def test_links_are_followed(root: Path, tmp_path: Path) -> None:
@@ -108,8 +108,8 @@ def test_patterns_that_fit_nothing_are_a_usage_error(root: Path) -> None:
         listing(root, include=("*.rst",))
 
 
-def listing(root: Path, **settings) -> Listing:
-    return Listing(ReadConfig(folder=str(root), **settings))
+def listing(root: Path, **settings) -> InputFiles:
+    return InputFiles(ReadConfig(folder=str(root), **settings))
 
 
 def names(root: Path) -> list[str]:

@@ -80,7 +80,7 @@ def taken(out: Path) -> dict[str, Any]:
     for name in ("train", "validation"):
         corpus = Corpus.open(out / name)
         check(out / name)
-        for sample in map(corpus.sample, reversed(range(corpus.n_samples))):
+        for sample in map(corpus.read_sample, reversed(range(corpus.n_samples))):
             found[sample.source] = sample
     return found
 

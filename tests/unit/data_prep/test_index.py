@@ -11,9 +11,9 @@ import pytest
 from numpy.typing import NDArray
 
 from megatfm.data_prep.duplicates import index as index_module
-from megatfm.data_prep.duplicates.alike import mark_alike, tree
-from megatfm.data_prep.duplicates.index import Division, Facts, Index, Rows, RowsWriter
-from megatfm.data_prep.duplicates.later import equal, mark_later_ones
+from megatfm.data_prep.duplicates.alike import mark_near_duplicates, spanning_forest
+from megatfm.data_prep.duplicates.index import DedupContext, Facts, KeyTable, KeyTableWriter, Partitioning
+from megatfm.data_prep.duplicates.later import group_equal_keys, mark_repeats
 from tests.unit.data_prep.conftest import one_by_one
 
 MANY = 2**30
@@ -23,7 +23,7 @@ Marks = NDArray[np.uint8]
 def marked(
     folder: Path,
     values: NDArray[Any],
-    find: Callable[[Rows, Index], Facts],
+    find: Callable[[KeyTable, DedupContext], Facts],
     memory: int = MANY,
     sizes: Sequence[int] = (),
 ) -> tuple[Marks, Facts]:
@@ -32,11 +32,11 @@ def marked(
     edges = np.cumsum([0, *sizes, len(values) - sum(sizes)]).tolist()
     files = [folder / f"rows.{number}" for number in range(len(edges) - 1)]
     for file, begin, end in zip(files, edges, edges[1:], strict=False):
-        RowsWriter(file).write(iter([values[begin:end]]))
-    rows = Rows(files, values.dtype.str, values.shape[1], np.diff(edges).tolist())
-    index = Index(folder, memory, one_by_one)
+        KeyTableWriter(file).write(iter([values[begin:end]]))
+    rows = KeyTable(files, values.dtype.str, values.shape[1], np.diff(edges).tolist())
+    index = DedupContext(folder, memory, one_by_one)
     told = find(rows, index)
-    return index.marks(len(rows), told["each"]).read(0, len(rows))[:, 0], told
+    return index.is_duplicate(len(rows), told["each"]).read(0, len(rows))[:, 0], told
 
 
 def later_by_definition(values: NDArray[Any]) -> list[bool]:
@@ -56,7 +56,7 @@ def test_later_ones(tmp_path: Path, sizes: tuple[int, ...], memory: int, kinds: 
     values = rng.choice(stock, (600, 1))
     values[rng.random(600) < 0.3] = stock[0]  # one that a third of all rows have
     values[-1], values[5] = 2**64 - 1, 0
-    marks, _ = marked(tmp_path, values, mark_later_ones, memory, sizes)
+    marks, _ = marked(tmp_path, values, mark_repeats, memory, sizes)
     assert marks.tolist() == later_by_definition(values)
 
 
@@ -65,7 +65,7 @@ def test_later_ones_of_two_numbers(tmp_path: Path, memory: int) -> None:
     """Half of a key is not enough, and the examples name the very first."""
     values = np.random.default_rng(0).integers(0, 30, (3000, 2)).astype("<u8")
     values[:, 0] *= 2**59 // 3
-    marks, told = marked(tmp_path, values, mark_later_ones, memory, (1500,))
+    marks, told = marked(tmp_path, values, mark_repeats, memory, (1500,))
     assert marks.tolist() == later_by_definition(values)
     first: dict[bytes, int] = {}
     for number, row in enumerate(values):
@@ -77,12 +77,14 @@ def test_later_ones_of_two_numbers(tmp_path: Path, memory: int) -> None:
 def test_hashes_of_a_few_ranges_only(tmp_path: Path) -> None:
     """Of hashes that are close to one another a range holds all: it is halved until they fit."""
     values = np.repeat(np.arange(300, dtype="<u8")[:, None], 2, axis=0)
-    marks, _ = marked(tmp_path, values, mark_later_ones, 4000)
+    marks, _ = marked(tmp_path, values, mark_repeats, 4000)
     assert marks.tolist() == [0, 1] * 300
 
 
 @pytest.mark.parametrize("count", [0, 1])
-@pytest.mark.parametrize("find", [mark_later_ones, lambda rows, index: mark_alike(rows, index, 1, 0.75)])
+@pytest.mark.parametrize(
+    "find", [mark_repeats, lambda rows, index: mark_near_duplicates(rows, index, 1, 0.75)]
+)
 def test_next_to_nothing(tmp_path: Path, count: int, find: Any) -> None:
     marks, _ = marked(tmp_path, np.zeros((count, 1), "<u8"), find, 1000, (0,))
     assert marks.tolist() == [0] * count
@@ -91,10 +93,10 @@ def test_next_to_nothing(tmp_path: Path, count: int, find: Any) -> None:
 def test_equal_keys_in_one_array() -> None:
     hashes = np.array([5, 3, 5, 3, 3, 9], np.uint64)
     check = np.array([1, 1, 1, 2, 1, 1], np.uint64)
-    firsts, later, of_later = equal(hashes)
+    firsts, later, of_later = group_equal_keys(hashes)
     assert firsts.tolist() == [1, 0, 5]
     assert sorted(zip(later.tolist(), of_later.tolist(), strict=True)) == [(2, 0), (3, 1), (4, 1)]
-    firsts, later, of_later = equal(hashes, check)
+    firsts, later, of_later = group_equal_keys(hashes, check)
     assert firsts.tolist() == [1, 3, 0, 5]
     assert sorted(zip(later.tolist(), of_later.tolist(), strict=True)) == [(2, 0), (4, 1)]
 
@@ -142,7 +144,9 @@ def test_rows_that_are_alike(tmp_path: Path, sizes: tuple[int, ...], memory: int
     for _ in range(3):
         signs[np.arange(600), rng.integers(0, 12, 600)] = rng.integers(0, 2, 600)
     expected = alike_by_definition(signs, 4, 0.75)
-    marks, _ = marked(tmp_path, signs, lambda rows, index: mark_alike(rows, index, 4, 0.75), memory, sizes)
+    marks, _ = marked(
+        tmp_path, signs, lambda rows, index: mark_near_duplicates(rows, index, 4, 0.75), memory, sizes
+    )
     assert marks.tolist() == expected
     assert 0.1 < np.mean(expected) < 1
     assert Counter(path.name.split(".")[0] for path in tmp_path.iterdir())["rest"] == 0
@@ -157,7 +161,9 @@ def test_long_chains(tmp_path: Path, memory: int) -> None:
     signs[1:length:2, :4] = signs[: length - 1 : 2, :4]  # a row's first half is that of the one before it,
     signs[2:length:2, 4:] = signs[1 : length - 1 : 2, 4:]  # and its second that of the one behind it
     signs = signs[np.random.default_rng(0).permutation(len(signs))]
-    marks, _ = marked(tmp_path, signs, lambda rows, index: mark_alike(rows, index, 2, 0.5), memory, (150,))
+    marks, _ = marked(
+        tmp_path, signs, lambda rows, index: mark_near_duplicates(rows, index, 2, 0.5), memory, (150,)
+    )
     assert marks.tolist() == alike_by_definition(signs, 2, 0.5)
     assert marks.sum() == length - 1
 
@@ -165,7 +171,7 @@ def test_long_chains(tmp_path: Path, memory: int) -> None:
 def test_a_tree_joins_what_the_edges_join() -> None:
     rng = np.random.default_rng(0)
     edges = np.sort(rng.integers(0, 300, (200, 2)) * 10**9, axis=1)
-    found = tree(edges)
+    found = spanning_forest(edges)
     groups = {row: {row} for row in edges.ravel().tolist()}
     for a, b in edges.tolist():
         joined = groups[a] | groups[b]
@@ -174,16 +180,16 @@ def test_a_tree_joins_what_the_edges_join() -> None:
     expected = {(min(group), row) for row, group in groups.items() if row != min(group)}
     assert set(map(tuple, found.tolist())) == expected
     assert len(found) == len(expected)
-    assert len(tree(edges[:0])) == 0
+    assert len(spanning_forest(edges[:0])) == 0
 
 
 def test_rows_are_divided_by_what_there_is() -> None:
     """A chunk and a range fit the memory, and there are enough tasks for many processes where rows are many."""
-    small = Division.of(10**6, 2**20, 100, 100)
-    assert small.each * 100 <= 2**20
+    small = Partitioning.of(10**6, 2**20, 100, 100)
+    assert small.chunk_rows * 100 <= 2**20
     assert 10**6 / small.ranges * 100 <= 2**20
-    assert Division.of(10**9, 2**30, 100, 100).chunks >= index_module.TASKS
-    assert Division.of(1000, 2**30, 100, 100) == Division(1000, index_module.TASK_ROWS, 1)
+    assert Partitioning.of(10**9, 2**30, 100, 100).chunks >= index_module.TASKS
+    assert Partitioning.of(1000, 2**30, 100, 100) == Partitioning(1000, index_module.TASK_ROWS, 1)
 
 
 @pytest.mark.parametrize("memory", [2**20, 2**22])
@@ -191,15 +197,15 @@ def test_rows_are_divided_by_what_there_is() -> None:
 def test_the_memory_of_a_task_is_bounded(tmp_path: Path, memory: int, kind: str) -> None:
     """Python's and NumPy's memory, by tracemalloc; the rows take 3 and 9 MB, and a third of them are one."""
     rng = np.random.default_rng(0)
-    find: Callable[[Rows, Index], Facts]
+    find: Callable[[KeyTable, DedupContext], Facts]
     if kind == "later":
-        values, find = rng.integers(0, 2**64, (400_000, 1), np.uint64), mark_later_ones
+        values, find = rng.integers(0, 2**64, (400_000, 1), np.uint64), mark_repeats
     else:
         values = rng.integers(0, 2**32, (20_000, 112), np.uint32)
-        find = lambda rows, index: mark_alike(rows, index, 14, 0.75)  # noqa: E731
+        find = lambda rows, index: mark_near_duplicates(rows, index, 14, 0.75)  # noqa: E731
     values[::3] = values[0]
-    RowsWriter(tmp_path / "rows").write(iter([values]))
-    rows = Rows([tmp_path / "rows"], values.dtype.str, values.shape[1], [len(values)])
+    KeyTableWriter(tmp_path / "rows").write(iter([values]))
+    rows = KeyTable([tmp_path / "rows"], values.dtype.str, values.shape[1], [len(values)])
     expected = np.arange(len(values)) % 3 == 0
     expected[0] = False
     peaks = []
@@ -213,11 +219,11 @@ def test_the_memory_of_a_task_is_bounded(tmp_path: Path, memory: int, kind: str)
             peaks.append(tracemalloc.get_traced_memory()[1] - before)
         return join(told)
 
-    index = Index(tmp_path, memory, measured)
+    index = DedupContext(tmp_path, memory, measured)
     tracemalloc.start()
     try:
         told = find(rows, index)
     finally:
         tracemalloc.stop()
-    assert np.array_equal(index.marks(len(rows), told["each"]).read(0, len(rows))[:, 0], expected)
+    assert np.array_equal(index.is_duplicate(len(rows), told["each"]).read(0, len(rows))[:, 0], expected)
     assert memory / 2 < max(peaks) < 1.2 * memory

@@ -187,7 +187,7 @@ def test_a_mistake_in_the_last_stage_costs_only_that_stage(
 ) -> None:
     with pytest.raises(UsageError, match=r"tokenizer\.vocab_size = 900000: too large"):
         data_prep.run(config(tokenizer={"vocab_size": 900_000}))
-    monkeypatch.setattr("megatfm.data_prep.clean.Read", None)  # reading again would fail
+    monkeypatch.setattr("megatfm.data_prep.clean.DocumentReader", None)  # reading again would fail
     mended = data_prep.run(config())
     monkeypatch.undo()
     assert tree(mended.out) == tree(data_prep.run(config(out="clean")).out)

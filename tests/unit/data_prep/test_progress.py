@@ -55,5 +55,5 @@ def test_a_failed_stage_is_not_called_done() -> None:
 def test_markup_and_long_lines_are_said_as_they_are() -> None:
     log = io.StringIO()
     line = "note: [bold]a[/bold] " + "x" * 300
-    Reporter(Console(file=log, width=40)).say(line)
+    Reporter(Console(file=log, width=40)).log(line)
     assert log.getvalue() == line + "\n"

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from megatfm.config.prep import ReadConfig
 from megatfm.data_prep.documents import Document
-from megatfm.data_prep.files import Listing
-from megatfm.data_prep.read import Read
+from megatfm.data_prep.files import InputFiles
+from megatfm.data_prep.read import DocumentReader
 from megatfm.errors import MegatfmError
 
 
@@ -23,7 +23,7 @@ def test_blank_files_are_dropped_and_counted(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_bytes(b" \n\t\n")
     (tmp_path / "c.txt").write_bytes(b"c")
     documents, reader = read(tmp_path)
-    assert [document.source for document in documents] == ["c.txt"]
+    assert [document.id for document in documents] == ["c.txt"]
     assert (reader.counts.documents_in, reader.counts.documents_out) == (3, 1)
     assert reader.counts.dropped["is empty"].examples == ["a.txt", "b.txt"]
 
@@ -34,9 +34,7 @@ def test_a_long_file_is_cut_and_nothing_is_lost(tmp_path: Path, paragraph: str) 
     (tmp_path / "long.txt").write_text(text)
     documents, reader = read(tmp_path, limit=1024)
     assert "".join(document.text for document in documents) == text
-    assert [document.source for document in documents] == [
-        f"long.txt#{part}" for part in range(len(documents))
-    ]
+    assert [document.id for document in documents] == [f"long.txt#{part}" for part in range(len(documents))]
     assert all(512 <= document.text_bytes <= 1024 for document in documents[:-1])
     assert reader.counts.changed == 1
     if "\n" in paragraph:
@@ -95,14 +93,14 @@ def test_a_file_without_permission(tmp_path: Path, unprivileged: None) -> None:
 
 def test_a_file_that_vanishes_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"x")
-    listing = Listing(ReadConfig(folder=str(tmp_path)))
+    listing = InputFiles(ReadConfig(folder=str(tmp_path)))
     (tmp_path / "a.txt").unlink()
     with pytest.raises(MegatfmError, match=r"a\.txt: can't be read \(No such file"):
-        list(Read(listing, 1024).documents(lambda _: None))
+        list(DocumentReader(listing, 1024).documents(lambda _: None))
 
 
-def read(folder: Path, limit: int = 2**20, **settings) -> tuple[list[Document], Read]:
-    reader = Read(Listing(ReadConfig(folder=str(folder), **settings)), limit)
+def read(folder: Path, limit: int = 2**20, **settings) -> tuple[list[Document], DocumentReader]:
+    reader = DocumentReader(InputFiles(ReadConfig(folder=str(folder), **settings)), limit)
     done: list[int] = []
     documents = list(reader.documents(done.append))
     assert sum(done) == sum(path.stat().st_size for path in folder.iterdir())

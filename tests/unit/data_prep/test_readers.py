@@ -27,8 +27,8 @@ from warcio.warcwriter import WARCWriter
 
 from megatfm.config.prep import ReadConfig
 from megatfm.data_prep.documents import Document
-from megatfm.data_prep.files import Listing
-from megatfm.data_prep.read import Read
+from megatfm.data_prep.files import InputFiles
+from megatfm.data_prep.read import DocumentReader
 from megatfm.data_prep.readers import FORMATS, Bad, BadFileError, format_of, reader
 from megatfm.data_prep.readers.mediawiki import plain
 from megatfm.errors import MegatfmError
@@ -150,8 +150,8 @@ def warc_records() -> list[bytes]:
     return [b"WARC/1.0" + each for each in warc().split(b"WARC/1.0")[1:]]
 
 
-def documents(path: Path, limit: int = 2**20, **settings: Any) -> tuple[list[Document], Read]:
-    read = Read(Listing(ReadConfig(folder=str(path.parent), **settings)), limit)
+def documents(path: Path, limit: int = 2**20, **settings: Any) -> tuple[list[Document], DocumentReader]:
+    read = DocumentReader(InputFiles(ReadConfig(folder=str(path.parent), **settings)), limit)
     return list(read.documents(lambda _: None)), read
 
 
@@ -166,7 +166,7 @@ def test_every_text_comes_out(tmp_path: Path, name: str) -> None:
     )
     assert [document.text for document in found] == texts
     assert [document.url for document in found] == ([""] * 4 if name in WITHOUT_URL else URLS)
-    assert len({document.source for document in found}) == 4
+    assert len({document.id for document in found}) == 4
     assert {document.file for document in found} == {name}
     assert read.counts.documents_out == 4
     # What is too long is cut, without losing a byte.
@@ -187,14 +187,12 @@ def test_folders_of_datasets(tmp_path: Path) -> None:
     rows.to_json(tmp_path / "others" / "b.jsonl")
     (tmp_path / "others" / "state.json").write_text("the state of some text")
     found, read = documents(tmp_path / "one")
-    by_folder = {
-        name: [each for each in found if each.source.startswith(name)] for name in ("one", "splits/te")
-    }
+    by_folder = {name: [each for each in found if each.id.startswith(name)] for name in ("one", "splits/te")}
     assert [each.text for each in by_folder["one"]] == columns["text"]
     assert [each.url for each in by_folder["one"]] == columns["url"]
     assert [each.text for each in by_folder["splits/te"]] == columns["text"][:5]
     assert len(found) == 4 * len(rows) + 5 + 1
-    assert read._listing.left_out == 2 + 1 + 1 + 2 * 2
+    assert read._listing.n_excluded == 2 + 1 + 1 + 2 * 2
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name not in ("a.jsonl", "a.xml")])
@@ -240,7 +238,7 @@ def test_bad_records_are_counted_and_the_rest_is_used(tmp_path: Path) -> None:
     with pytest.raises(MegatfmError, match=r"a\.jsonl: record 2 is not JSON; mend it, or skip"):
         documents(path)
     found, read = documents(path, on_bad="skip")
-    assert [(document.source, document.text) for document in found] == [
+    assert [(document.id, document.text) for document in found] == [
         ("a.jsonl#1", "good"),
         ("a.jsonl#8", "\ufffd!"),
     ]
@@ -268,7 +266,7 @@ def test_what_is_wrong_with_a_record_is_said(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(table, path.with_name("a.parquet"))
     with pytest.raises(MegatfmError, match=there.replace("body;", "body, n;")):
         documents(path)
-    assert [each.source for each in documents(path, fields={"text": "body"})[0]] == ["a.parquet#1"]
+    assert [each.id for each in documents(path, fields={"text": "body"})[0]] == ["a.parquet#1"]
 
 
 def test_fields_can_lie_inside_others(tmp_path: Path) -> None:
@@ -289,7 +287,7 @@ def test_text_under_compression_and_json_that_is_text(tmp_path: Path) -> None:
     (tmp_path / "c.json").write_text('{"name": "a package"}')
     (tmp_path / "d.json").write_text("[1, 2]")
     found, _ = documents(tmp_path / "x")
-    assert [(each.source, each.text) for each in found] == [
+    assert [(each.id, each.text) for each in found] == [
         ("a.txt.gz", "one\n\n" * 300),
         ("b.md.zst", "two"),
         ("c.json", '{"name": "a package"}'),
@@ -329,7 +327,7 @@ def test_halves_of_surrogate_pairs_go_from_names_and_addresses(tmp_path: Path) -
         archive.addfile(link)
     found, read = documents(tmp_path / "x", on_bad="skip")
     assert [each.text for each in found] == ["one", "two"]
-    said = [*found[0].as_json(), *found[1].as_json(), read.counts.as_json(), read._listing.bad]
+    said = [*found[0].to_list(), *found[1].to_list(), read.counts.as_json(), read._listing.bad]
     assert "\ufffd" in str(said)
     json.dumps(said, ensure_ascii=False, default=str).encode()
 

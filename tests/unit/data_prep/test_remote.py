@@ -15,10 +15,10 @@ from moto.server import ThreadedMotoServer
 
 from megatfm import data_prep
 from megatfm.config.prep import PrepConfig, ReadConfig
-from megatfm.data import Corpus, Remote, remote
-from megatfm.data_prep.away import Away
-from megatfm.data_prep.files import Listing
-from megatfm.data_prep.team import Claims
+from megatfm.data import Corpus, RemoteFolder, remote
+from megatfm.data_prep.away import RemoteOutput
+from megatfm.data_prep.files import InputFiles
+from megatfm.data_prep.team import LockExecutor
 from megatfm.errors import MegatfmError, UsageError
 from tests.unit.data_prep.conftest import write
 
@@ -132,21 +132,21 @@ def test_a_kill_at_any_upload_loses_nothing(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before each file is sent, and after it was sent and before that is noted, the prep is killed once."""
-    put, sent, killed = Remote.put, list[str](), set[tuple[str, str]]()
+    put, sent, killed = RemoteFolder.upload, list[str](), set[tuple[str, str]]()
 
     def fall(name: str, when: str) -> None:
         if (name, when) not in killed:
             killed.add((name, when))
             raise KilledError
 
-    def falling(self: Remote, path: Path, name: str) -> Any:
+    def falling(self: RemoteFolder, path: Path, name: str) -> Any:
         fall(name, "before")
         sent.append(name)
         found = put(self, path, name)
         fall(name, "after")
         return found
 
-    monkeypatch.setattr(Remote, "put", falling)
+    monkeypatch.setattr(RemoteFolder, "upload", falling)
     config = of(str(small), "memory://bucket/out", tmp_path / "scratch")
     fs = fsspec.filesystem("memory")
     for _ in range(50):
@@ -157,7 +157,7 @@ def test_a_kill_at_any_upload_loses_nothing(
             assert not fs.exists("/bucket/out/prep.json") or "prep.json" in sent
     assert len(killed) == 2 * len(set(sent)) > 20
     assert max(map(sent.count, sent)) == 2, "what was noted is not sent again"
-    monkeypatch.setattr(Remote, "put", put)
+    monkeypatch.setattr(RemoteFolder, "upload", put)
     local = data_prep.run(of(str(small), str(tmp_path / "out"), tmp_path))
     assert {name: made.result[name] for name in ("train", "validation")} == {
         name: local.result[name] for name in ("train", "validation")
@@ -178,7 +178,7 @@ def test_several_machines_share_the_work_by_a_folder_that_all_see(
     def task(number: int) -> None:
         names.host = f"node-{number}"
         try:
-            data_prep.run(config, team=lambda folder: Claims(number, 3, folder))
+            data_prep.run(config, team=lambda folder: LockExecutor(number, 3, folder))
         except BaseException as error:
             errors.append(error)
 
@@ -274,20 +274,20 @@ def web(small: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_web_pages_are_listed_and_a_reading_goes_on_where_it_broke_off(
     web: str, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = Listing(ReadConfig(folder=f"{web}/b"), tmp_path)
+    found = InputFiles(ReadConfig(folder=f"{web}/b"), tmp_path)
     assert [file.name for file in found.files] == sorted(f"text {n}%23é.txt" for n in range(12)), (
         "nothing above it"
     )
-    (one,) = Listing(ReadConfig(folder=f"{web}/a/lines.jsonl"), tmp_path).files
+    (one,) = InputFiles(ReadConfig(folder=f"{web}/a/lines.jsonl"), tmp_path).files
     assert one.name == "lines.jsonl"
     data = bytes(range(256)) * 1000
     (small / "large.bin").write_bytes(data)
-    place = Remote(web)
+    place = RemoteFolder(web)
     monkeypatch.setattr(remote, "CHUNK", 2**12)
-    file = place.find("large.bin")
+    file = place.stat("large.bin")
     assert file is not None
     Pages.asked = ()
-    place.fetch(file, tmp_path / "large.bin")
+    place.download(file, tmp_path / "large.bin")
     assert (tmp_path / "large.bin").read_bytes() == data
     assert len(Pages.asked) > 9
     assert Pages.asked.count("0") == 1, "it went on where it was, and did not begin anew"
@@ -298,11 +298,11 @@ def test_what_changes_while_it_is_read_and_what_cannot_be_written_is_said(
 ) -> None:
     fs = fsspec.filesystem("memory")
     fs.pipe("/box/a.txt", b"one")
-    place = Remote("memory://box")
+    place = RemoteFolder("memory://box")
     (file,) = place.files()
     fs.pipe("/box/a.txt", b"two")
     with pytest.raises(MegatfmError, match=r"memory://box: a\.txt changed while it was read: run the same"):
-        place.fetch(file, tmp_path / "a.txt")
+        place.download(file, tmp_path / "a.txt")
     assert not list(tmp_path.glob(".a.txt*"))
     with pytest.raises(ValueError, match="nothing can be written over HTTP: choose a folder"):
         of(str(small), "https://example.org/out", tmp_path)
@@ -316,19 +316,19 @@ def test_what_changes_while_it_is_read_and_what_cannot_be_written_is_said(
     monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
     (tmp_path / "b.txt").write_bytes(b"whole")
     with pytest.raises(UsageError, match=r"memory://box: b\.txt can't be written: memory:// has no way"):
-        place.put(tmp_path / "b.txt", "b.txt")
+        place.upload(tmp_path / "b.txt", "b.txt")
     monkeypatch.setattr(fs.__class__, "put_file", lambda self, here, there, **_: self.pipe(there, b"torn!"))
     with pytest.raises(
         MegatfmError, match=r"b\.txt can't be written \(OSError: what arrived is not what was sent"
     ):
-        place.put(tmp_path / "b.txt", "b.txt")
+        place.upload(tmp_path / "b.txt", "b.txt")
     fs.rm("/box", recursive=True)
 
 
 def test_where_an_upload_shows_early_it_gets_another_name_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place, names = Remote(f"file://{tmp_path}/out"), list[str]()
+    place, names = RemoteFolder(f"file://{tmp_path}/out"), list[str]()
     put = fsspec.filesystem("file").__class__.put_file
     monkeypatch.setattr(
         fsspec.filesystem("file").__class__,
@@ -336,7 +336,7 @@ def test_where_an_upload_shows_early_it_gets_another_name_first(
         lambda self, here, there, **more: (names.append(Path(there).name), put(self, here, there, **more)),
     )
     (tmp_path / "x").write_bytes(b"data")
-    place.put(tmp_path / "x", "train/x")
+    place.upload(tmp_path / "x", "train/x")
     assert names == [".x.partial"]
     assert [file.name for file in place.files()] == ["train/x"]
 
@@ -347,9 +347,9 @@ def test_an_upload_in_parts_is_known_by_its_checksum(
     monkeypatch.setattr(remote, "PART", 5 * 2**20)
     data = bytes(range(251)) * 50_000
     (tmp_path / "x").write_bytes(data)
-    monkeypatch.setattr(remote, "_is_read", lambda *_: pytest.fail("the checksum tells"))
-    found = Remote("s3://prep-bucket").put(tmp_path / "x", "x")
-    assert found.stamp.strip('"').endswith("-3")
+    monkeypatch.setattr(remote, "_content_matches", lambda *_: pytest.fail("the checksum tells"))
+    found = RemoteFolder("s3://prep-bucket").upload(tmp_path / "x", "x")
+    assert found.version.strip('"').endswith("-3")
     assert s3.cat("prep-bucket/x") == data
 
 
@@ -357,9 +357,9 @@ def test_an_upload_in_parts_is_known_by_its_checksum(
 def test_what_no_prep_wrote_under_its_names_is_one_line(data: bytes, tmp_path: Path) -> None:
     fs = fsspec.filesystem("memory")
     fs.pipe("/stranger/.prep-begun.json", data)
-    away = Away("memory://stranger", tmp_path, tmp_path / "notes", ())
+    away = RemoteOutput("memory://stranger", tmp_path, tmp_path / "notes", ())
     with pytest.raises(
         UsageError, match=r"^memory://stranger: \.prep-begun\.json is not what a prep writes: .*$"
     ):
-        away.begin(overwrite=False)
+        away.start(overwrite=False)
     fs.rm("/stranger", recursive=True)

@@ -26,7 +26,7 @@ def test_the_statistics_are_those_of_the_shards(config: Make) -> None:
     made_with = tokenizers.load(summary.out)
     for name in ("train", "validation"):
         corpus, made = Corpus.open(summary.out / name), summary.result[name]
-        ids = [np.asarray(sample.tokens) for sample in map(corpus.sample, range(corpus.n_samples))]
+        ids = [np.asarray(sample.tokens) for sample in map(corpus.read_sample, range(corpus.n_samples))]
         uses = Counter(np.concatenate(ids).tolist())
         assert made["vocabulary"]["used"] == len(uses)
         assert made["vocabulary"]["used_100_times"] == sum(count >= 100 for count in uses.values())

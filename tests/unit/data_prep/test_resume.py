@@ -60,7 +60,7 @@ def test_what_is_finished_is_not_done_again(config: Make, monkeypatch: pytest.Mo
         with pytest.raises(KeyboardInterrupt):
             data_prep.run(config())
     for done in (
-        "clean.Read",
+        "clean.DocumentReader",
         "hold_out.plan_split",
         "hold_out.plan_parts_of_files",
         "encode.tokenizer.make",

@@ -20,7 +20,7 @@ from megatfm.config.prep_steps import StepConfig
 from megatfm.data_prep.documents import Document
 from megatfm.data_prep.steps import STEPS, language, make
 from megatfm.data_prep.steps.repetition import _Runs
-from megatfm.data_prep.steps.rule import DocumentStep
+from megatfm.data_prep.steps.rule import PipelineStep
 from megatfm.errors import UsageError
 
 WORDS = [
@@ -77,11 +77,11 @@ def same_words(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def step(name: str, **settings: Any) -> DocumentStep:
+def step(name: str, **settings: Any) -> PipelineStep:
     return make(TypeAdapter(StepConfig).validate_python({"name": name, **settings}))
 
 
-def outcome(each: DocumentStep, text: str, url: str = "") -> tuple[str | None, str]:
+def outcome(each: PipelineStep, text: str, url: str = "") -> tuple[str | None, str]:
     """What is left of a text, and why nothing is."""
     result = each(Document("x", text, url))
     return (result.text if result else None), next(iter(each.counts.dropped), "")

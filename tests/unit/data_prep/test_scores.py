@@ -14,11 +14,11 @@ import torch
 
 from megatfm.config.base import Section
 from megatfm.config.prep import PrepConfig
-from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.counts import StepStats
 from megatfm.data_prep.documents import Document
 from megatfm.data_prep.steps import make
-from megatfm.data_prep.steps.linear import Weights, features
-from megatfm.data_prep.work import identity
+from megatfm.data_prep.steps.linear import LinearClassifier, features
+from megatfm.data_prep.work import config_identity
 from megatfm.errors import UsageError
 from megatfm.generate.load import load
 from tests.unit.generate.conftest import random_model, tokenizer_model, wide, write_run  # noqa: F401
@@ -73,17 +73,17 @@ def section(**values: Any) -> Section:
 
 
 def apply(text: str, **values: Any) -> Document | str:
-    return make(section(**values))._rule.apply(Document("x", text), Counts(""))
+    return make(section(**values))._rule.apply(Document("x", text), StepStats(""))
 
 
 @pytest.fixture(scope="module")
-def weights() -> Weights:
+def weights() -> LinearClassifier:
     some = texts(PROSE, 60, 0) + texts(SPAM, 60, 1)
-    return Weights.fit(some, [True] * 60 + [False] * 60, bits=12)
+    return LinearClassifier.fit(some, [True] * 60 + [False] * 60, bits=12)
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
-def test_a_linear_classifier_of_ones_own(weights: Weights, tmp_path: Path, suffix: str) -> None:
+def test_a_linear_classifier_of_ones_own(weights: LinearClassifier, tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"w{suffix}"
     weights.save(path)
     good, bad = texts(PROSE, 20, 2), texts(SPAM, 20, 3)
@@ -112,7 +112,7 @@ def test_features_are_all_runs_of_words_of_each_text_alone() -> None:
     assert len(set(alone[0].tolist())) == 6
 
 
-def test_the_fit_is_a_minimum(weights: Weights) -> None:
+def test_the_fit_is_a_minimum(weights: LinearClassifier) -> None:
     """Against autograd: the gradient of the loss that is said to be least."""
     some, labels = texts(PROSE, 60, 0) + texts(SPAM, 60, 1), [1.0] * 60 + [-1.0] * 60
     w = torch.tensor(weights.weight, dtype=torch.float64, requires_grad=True)
@@ -202,7 +202,7 @@ def test_keys_of_a_plugins_step_are_its_own() -> None:
         "folder": "f",
     }
     values = {"out": "x", "read": {"source": "python-stdlib"}, "plugins": ["mine"], "steps": [step]}
-    assert identity(PrepConfig.model_validate(values))["steps"] == [step]
+    assert config_identity(PrepConfig.model_validate(values))["steps"] == [step]
 
 
 def test_a_transformer_that_classifies(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_a_transformer_that_classifies(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"has no config\.json: folder is that of a model"):
         apply("x", name="classifier", folder=str(tmp_path))
     same, other = (
-        identity(PrepConfig.model_validate(values))["steps"]
+        config_identity(PrepConfig.model_validate(values))["steps"]
         for values in (
             {
                 "out": "x",

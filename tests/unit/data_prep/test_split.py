@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatfm.config.prep import NearDuplicatesConfig
-from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.counts import StepStats
 from megatfm.data_prep.documents import Document
 from megatfm.data_prep.guard import NearDuplicates
-from megatfm.data_prep.split import choose, plan_parts_of_files, plan_split
+from megatfm.data_prep.split import choose_held_out, plan_parts_of_files, plan_split
 
 WORDS = [f"w{number}" for number in range(5000)]
 sizes = st.dictionaries(st.text(min_size=1, max_size=5), st.integers(0, 1000), max_size=50)
@@ -24,18 +24,18 @@ sizes = st.dictionaries(st.text(min_size=1, max_size=5), st.integers(0, 1000), m
 def test_the_share_is_at_most_what_was_asked_and_at_least_half(
     sizes: dict[str, int], share: float, seed: int
 ) -> None:
-    held_out = choose(sizes, share, seed)
+    held_out = choose_held_out(sizes, share, seed)
     got, most = sum(sizes[name] for name in held_out), share * sum(sizes.values())
     assert not held_out or most / 2 <= got <= most
-    assert held_out == choose(dict(reversed(sizes.items())), share, seed)
+    assert held_out == choose_held_out(dict(reversed(sizes.items())), share, seed)
 
 
 def test_seeds_choose_differently_and_names_keep_their_side() -> None:
     names = {f"package{number}": 10 for number in range(1000)}
-    first, other = choose(names, 0.1, 0), choose(names, 0.1, 1)
+    first, other = choose_held_out(names, 0.1, 0), choose_held_out(names, 0.1, 1)
     assert len(first) == len(other) == 100
     assert len(first & other) < 30
-    grown = choose({**names, **{f"new{number}": 10 for number in range(100)}}, 0.1, 0)
+    grown = choose_held_out({**names, **{f"new{number}": 10 for number in range(100)}}, 0.1, 0)
     assert len(first & grown) > 85
 
 
@@ -66,21 +66,23 @@ def test_packages_stay_together() -> None:
     split = plan_split(some, 0.1, 0)
     assert split is not None
     documents = [Document(name, "") for name in some]
-    sides = {document.entry: split.holds_out(document) for document in documents}
-    assert all(split.holds_out(document) == sides[document.entry] for document in documents)
+    sides = {document.top_level: split.holds_out(document) for document in documents}
+    assert all(split.holds_out(document) == sides[document.top_level] for document in documents)
     assert sum(sides.values()) == 2
 
 
-def guarded(folder: Path, held_out: Mapping[str, str], texts: Mapping[str, str], **settings: Any) -> Counts:
+def guarded(
+    folder: Path, held_out: Mapping[str, str], texts: Mapping[str, str], **settings: Any
+) -> StepStats:
     """What became of the texts, given what is held out."""
-    near, counts = NearDuplicates(NearDuplicatesConfig(**settings), folder), Counts(NearDuplicates.title)
+    near, counts = NearDuplicates(NearDuplicatesConfig(**settings), folder), StepStats(NearDuplicates.title)
     # In two parts, and one that has none.
     for part, some in enumerate((dict([*held_out.items()][:1]), {}, dict([*held_out.items()][1:]))):
         near.scan(part, documents(some))
     assert near.index(3) == len(held_out)
     # Those who look need not be those who wrote.
     left = list(NearDuplicates(NearDuplicatesConfig(**settings), folder).without(documents(texts), counts))
-    assert [document.source for document in left] == [
+    assert [document.id for document in left] == [
         name
         for name in texts
         if not any(

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.counts import StepStats
 from megatfm.data_prep.documents import Document
-from megatfm.data_prep.steps import Counted, FixUnicode, pass_through
-from megatfm.data_prep.steps.unicode import _ODD, REPAIR, repaired
+from megatfm.data_prep.steps import CountingFilter, FixUnicode, pass_through
+from megatfm.data_prep.steps.unicode import _ODD, REPAIR, fix_text
 
 MENDED = {
     "mojibake": ("schÃ¶n â€“ voilÃ\xa0", "schön – voilà"),
@@ -72,7 +72,7 @@ def test_what_is_not_given_to_ftfy_is_what_it_leaves_alone() -> None:
     for code in range(0x110000):
         if _ODD.search(chr(code)) and not 0xD800 <= code < 0xE000:
             text = f"a{chr(code)}b"
-            assert repaired(text) == ftfy.fix_text(text, REPAIR)
+            assert fix_text(text) == ftfy.fix_text(text, REPAIR)
 
 
 _BROKEN = st.text(st.characters(max_codepoint=0x2FFF, exclude_categories=["Cs"]), max_size=12).map(
@@ -89,7 +89,7 @@ _PLAIN = st.sampled_from(
 @given(st.lists(st.one_of(_BROKEN, _WINDOWS, _PLAIN, st.text(max_size=6)), max_size=25).map("".join))
 @settings(max_examples=300, deadline=None)
 def test_the_same_as_ftfy_on_the_whole_text(text: str) -> None:
-    assert repaired(text) == ftfy.fix_text(text, REPAIR)
+    assert fix_text(text) == ftfy.fix_text(text, REPAIR)
 
 
 def test_source_code_keeps_its_tokens() -> None:
@@ -124,8 +124,8 @@ def test_a_piece_stays_one_of_its_record_whatever_a_step_makes_of_it() -> None:
 
         def __init__(self, config: object) -> None: ...
 
-        def apply(self, document: Document, counts: Counts) -> Document | str:
-            return Document(document.source, document.text[:3])
+        def apply(self, document: Document, counts: StepStats) -> Document | str:
+            return Document(document.id, document.text[:3])
 
-    left = Counted(Shorter(None))(Document("a.jsonl#1.0", "a text", record="a.jsonl#1"))
+    left = CountingFilter(Shorter(None))(Document("a.jsonl#1.0", "a text", record="a.jsonl#1"))
     assert left == Document("a.jsonl#1.0", "a t", record="a.jsonl#1")

@@ -12,7 +12,7 @@ import pytest
 from megatfm import data_prep
 from megatfm.config.prep import PrepConfig
 from megatfm.data_prep.fast import FastEncoder
-from megatfm.data_prep.team import Claims
+from megatfm.data_prep.team import LockExecutor
 from megatfm.data_prep.work import Workspace
 from megatfm.errors import UsageError
 from tests.unit.data_prep.conftest import tree, write
@@ -109,7 +109,7 @@ def prepare(config: PrepConfig, tasks: int) -> None:
 
     def task(number: int) -> None:
         try:
-            data_prep.run(config, team=lambda folder: Claims(number, tasks, folder))
+            data_prep.run(config, team=lambda folder: LockExecutor(number, tasks, folder))
         except BaseException as error:
             errors.append(error)
 
@@ -180,14 +180,16 @@ def test_a_task_with_another_config_is_refused_by_name(
         commit(self, *rest, **more)
 
     monkeypatch.setattr(Workspace, "commit", waiting)
-    first = threading.Thread(target=data_prep.run, args=(make("out"), None, lambda at: Claims(1, 2, at)))
+    first = threading.Thread(
+        target=data_prep.run, args=(make("out"), None, lambda at: LockExecutor(1, 2, at))
+    )
     first.start()
     assert at_work.wait(30)
     try:
         with pytest.raises(
             UsageError, match=rf"out: other tasks are preparing it with another config \({name}"
         ):
-            data_prep.run(make("out", **OTHERS[other]), team=lambda at: Claims(2, 2, at))
+            data_prep.run(make("out", **OTHERS[other]), team=lambda at: LockExecutor(2, 2, at))
         with pytest.raises(UsageError, match="another prep is working here"):
             data_prep.run(make("out"))
     finally:

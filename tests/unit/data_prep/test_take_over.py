@@ -77,7 +77,7 @@ def taken(out: Path) -> dict[str, list[int]]:
     found = {}
     for name in ("train", "validation"):
         corpus = Corpus.open(out / name)
-        for sample in map(corpus.sample, range(corpus.n_samples)):
+        for sample in map(corpus.read_sample, range(corpus.n_samples)):
             found[sample.source] = np.asarray(sample.tokens).tolist()
     return found
 

@@ -16,7 +16,13 @@ import pytest
 from megatfm import data_prep
 from megatfm.config import to_toml
 from megatfm.config.prep import PrepConfig
-from megatfm.data_prep.team import Claims, has_locks, mpi_world, ranks, read_part
+from megatfm.data_prep.team import (
+    LockExecutor,
+    mpi_rank_from_environment,
+    mpi_world,
+    parse_task,
+    supports_flock,
+)
 from megatfm.errors import MegatfmError, UsageError
 from tests.unit.data_prep.conftest import tree
 
@@ -80,7 +86,7 @@ def test_tasks_share_the_work_and_take_over_from_one_that_is_killed(
     assert other.returncode == 0, said
     assert tree(tmp_path / "together") == whole
     late = config("together", part_bytes=PART, workers=1, **ALL)
-    assert data_prep.run(late, team=lambda folder: Claims(2, 2, folder)).already_done
+    assert data_prep.run(late, team=lambda folder: LockExecutor(2, 2, folder)).already_done
 
 
 @pytest.fixture
@@ -131,11 +137,11 @@ def test_a_rank_that_dies_costs_its_part_only(
 @pytest.mark.parametrize("begin", ["OMPI_COMM_WORLD", "PMI"])
 def test_ranks_are_known_from_the_environment(begin: str) -> None:
     names = (f"{begin}_RANK", f"{begin}_SIZE")
-    assert ranks(dict(zip(names, ("2", "4"), strict=True))) == (3, 4)
-    assert ranks(dict(zip(names, ("0", "1"), strict=True))) is None
-    assert ranks({"PMIX_RANK": "1", "SLURM_STEP_NUM_TASKS": "2"}) == (2, 2)
-    assert ranks({"PMIX_RANK": "0"}) is None
-    assert ranks({}) is None
+    assert mpi_rank_from_environment(dict(zip(names, ("2", "4"), strict=True))) == (3, 4)
+    assert mpi_rank_from_environment(dict(zip(names, ("0", "1"), strict=True))) is None
+    assert mpi_rank_from_environment({"PMIX_RANK": "1", "SLURM_STEP_NUM_TASKS": "2"}) == (2, 2)
+    assert mpi_rank_from_environment({"PMIX_RANK": "0"}) is None
+    assert mpi_rank_from_environment({}) is None
 
 
 def test_a_part_is_done_by_one_of_many(tmp_path: Path) -> None:
@@ -148,10 +154,10 @@ def test_a_part_is_done_by_one_of_many(tmp_path: Path) -> None:
         done.append(part)
 
     def member(number: int) -> None:
-        team = Claims(number, 4, tmp_path)
-        team.share("stage", 30, lambda part: part in done, work)
+        team = LockExecutor(number, 4, tmp_path)
+        team.run_tasks("stage", 30, lambda part: part in done, work)
         seen.append(len(set(done) - {99}))
-        team.once("rest", lambda: {"x": 1} if 99 in done else None, lambda: done.append(99) or {"x": 1})  # type: ignore[func-returns-value]
+        team.run_once("rest", lambda: {"x": 1} if 99 in done else None, lambda: done.append(99) or {"x": 1})  # type: ignore[func-returns-value]
 
     threads = [threading.Thread(target=member, args=(number,)) for number in (1, 2, 3, 4)]
     for thread in threads:
@@ -165,15 +171,15 @@ def test_a_part_is_done_by_one_of_many(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["0/3", "4/3", "1", "a/b", "1/2/3", "-1/3", "1/0", ""])
 def test_a_part_that_makes_no_sense_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="counted from 1, for example 3/8"):
-        read_part(text)
-    assert read_part("3/8") == (3, 8)
+        parse_task(text)
+    assert parse_task("3/8") == (3, 8)
 
 
 def test_several_tasks_replace_nothing(config: Make, tmp_path: Path) -> None:
     data_prep.run(config())
     before = tree(tmp_path / "out")
     with pytest.raises(UsageError, match="delete it first"):
-        data_prep.run(config(overwrite=True), team=lambda folder: Claims(1, 2, folder))
+        data_prep.run(config(overwrite=True), team=lambda folder: LockExecutor(1, 2, folder))
     assert tree(tmp_path / "out") == before
 
 
@@ -181,11 +187,11 @@ def test_tasks_need_locks(config: Make, monkeypatch: pytest.MonkeyPatch) -> None
     def flock(*_: int) -> None:
         raise OSError("no locks")
 
-    assert has_locks(Path(config().out))
+    assert supports_flock(Path(config().out))
     monkeypatch.setattr("fcntl.flock", flock)
-    assert not has_locks(Path(config().out))
+    assert not supports_flock(Path(config().out))
     with pytest.raises(UsageError, match="--part needs them: use mpirun"):
-        data_prep.run(config(), team=lambda folder: Claims(1, 2, folder))
+        data_prep.run(config(), team=lambda folder: LockExecutor(1, 2, folder))
 
 
 def test_an_mpi_that_does_not_match_mpirun_is_named() -> None:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from megatfm.config.prep_steps import DecontaminateConfig
-from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.counts import StepStats
 from megatfm.data_prep.documents import Document
 from megatfm.data_prep.minhash import signatures
 from megatfm.data_prep.steps.decontaminate import Decontaminate
-from megatfm.data_prep.words import run_hashes, word_hashes
+from megatfm.data_prep.words import ngram_hashes, word_hashes
 
 # Article 1 of the Universal Declaration of Human Rights.
 ARTICLES = {
@@ -91,7 +91,7 @@ def test_words_and_runs_by_definition() -> None:
     flat = [word for each in words for word in each]
     assert len(set(zip(flat, hashes.tolist(), strict=True))) == len(set(flat)) == len(set(hashes.tolist()))
     for length in (1, 2, 5):
-        runs, begins = run_hashes(hashes, offsets, length)
+        runs, begins = ngram_hashes(hashes, offsets, length)
         expected = [
             [tuple(each[at : at + length]) for at in range(max(1, len(each) - length + 1))] if each else []
             for each in words
@@ -119,10 +119,10 @@ def test_an_evaluation_text_is_found_in_every_spelling(language: str, tmp_path: 
     for name, spelled in SPELLINGS.items():
         for text in (article, article[len(article) // 8 :]):
             text = gap.join((begin, spelled(text), end))
-            assert isinstance(rule.apply(Document("x", text), Counts("x")), str), name
+            assert isinstance(rule.apply(Document("x", text), StepStats("x")), str), name
     for seed in range(20):
         text = some_text(language, 2000, seed)
-        assert isinstance(rule.apply(Document("x", text), Counts("x")), Document), "others stay"
+        assert isinstance(rule.apply(Document("x", text), StepStats("x")), Document), "others stay"
 
 
 @pytest.mark.parametrize("language", [*ARTICLES])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatfm import checkpoint
-from megatfm.checkpoint import Box
+from megatfm.checkpoint import ShardedTensor
 from megatfm.config import OptimizerSection, ParallelConfig, SoapConfig
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.models import build
@@ -31,7 +31,7 @@ LAYOUTS = {
     "replicas": (2, ParallelConfig(dp_replicate=2, dp_shard=1)),
     "tp": (2, ParallelConfig(tp=2)),
 }
-ODD = MODEL.changed(
+ODD = MODEL.with_changes(
     {"vocab_size": 97, "d_model": 20, "ffn.d_ff": 26, "attention.n_heads": 2, "attention.n_kv_heads": 1}
 )
 """Next to no piece of a buffer, and no half of a tensor, fills whole lines of 64 bytes."""
@@ -43,7 +43,7 @@ def planted(engine: NativeEngine, seed: int) -> list[dict[str, Tensor]]:
     return [{field: misaligned(values) for field, values in part.items()} for part in parts]
 
 
-def wrong(tensors: dict[str, Tensor | Box]) -> list[str]:
+def wrong(tensors: dict[str, Tensor | ShardedTensor]) -> list[str]:
     return [name for name, tensor in tensors.items() if lies_wrong(tensor_of(tensor))]
 
 
@@ -93,10 +93,10 @@ def goes_on_from_anywhere(path: Path, optimizer: OptimizerSection) -> None:
         assert torch.equal(tensor_of(tensor), tensor_of(other.state_dict()[name])), name
 
 
-def moved(part: Tensor | Box) -> Tensor | Box:
+def moved(part: Tensor | ShardedTensor) -> Tensor | ShardedTensor:
     tensor = tensor_of(part)
     there = misaligned(tensor.T.contiguous().T if tensor.dim() == 2 else tensor)
-    return Box(there, part.global_shape, part.offsets) if isinstance(part, Box) else there
+    return ShardedTensor(there, part.global_shape, part.offsets) if isinstance(part, ShardedTensor) else there
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

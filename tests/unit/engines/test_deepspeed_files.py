@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatfm.engines.deepspeed.files import FileHandle
+from megatfm.engines.deepspeed.files import SyncIOHandle
 from megatfm.errors import MegatfmError
 
 
@@ -14,7 +14,7 @@ def test_a_part_of_a_buffer_that_begins_anywhere_goes_out_and_in_to_the_bit(
     tmp_path: Path, dtype: torch.dtype
 ) -> None:
     """DeepSpeed's operator reads past the system's cache, which wants addresses of its own, and reports no failure."""
-    handle, path = FileHandle(block_size=1, queue_depth=1), str(tmp_path / "a" / "b" / "c" / "weights.swp")
+    handle, path = SyncIOHandle(block_size=1, queue_depth=1), str(tmp_path / "a" / "b" / "c" / "weights.swp")
     Path(path).parent.mkdir(parents=True)
     buffer = handle.new_cpu_locked_tensor(5000, torch.zeros(1, dtype=dtype))
     values = torch.randn(4001).to(dtype)
@@ -30,7 +30,7 @@ def test_a_part_of_a_buffer_that_begins_anywhere_goes_out_and_in_to_the_bit(
 
 
 def test_what_is_looked_at_as_memory_is_the_same_file(tmp_path: Path) -> None:
-    handle, path = FileHandle(), str(tmp_path / "weights.swp")
+    handle, path = SyncIOHandle(), str(tmp_path / "weights.swp")
     buffer = handle.new_cpu_locked_tensor(3000, torch.zeros(1)).fill_(1.0)
     handle.async_pwrite(buffer, path, 0)
     seen = torch.from_file(path, shared=True, size=3000)
@@ -43,10 +43,10 @@ def test_what_is_looked_at_as_memory_is_the_same_file(tmp_path: Path) -> None:
 
 
 def test_its_buffers_are_known_whichever_part_of_them_it_is() -> None:
-    handle = FileHandle()
+    handle = SyncIOHandle()
     buffer, other = (
         handle.new_cpu_locked_tensor(100, torch.zeros(1)),
-        FileHandle().new_cpu_locked_tensor(9, torch.zeros(1)),
+        SyncIOHandle().new_cpu_locked_tensor(9, torch.zeros(1)),
     )
     assert handle.is_pinned(buffer)
     assert handle.is_pinned(buffer[40:].detach())
@@ -56,7 +56,7 @@ def test_its_buffers_are_known_whichever_part_of_them_it_is() -> None:
 
 
 def test_a_file_that_ends_early_and_a_disk_that_is_full_are_errors(tmp_path: Path) -> None:
-    handle, path = FileHandle(), tmp_path / "rank0" / "zero" / "optimizer" / "weights.swp"
+    handle, path = SyncIOHandle(), tmp_path / "rank0" / "zero" / "optimizer" / "weights.swp"
     path.parent.mkdir(parents=True)
     buffer = handle.new_cpu_locked_tensor(100, torch.zeros(1)).zero_()
     handle.async_pwrite(buffer[:90], str(path), 0)

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from megatfm.engines.deepspeed.folders import CONTENT, MARK, OwnFolder
+from megatfm.engines.deepspeed.folders import CONTENT, MARK, OffloadDirectory
 from megatfm.errors import UsageError
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from megatfm.engines.deepspeed.folders import OwnFolder
-own = OwnFolder(Path(sys.argv[1]))
+from megatfm.engines.deepspeed.folders import OffloadDirectory
+own = OffloadDirectory(Path(sys.argv[1]))
 (own.path / "weights.swp").touch()
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -26,7 +26,7 @@ def there(path: Path) -> set[Path]:
 
 def test_each_engine_has_its_own_and_removes_it(tmp_path: Path) -> None:
     (tmp_path / "somebody's").mkdir()
-    first, second = OwnFolder(tmp_path), OwnFolder(tmp_path)
+    first, second = OffloadDirectory(tmp_path), OffloadDirectory(tmp_path)
     assert there(tmp_path) == {first.path, second.path}
     (first.path / "rank0").mkdir()
     first.remove()
@@ -36,11 +36,11 @@ def test_each_engine_has_its_own_and_removes_it(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_process_has_left_is_removed_and_what_lives_is_not(tmp_path: Path) -> None:
-    own = OwnFolder(tmp_path)
+    own = OffloadDirectory(tmp_path)
     killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
     assert killed.returncode == -signal.SIGKILL
     assert len(there(tmp_path)) == 2
-    another = OwnFolder(tmp_path)
+    another = OffloadDirectory(tmp_path)
     assert there(tmp_path) == {own.path, another.path}
     own.remove()
     another.remove()
@@ -48,7 +48,7 @@ def test_what_a_killed_process_has_left_is_removed_and_what_lives_is_not(tmp_pat
 
 def test_only_what_it_made_itself_is_removed(tmp_path: Path) -> None:
     """Not a user's folder of a like name, nor another host's, nor what a link leads to."""
-    own = OwnFolder(tmp_path)
+    own = OffloadDirectory(tmp_path)
     parent, host = own.path.parent, own.path.name.rpartition("-")[0]
     own.remove()
     for name in ("megatfm-data", "megatfm-lock", f"{parent.name}/mine", f"{parent.name}/{host}-abcdefgh"):
@@ -63,23 +63,23 @@ def test_only_what_it_made_itself_is_removed(tmp_path: Path) -> None:
         (folder / MARK).write_bytes(CONTENT)
     (parent / f"{host}-bcdefghi").symlink_to(elsewhere)
     before = sorted(tmp_path.rglob("*"))
-    OwnFolder(tmp_path).remove()
+    OffloadDirectory(tmp_path).remove()
     assert sorted(tmp_path.rglob("*")) == before
     assert not (tmp_path / "megatfm-lock/lock").exists()
 
 
 def test_it_is_the_user_s_alone(tmp_path: Path) -> None:
-    own = OwnFolder(tmp_path)
+    own = OffloadDirectory(tmp_path)
     assert own.path.parent.stat().st_mode & 0o777 == 0o700
     own.remove()
     own.path.parent.rename(tmp_path / "other")
     own.path.parent.symlink_to(tmp_path / "other")
     with pytest.raises(UsageError, match=r"another user's, or no folder: remove it"):
-        OwnFolder(tmp_path)
+        OffloadDirectory(tmp_path)
 
 
 @pytest.mark.parametrize("place", ["nowhere", "file", "/proc"])
 def test_a_place_that_can_t_be_written_is_named(tmp_path: Path, place: str) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"deepspeed.nvme_path = '.*name a folder on a local disk"):
-        OwnFolder(tmp_path / place)
+        OffloadDirectory(tmp_path / place)

@@ -13,7 +13,7 @@ from megatfm.config.deepspeed_json import derive
 from megatfm.engines.deepspeed.settings import _add_buffers, buffers_in_use
 from megatfm.errors import UsageError
 from megatfm.models import build
-from megatfm.parallel.layout import Placement
+from megatfm.parallel.layout import TensorLayout
 from megatfm.parallel.mesh import SHARD
 
 BASE = ["data.tokenizer=t", "data.train=d", "optimizer.name=adamw", "parallel.engine=deepspeed"]
@@ -54,7 +54,7 @@ def test_of_a_model_with_frozen_weights_all_can_be() -> None:
 def test_a_json_may_ask_for_more_buffers_and_never_has_fewer() -> None:
     config = load_config("quickstart", [*BASE, *DISK, "model.vocab_size=30000"])
     model = build(config.model)
-    layout = {name: Placement(name, tuple(p.shape)) for name, p in model.named_parameters()}
+    layout = {name: TensorLayout(name, tuple(p.shape)) for name, p in model.named_parameters()}
     mesh = SimpleNamespace(size=lambda axis: 2 if axis == SHARD else 1)
     setup: Any = SimpleNamespace(model=model, layout=layout, mesh=mesh, precision="fp32")
     largest = max(p.numel() for p in model.parameters()) // 2

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.engines.native.engine import NativeEngine
-from megatfm.parallel.blocks import blocks
+from megatfm.parallel.blocks import transformer_blocks
 from tests.parity.test_layouts import (
     ADAMW,
     CAUSAL,
@@ -42,7 +42,7 @@ def expected(config: ModelConfig = MODEL) -> dict[str, dict[str, float]]:
     model, batch = one_device(config), global_batch(seed=3)
     outputs = {}
     for path, module in model.named_modules():
-        if module in set(blocks(model)):
+        if module in set(transformer_blocks(model)):
             module.register_forward_hook(lambda _, __, y, path=path: outputs.update({path: y.detach()}))
     _, gradients = one_device_gradients(model, batch)
     found: dict[str, dict[str, float]] = {}
@@ -65,7 +65,9 @@ def compare(config: ModelConfig, make: Callable[..., NativeEngine], layouts: lis
     for parallel in layouts:
         engine = make(config, parallel, ADAMW)
         for watches in (True, False):
-            engine.forward_backward(microbatches(engine, global_batch(seed=3)), CAUSAL, watch=watches)
+            engine.forward_backward(
+                microbatches(engine, global_batch(seed=3)), CAUSAL, record_activations=watches
+            )
             found = engine.layer_statistics()
             engine.zero_grad()
             assert found.keys() == wanted.keys()
@@ -90,14 +92,14 @@ def compare_content() -> None:
     config, batch = case("xlnet", False)
     model, objective, _ = reference(config, batch)
     outputs: dict[str, Tensor] = {}
-    inside = set(blocks(model))
+    inside = set(transformer_blocks(model))
     for path, module in model.named_modules():
         if module in inside:
             module.register_forward_hook(lambda _, __, streams, path=path: outputs.update({path: streams[0]}))
     with torch.no_grad():
         objective(model, batch)
     engine = make_stages(config, ParallelConfig(dp_shard=2), ADAMW)
-    engine.forward_backward(stage_microbatches(engine, batch), objective, watch=True)
+    engine.forward_backward(stage_microbatches(engine, batch), objective, record_activations=True)
     found = engine.layer_statistics()
     *earlier, last = outputs
     assert earlier

@@ -58,7 +58,7 @@ def near_one_device(parallel: ParallelConfig) -> float:
 class Hot:
     """The objective, whose loss is beyond float16 on rank 1."""
 
-    weights, counts = CAUSAL.weights, CAUSAL.counts
+    loss_weights, target_counts = CAUSAL.loss_weights, CAUSAL.target_counts
 
     def __call__(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         return {name: term * 1e30 ** dist.get_rank() for name, term in CAUSAL(model, batch).items()}

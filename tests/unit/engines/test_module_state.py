@@ -19,13 +19,13 @@ from megatfm.engines.native.engine import NativeEngine
 from megatfm.errors import MegatfmError
 from megatfm.layers.norm import NORMS
 from megatfm.ops.initial import Constant
-from megatfm.parallel.layout import ParameterLayout
+from megatfm.parallel.layout import ModelLayout
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.guards.integrity import compare_replicas
 from megatfm.verify.batch import random_batch
 from megatfm.verify.expected import expected_flows
-from megatfm.verify.rank import Answer
-from megatfm.verify.verify import traffic_misses
+from megatfm.verify.rank import RankResult
+from megatfm.verify.verify import traffic_mismatches_of
 from tests.parity.test_layouts import (
     ADAMW,
     CAUSAL,
@@ -56,21 +56,21 @@ class DriftingNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             tokens = torch.tensor(x.shape[0] * x.shape[1])
-            self.observe({"tokens": tokens, "positive": (x.detach() > 0).sum()})
+            self.accumulate_counts({"tokens": tokens, "positive": (x.detach() > 0).sum()})
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps) + self.drift.sum()
 
-    def observe(self, counts: Mapping[str, Tensor]) -> None:
+    def accumulate_counts(self, counts: Mapping[str, Tensor]) -> None:
         for name, count in counts.items():
             self.observed[name] = self.observed.get(name, 0) + count
 
     def update(self, observed: Mapping[str, Tensor]) -> None:
         self.drift += 1e-3 * torch.stack([observed["tokens"], observed["positive"] / 7])
 
-    def forget(self) -> None:
+    def reset_counts(self) -> None:
         self.observed = {}
 
 
-DRIFTING = MODEL.changed({"norm.name": "drifting"})
+DRIFTING = MODEL.with_changes({"norm.name": "drifting"})
 DEEPER = DRIFTING.model_copy(update={"n_layers": 4})
 SHARED = DEEPER.model_copy(update={"distinct_layers": 1})
 LAYOUTS = {
@@ -104,7 +104,7 @@ def reference_steps(config: ModelConfig) -> tuple[nn.Module, dict[str, Tensor]]:
                 for module in modules:
                     module.update(module.observed)
         for module in modules:
-            module.forget()
+            module.reset_counts()
     return model, {name: value for name, value in model.named_buffers() if name.endswith("drift")}
 
 
@@ -200,7 +200,7 @@ COUNTED = {
 }
 
 
-def answers(ranks: int) -> list[Answer]:
+def answers(ranks: int) -> list[RankResult]:
     return steps(list(COUNTED[ranks].values()))
 
 
@@ -209,7 +209,7 @@ def test_what_is_sent_for_it_is_what_verify_expects(workers: Workers, ranks: int
     by_rank = workers.run(answers, ranks, ranks)
     for i, (layout, config) in enumerate(COUNTED[ranks].items()):
         expected = expected_flows(config, random_batch(config))
-        assert traffic_misses([answers[i] for answers in by_rank], expected) == [], layout
+        assert traffic_mismatches_of([answers[i] for answers in by_rank], expected) == [], layout
 
 
 def test_a_plain_model_has_none(workers: Workers) -> None:
@@ -219,7 +219,9 @@ def test_a_plain_model_has_none(workers: Workers) -> None:
 
 
 def names_of() -> list[str]:
-    return list(make_engine(MODEL.changed({"position.name": "alibi"}), ParallelConfig(), ADAMW).state_dict())
+    return list(
+        make_engine(MODEL.with_changes({"position.name": "alibi"}), ParallelConfig(), ADAMW).state_dict()
+    )
 
 
 class Idle(nn.Module):
@@ -227,8 +229,8 @@ class Idle(nn.Module):
 
     observed: Mapping[str, Tensor] = {}
 
-    def observe(self, counts: Mapping[str, Tensor]) -> None: ...
-    def forget(self) -> None: ...
+    def accumulate_counts(self, counts: Mapping[str, Tensor]) -> None: ...
+    def reset_counts(self) -> None: ...
 
     def update(self, observed: Mapping[str, Tensor]) -> None:
         raise AssertionError(observed)
@@ -250,7 +252,7 @@ def modules_that_no_pass_reached() -> dict[str, Any]:
     mesh = build_mesh(ParallelConfig(dp_shard=2), 2, "cpu")
     found = {}
     for name, parts in (("idle", [Idle()]), ("both", [Idle(), Told(), Idle()])):
-        state = ModuleState(nn.Sequential(*parts), ParameterLayout({}, ""), mesh)
+        state = ModuleState(nn.Sequential(*parts), ModelLayout({}, ""), mesh)
         state.update()
         found[name] = state.statistics()
     return found

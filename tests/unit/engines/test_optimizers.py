@@ -50,7 +50,7 @@ OPTIMIZERS: dict[str, OptimizerSection] = {
 }
 # SOAP's bases start from the covariance of one gradient. Where that is singular, as on the longer side of a matrix,
 # rounding chooses the rest of the basis, and no two layouts round alike: here all rotated sides are of full rank.
-SQUARE = MODEL.changed({"attention.n_kv_heads": 4})
+SQUARE = MODEL.with_changes({"attention.n_kv_heads": 4})
 FREE = OPTIMIZERS["schedule_free_adamw"]
 KEYS = {
     "adamw": {"step", "exp_avg", "exp_avg_sq"},
@@ -177,7 +177,7 @@ def evaluates_and_saves_the_average(parallel: ParallelConfig) -> None:
         assert evaluated.loss == pytest.approx(losses["average"], rel=1e-12)
         training = engine.forward_backward(microbatches(engine, batch), CAUSAL)
         assert training.loss == pytest.approx(losses["trained"], rel=1e-12)
-        engine.model.zero_grad()
+        engine.zero_grad()
     assert all(torch.equal(tensor, trained[name]) for name, tensor in engine.local.items())
 
 

@@ -13,8 +13,8 @@ from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.engines import recompute
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
-from megatfm.parallel.blocks import blocks
-from tests.parity.test_families import MODELS, PassOn, batch_for
+from megatfm.parallel.blocks import transformer_blocks
+from tests.parity.test_families import MODELS, PassThroughObjective, batch_for
 from tests.parity.test_layouts import ADAMW, CAUSAL, global_batch, make_engine, microbatches
 from tests.workers import Workers
 
@@ -39,7 +39,7 @@ TERMS = {"gpt": ["causal", "future_1"], "t5": ["span"]}
 
 def gradients(name: str, parallel: ParallelConfig, how: str) -> dict[str, Tensor]:
     engine = make_engine(MODELS[name], parallel, ADAMW, recomputed=how)
-    engine.forward_backward(microbatches(engine, batch_for(MODELS[name])), PassOn(TERMS[name]))
+    engine.forward_backward(microbatches(engine, batch_for(MODELS[name])), PassThroughObjective(TERMS[name]))
     return engine.gradients()
 
 
@@ -92,7 +92,7 @@ def kept_and_repeated(how: str) -> tuple[int, int, int]:
     """Bytes that the forward pass keeps besides weights; weights' products, and all operations in the backward pass."""
     model = build(LLAMA).train()
     initialise(model, 7)
-    recompute.recompute(model, blocks(model), how)
+    recompute.recompute(model, transformer_blocks(model), how)
     tokens = torch.arange(48).reshape(2, 24) % 64
 
     def forward() -> Tensor:
@@ -166,7 +166,7 @@ def test_without_gradients_nothing_is_kept_for_later() -> None:
     initialise(model, 7)
     tokens = torch.arange(24)[None] % 64
     wanted = model.eval()(tokens).logits
-    recompute.recompute(model, blocks(model), "full")
+    recompute.recompute(model, transformer_blocks(model), "full")
     assert torch.equal(model(tokens).logits, wanted)
     with torch.no_grad():
         assert torch.equal(nn.Module.train(model)(tokens).logits, wanted)

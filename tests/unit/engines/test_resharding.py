@@ -80,7 +80,7 @@ def differences(engine: NativeEngine, wanted: dict[str, Tensor]) -> list[str]:
     for name, part in engine.state_dict().items():
         if name.startswith(SCALE):
             continue
-        box = checkpoint.Box.of(part)
+        box = checkpoint.ShardedTensor.from_tensor(part)
         cut = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.tensor.shape, strict=True))
         if wanted[name].dtype != box.tensor.dtype or not torch.equal(wanted[name][cut], box.tensor):
             wrong.append(name)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatfm.engines.split_backward import backward_of_inputs
+from megatfm.engines.split_backward import backward_input
 
 WIDTH = 6
 
@@ -55,7 +55,7 @@ def test_both_parts_together_are_the_whole(parts: Parts) -> None:
 
     x, memory = inputs()
     y, z, loss = parts(x, memory)
-    later = backward_of_inputs([y, z, loss], [into_y, into_z, None], [x, memory])
+    later = backward_input([y, z, loss], [into_y, into_z, None], [x, memory])
     torch.testing.assert_close((x.grad, memory.grad), expected[1:], rtol=1e-13, atol=0)
     at_once = gradients(parts).keys()
     assert {"twice.weight", "bias.weight", "aside.0.weight"} <= at_once
@@ -72,7 +72,7 @@ def test_micro_batches_add_up(parts: Parts) -> None:
     laters = []
     for _ in range(3):
         x, memory = inputs()
-        laters.append(backward_of_inputs([parts(x, memory)[0].sum()], [None], [x, memory]))
+        laters.append(backward_input([parts(x, memory)[0].sum()], [None], [x, memory]))
     for later in laters:
         later()
     torch.testing.assert_close(
@@ -82,7 +82,7 @@ def test_micro_batches_add_up(parts: Parts) -> None:
 
 def test_a_stage_without_inputs_does_all_of_it_later(parts: Parts) -> None:
     loss = parts.aside(torch.ones(2, WIDTH, dtype=torch.float64)).sum()
-    later = backward_of_inputs([loss], [None], [])
+    later = backward_input([loss], [None], [])
     assert gradients(parts) == {}
     later()
     assert gradients(parts).keys() == {f"aside.{i}.{key}" for i in (0, 2) for key in ("weight", "bias")}

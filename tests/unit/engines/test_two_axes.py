@@ -15,16 +15,16 @@ from torch.distributed import ProcessGroup
 from megatfm import checkpoint
 from megatfm.config import ParallelConfig
 from megatfm.engines.interface import OptimizerGroup
-from megatfm.engines.native.data_parallel import Sharing
+from megatfm.engines.native.data_parallel import ZeroOptions
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.errors import MegatfmError
 from megatfm.layers.initialisation import initialise
 from megatfm.ops.initial import Normal
-from megatfm.parallel.collectives import copy_to_shards, gather_shards, scatter_sum, sum_partial
-from megatfm.parallel.layout import Cut, Placement
+from megatfm.parallel.collectives import all_gather, copy_to_group, reduce_from_group, reduce_scatter
+from megatfm.parallel.layout import Shard, TensorLayout
 from megatfm.parallel.mesh import DataAxes, Mesh, build_mesh
-from megatfm.parallel.plan import lay
-from megatfm.parallel.style import Own, Ranks, Style
+from megatfm.parallel.plan import parallelize
+from megatfm.parallel.style import ParallelStyle, TensorParallelGroup, layouts
 from megatfm.parallel.styles import STYLES
 from megatfm.train.guards.integrity import compare_replicas
 from tests.workers import Workers
@@ -39,7 +39,7 @@ TP_DIMS = {"up": 2, "down": 1}
 class Experts(nn.Module):
     """y = Σₑ tanh(scale · x upₑ) downₑ, over all experts."""
 
-    plan = (("", "experts on two axes"),)
+    tp_plan = (("", "experts on two axes"),)
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Experts(nn.Module):
 
 
 class Layer(nn.Module):
-    plan = (("dense", "whole"),)
+    tp_plan = (("dense", "whole"),)
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    plan = (("head", "whole"),)
+    tp_plan = (("head", "whole"),)
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,33 +83,35 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def placed(placement: Placement, mesh: Mesh) -> Placement:
+def placed(placement: TensorLayout, mesh: Mesh) -> TensorLayout:
     """Experts over one axis, their inner width over tensor parallelism; what all share has a share of its gradient."""
     key, data = placement.name.rpartition(".")[2], DataAxes("dp_shard")
     if key == "scale":
-        return replace(placement, sum_over=("dp_replicate", "tp"), data=data)
+        return replace(placement, partial_axes=("dp_replicate", "tp"), data_axes=data)
     axes = ((EXPERT_AXIS, 0), ("tp", TP_DIMS[key]))
-    cuts = tuple(Cut(axis, dim, mesh.rank(axis), mesh.size(axis)) for axis, dim in axes)
-    return replace(placement, cuts=cuts, data=data, data_dim=1 if key == "up" else 0)
+    cuts = tuple(Shard(axis, dim, mesh.rank(axis), mesh.size(axis)) for axis, dim in axes)
+    return replace(placement, shards=cuts, data_axes=data, fsdp_dim=1 if key == "up" else 0)
 
 
 GROUPS: dict[str, ProcessGroup] = {}
 
 
-def route(module: nn.Module, ranks: Ranks, own: Own) -> None:
+def route(module: nn.Module, ranks: TensorParallelGroup, own: layouts) -> None:
     """Every expert's ranks see the rows of all of them."""
     genuine, experts = module.forward, GROUPS[EXPERT_AXIS]
     module.first = ranks.rank * F // ranks.group.size()
 
     def forward(x: Tensor) -> Tensor:
-        everyone = copy_to_shards(gather_shards(x, 0, experts), ranks.group)
-        summed = scatter_sum(sum_partial(genuine(everyone), ranks.group), 0, experts)
+        everyone = copy_to_group(all_gather(x, 0, experts), ranks.group)
+        summed = reduce_scatter(reduce_from_group(genuine(everyone), ranks.group), 0, experts)
         return summed.clone()  # FSDP2 puts its hooks on what a module returns, and warns of a view
 
     module.forward = forward
 
 
-STYLES.register("experts on two axes")(Style("experts on two axes", place=placed, install=route))
+STYLES.register("experts on two axes")(
+    ParallelStyle("experts on two axes", shard_experts=placed, apply=route)
+)
 
 
 LAYOUTS = {
@@ -121,9 +123,9 @@ LAYOUTS = {
 
 
 class Squares:
-    weights: Mapping[str, float] = {"squares": 1.0}
+    loss_weights: Mapping[str, float] = {"squares": 1.0}
 
-    def counts(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def target_counts(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {"squares": batch["x"].new_tensor(len(batch["x"]))}
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -139,13 +141,13 @@ def make_engine(parallel: ParallelConfig) -> NativeEngine:
     adamw = OptimizerGroup(names, "elementwise", lambda groups: torch.optim.AdamW(groups, **ADAMW))
     return NativeEngine(
         model,
-        lay(model, mesh, sequence_parallel=False),
+        parallelize(model, mesh, sequence_parallel=False),
         mesh,
         device=torch.device("cpu"),
         precision="fp64",
         seed=7,
         optimizers=[adamw],
-        sharing=Sharing(parallel.zero, parallel.accumulate),
+        sharing=ZeroOptions(parallel.zero, parallel.accumulate),
     )
 
 

@@ -7,23 +7,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatfm.engines.whole_tensor import WholeTensors, _share_out
-from megatfm.parallel.layout import Region
+from megatfm.engines.whole_tensor import OwnedTensors, _assign_owners
+from megatfm.parallel.layout import Chunk
 from tests.workers import Workers
 
 SHAPES = {"rows": (7, 3), "grid": (4, 6), "replicated": (5, 2), "short": (1, 3), "largest": (9, 9)}
 
 
-def boxes(ranks: int) -> dict[str, list[Region]]:
+def boxes(ranks: int) -> dict[str, list[Chunk]]:
     """Each tensor's box on every rank: uneven rows, a grid, replicas, empty blocks."""
 
-    def rows(n: int, width: int) -> list[Region]:
+    def rows(n: int, width: int) -> list[Chunk]:
         """As FSDP2 cuts them: ceil(n / ranks) each, the last ones shorter or empty."""
         step = -(-n // ranks)
         starts = [min(n, rank * step) for rank in range(ranks)]
         return [((start, 0), (min(step, n - start), width)) for start in starts]
 
-    grid: dict[int, list[Region]] = {
+    grid: dict[int, list[Chunk]] = {
         1: [((0, 0), (4, 6))],
         3: [((0, 2 * rank), (4, 2)) for rank in range(3)],
         4: [((2 * (rank // 2), 3 * (rank % 2)), (2, 3)) for rank in range(4)],
@@ -37,7 +37,7 @@ def boxes(ranks: int) -> dict[str, list[Region]]:
     }
 
 
-def cut(tensor: Tensor, box: Region) -> Tensor:
+def cut(tensor: Tensor, box: Chunk) -> Tensor:
     return tensor[tuple(slice(o, o + s) for o, s in zip(*box, strict=True))].clone()
 
 
@@ -52,7 +52,7 @@ def there_and_back() -> list[str]:
     local = {name: cut(tensor, cuts[name][rank]) for name, tensor in before.items()}
     group = dist.group.WORLD
     assert group is not None
-    whole = WholeTensors(local, cuts, SHAPES, group)
+    whole = OwnedTensors(local, cuts, SHAPES, group)
     whole.refresh()
     for name, tensor in whole.full.items():
         assert torch.equal(tensor, before[name]), name
@@ -79,7 +79,9 @@ def test_gather_and_scatter(workers: Workers, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_owners_are_shared_out_evenly(ranks: int) -> None:
     sizes = {f"layers.{i}.{part}": n for i in range(4) for part, n in (("wq", 64), ("ffn", 200), ("wk", 16))}
-    owners = _share_out(sizes, ranks)
-    assert owners == _share_out(dict(reversed(sizes.items())), ranks), "ranks may list them in another order"
+    owners = _assign_owners(sizes, ranks)
+    assert owners == _assign_owners(dict(reversed(sizes.items())), ranks), (
+        "ranks may list them in another order"
+    )
     loads: Sequence[int] = [sum(sizes[n] for n, owner in owners.items() if owner == r) for r in range(ranks)]
     assert max(loads) <= sum(sizes.values()) / ranks + max(sizes.values())

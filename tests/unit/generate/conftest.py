@@ -49,17 +49,18 @@ def run(tmp_path: Path, tokenizer_model: bytes) -> Path:
 
 
 def wide() -> ModelConfig:
-    return MODEL.changed({"vocab_size": 420, "embedding.tied": True})
+    return MODEL.with_changes({"vocab_size": 420, "embedding.tied": True})
 
 
 def write_run(folder: Path, tokenizer_model: bytes, model: Decoder, objective: str = "causal") -> Path:
     folder.mkdir()
     (folder / "tokenizer.model").write_bytes(tokenizer_model)
+    length = min(24, model.config.longest_row[0] or 24)
     config = Config(
         name="small",
         model=model.config,
         objective={"name": objective},
-        data=DataConfig(train="nowhere", tokenizer="nowhere/tokenizer.model", sequence_length=24),
+        data=DataConfig(train="nowhere", tokenizer="nowhere/tokenizer.model", sequence_length=length),
         optimizer=AdamWConfig(lr=1e-3),
         train=TrainConfig(steps=30, global_batch=2, micro_batch=2),
     )

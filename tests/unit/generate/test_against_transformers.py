@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
-from megatfm.generate.beam import Penalty, beam_search, gnmt_penalty, power
+from megatfm.generate.beam import LengthPenalty, beam_search, gnmt_penalty, power
 from megatfm.generate.decoding import Prompts
 from megatfm.generate.generate import generate
 from tests.parity.oracle import Pair, pair
@@ -39,7 +39,7 @@ NEW = 14
 def pair_of(model: str, seed: int = 0) -> Pair:
     name, values = MODELS[model]
     # In float32: transformers' masks of padded rows are not made for float64.
-    both = pair(ModelConfig.of(**values), torch.float32, seed, among=[name])
+    both = pair(ModelConfig.from_dotted(**values), torch.float32, seed, among=[name])
     both.ours.eval()
     for head in (both.ours.head, both.theirs.lm_head):
         head.weight.data *= 4  # far from uniform, so that no two texts are nearly alike
@@ -113,9 +113,9 @@ def test_beams(model: str, beams: int, alpha: float) -> None:
 
 
 @pytest.mark.parametrize("penalty", [gnmt_penalty(0.6), gnmt_penalty(0.0), power(1.0), power(-1.0)])
-def test_enough_beams_find_the_best_text_of_all(penalty: Penalty) -> None:
+def test_enough_beams_find_the_best_text_of_all(penalty: LengthPenalty) -> None:
     """Among all texts of up to four tokens out of four, each scored by itself."""
-    config = ModelConfig.of(**{**MODELS["llama"][1], "vocab_size": 5})
+    config = ModelConfig.from_dotted(**{**MODELS["llama"][1], "vocab_size": 5})
     ours = pair(config, torch.float64, 3).ours.eval()
     ours.head.weight.data *= 3
     prompt = torch.tensor([4, 1, 4])
@@ -140,7 +140,7 @@ def test_enough_beams_find_the_best_text_of_all(penalty: Penalty) -> None:
 
 def test_beams_go_past_ids_that_a_head_masks() -> None:
     """As if the vocabulary had the other ids alone, which are numbered without a gap."""
-    ours = pair(ModelConfig.of(**MODELS["llama"][1]), torch.float64, 3).ours.eval()
+    ours = pair(ModelConfig.from_dotted(**MODELS["llama"][1]), torch.float64, 3).ours.eval()
     few = beam_search(ours, Prompts(rows(0)), beams=4, max_tokens=6, stop_token=STOP, vocab_size=20)
     hook = ours.register_forward_hook(
         lambda _, __, output: output._replace(

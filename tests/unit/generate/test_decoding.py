@@ -9,10 +9,10 @@ from torch import Tensor
 from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
 from megatfm.generate.beam import beam_search
-from megatfm.generate.decoding import Decoding, Prompts
+from megatfm.generate.decoding import DecodingState, Prompts
 from megatfm.generate.generate import generate
 from megatfm.layers.attention.patterns import PATTERNS as SHIPPED
-from megatfm.layers.initialisation import set_buffers
+from megatfm.layers.initialisation import initialise_buffers
 from megatfm.models import build
 from tests.parity.oracle import perturb
 
@@ -89,8 +89,10 @@ NEW = 7
 
 def made(parts: str, side: str) -> tuple[torch.nn.Module, Prompts]:
     family = "encoder_decoder" if side == "encoder_decoder" else "decoder"
-    model = build(ModelConfig.of(**(SMALL | (MODELS | PATTERNS)[parts]), family=family)).double().eval()
-    set_buffers(model)
+    model = (
+        build(ModelConfig.from_dotted(**(SMALL | (MODELS | PATTERNS)[parts]), family=family)).double().eval()
+    )
+    initialise_buffers(model)
     perturb(model, seed=1, scale=0.5)
     random = torch.Generator().manual_seed(2)
     prompts = [torch.randint(0, 30, (n,), generator=random) for n in LENGTHS]
@@ -100,7 +102,7 @@ def made(parts: str, side: str) -> tuple[torch.nn.Module, Prompts]:
 
 def steps(model: torch.nn.Module, prompts: Prompts, *, cache: bool) -> Tensor:
     """Logits [B, NEW, V] while the rows grow by some tokens."""
-    decoding, logits = Decoding(model, prompts, NEW, cache=cache), []
+    decoding, logits = DecodingState(model, prompts, NEW, cache=cache), []
     for step in range(NEW):
         logits.append(decoding.logits())
         decoding.append(torch.full((len(prompts.tokens),), step + 3))
@@ -140,7 +142,7 @@ def test_every_pattern_of_decoders_is_tried() -> None:
     shipped = {name for name in SHIPPED.names() if SHIPPED.get(name).__module__.startswith("megatfm.")}
     assert shipped - {"full", "longformer"} == {options["name"] for _, options in told}
     with pytest.raises(UsageError, match="choose family = 'encoder'"):
-        build(ModelConfig.of(**SMALL, **{"attention.pattern": {"name": "longformer", "width": 2}}))
+        build(ModelConfig.from_dotted(**SMALL, **{"attention.pattern": {"name": "longformer", "width": 2}}))
 
 
 def test_a_prefix_is_seen_by_all_of_it_and_nothing_made_is() -> None:
@@ -164,13 +166,13 @@ def test_beams_select_all_that_belongs_to_a_row(parts: str, side: str) -> None:
     """Rows in another order, some twice, go on as themselves."""
     model, prompts = made(parts, side)
     order = torch.tensor([2, 0, 0, 1])
-    decoding = Decoding(model, prompts, NEW)
+    decoding = DecodingState(model, prompts, NEW)
     decoding.logits()
     decoding.append(torch.tensor([7, 8, 9]))
-    decoding.select(order)
+    decoding.reorder(order)
     got = decoding.logits()
     for place, row in enumerate(order.tolist()):
-        single = Decoding(model, alone(prompts, row), NEW)
+        single = DecodingState(model, alone(prompts, row), NEW)
         single.logits()
         single.append(torch.tensor([7 + row]))
         torch.testing.assert_close(got[place : place + 1], single.logits(), rtol=1e-10, atol=1e-10)
@@ -195,14 +197,14 @@ def test_sampling_counts_positions_without_padding() -> None:
 
 def test_a_window_s_cache_keeps_a_window() -> None:
     model, prompts = made("windows of two kinds", "decoder")
-    decoding = Decoding(model, prompts, NEW)
+    decoding = DecodingState(model, prompts, NEW)
     for _ in range(NEW):
         decoding.logits()
         decoding.append(torch.full((len(LENGTHS),), 3))
     assert decoding.cache is not None
     assert decoding.cache.length == max(LENGTHS) + NEW - 1
     near, whole = (
-        layer.extend(*[torch.zeros(3, 4, 1, 4).double()] * 2, keeps=keeps)[0]
+        layer.update(*[torch.zeros(3, 4, 1, 4).double()] * 2, keeps=keeps)[0]
         for layer, keeps in zip(decoding.cache.layers, (1, None), strict=True)
     )
     assert near.shape[2] == 2
@@ -230,7 +232,7 @@ HELD = {
 @pytest.mark.parametrize("parts", PATTERNS)
 def test_a_cache_holds_what_may_be_seen_again(parts: str) -> None:
     model, prompts = made(parts, "decoder")
-    decoding = Decoding(model, Prompts(prompts.tokens[:1]), NEW)
+    decoding = DecodingState(model, Prompts(prompts.tokens[:1]), NEW)
     for _ in range(NEW):
         decoding.logits()
         decoding.append(torch.full((1,), 3))
@@ -246,7 +248,7 @@ def test_a_cache_holds_what_may_be_seen_again(parts: str) -> None:
 def test_a_cache_of_latents_holds_what_heads_are_made_of() -> None:
     """A latent and the channels of the position: 6 + 2 numbers a token, where heads take 4 · (4 + 2 + 7)."""
     model, prompts = made("latent, queries and values of other widths", "decoder")
-    decoding = Decoding(model, prompts, NEW)
+    decoding = DecodingState(model, prompts, NEW)
     decoding.logits()
     assert decoding.cache is not None
     for layer in decoding.cache.layers:
@@ -261,7 +263,7 @@ def test_a_prefix_and_a_window_need_all_of_it() -> None:
     with pytest.raises(
         UsageError, match=r"pattern = 'window' and a prompt as a prefix.*generate without cache"
     ):
-        Decoding(model, prompts, NEW)
+        DecodingState(model, prompts, NEW)
     together = steps(model, prompts, cache=False)
     for row in range(len(LENGTHS)):
         torch.testing.assert_close(together[row : row + 1], steps(model, alone(prompts, row), cache=False))

@@ -19,7 +19,7 @@ from transformers import (
 
 import megatfm
 from megatfm.errors import UsageError
-from megatfm.generate.encode import TextEncoder
+from megatfm.generate.encode import SentenceEmbedder
 from megatfm.tokenizers import SentencePieceTokenizer
 from tests.parity.oracle import perturb
 
@@ -135,12 +135,12 @@ def test_what_can_t_be_pooled(bert: Any) -> None:
         encoder.encode(["a", 7])  # type: ignore[list-item]
     with pytest.raises(UsageError, match="batch = 0: choose 1 or more"):
         encoder.encode("a", batch=0)
-    short = TextEncoder(encoder.module, encoder.tokenizer, max_tokens=2)
+    short = SentenceEmbedder(encoder.module, encoder.tokenizer, max_tokens=2)
     with pytest.raises(
         UsageError, match="max_tokens = 2: 2 tokens stand around a text already: choose 3 or more"
     ):
         short.encode("a")
-    assert TextEncoder(encoder.module, encoder.tokenizer, max_tokens=3).encode("abc").shape == (1, 24)
+    assert SentenceEmbedder(encoder.module, encoder.tokenizer, max_tokens=3).encode("abc").shape == (1, 24)
 
 
 def mean_of(model: torch.nn.Module, ids: list[int], **fields: torch.Tensor) -> torch.Tensor:

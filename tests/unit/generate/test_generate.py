@@ -31,7 +31,7 @@ def test_the_cache_gives_the_logits_of_the_whole_prefix(model: Decoder, chunks: 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_with_and_without_cache_the_same_tokens(tied: bool, temperature: float) -> None:
-    model = random_model(MODEL.changed({"embedding.tied": tied}))
+    model = random_model(MODEL.with_changes({"embedding.tied": tied}))
     options = {"max_tokens": 30, "temperature": temperature, "seed": 5}
     fast = generate(model, PROMPT, **options)
     assert fast.shape == (2, 35)
@@ -90,7 +90,7 @@ def test_an_empty_prompt_is_refused(model: Decoder) -> None:
 def test_a_plugin_s_family_goes_on_without_a_cache(caplog: pytest.LogCaptureFixture) -> None:
     """Its class says that it is causal, and its forward takes no cache: with one, it would read one token alone."""
     plugin("looped")
-    model = random_model(MODEL.changed({"family": "looped"}))
+    model = random_model(MODEL.with_changes({"family": "looped"}))
     made = PROMPT
     with torch.no_grad():
         for _ in range(6):

@@ -26,7 +26,7 @@ def test_a_run_and_its_checkpoint_open_alike(run: Path) -> None:
     original = random_model(wide(), torch.float32)
     for path in (run, run / "checkpoints" / "step-00000030"):
         loaded = load(path)
-        assert (loaded.step, loaded.folder, loaded.config.name) == (30, run, "small")
+        assert (loaded.step, loaded.run_dir, loaded.config.name) == (30, run, "small")
         assert not loaded.model.training
         assert loaded.model.head.weight is loaded.model.decoder.embedding.tokens.weight
         for name, parameter in original.named_parameters():

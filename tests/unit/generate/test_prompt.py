@@ -9,13 +9,13 @@ import torch
 
 from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
-from megatfm.generate.continuation import sample, search
+from megatfm.generate.continuation import generate_text, generate_text_beam
 from megatfm.generate.decoding import Prompts
-from megatfm.generate.load import Loaded, load
-from megatfm.generate.prompt import prompts_of
+from megatfm.generate.load import TextModel, load
+from megatfm.generate.prompt import build_prompts
 from megatfm.generate.sampling import Sampling
 from megatfm.objectives import SpecialTokens
-from megatfm.objectives.two_sides import pair, prefixed
+from megatfm.objectives.two_sides import prefix_lm_example, seq2seq_example
 
 from .conftest import MODEL, random_model, write_run
 
@@ -23,11 +23,11 @@ TEXT = "import textwrap"
 PAIRS = MODEL.model_copy(update={"family": "encoder_decoder"})
 
 
-def opened(folder: Path, tokenizer_model: bytes, config: ModelConfig, objective: str) -> Loaded:
+def opened(folder: Path, tokenizer_model: bytes, config: ModelConfig, objective: str) -> TextModel:
     return load(write_run(folder / "run", tokenizer_model, random_model(config, torch.float32), objective))
 
 
-def special_of(loaded: Loaded) -> SpecialTokens:
+def special_of(loaded: TextModel) -> SpecialTokens:
     return SpecialTokens(*(getattr(loaded.tokenizer, role) for role in ("bos", "eos", "pad")))
 
 
@@ -51,8 +51,8 @@ def test_span_corruption(text: str, config: ModelConfig, tmp_path: Path, tokeniz
     s, encode = loaded.tokenizer.sentinels, loaded.tokenizer.encode
     given = [*encode(TEXT), s[0]] if text == TEXT else [*encode("a "), s[1], *encode(" b "), s[0]]
     wanted = np.array([s[0], 9])
-    make = pair if config is PAIRS else prefixed
-    check(prompts_of(loaded, text), make(np.array(given), wanted, special_of(loaded)))
+    make = seq2seq_example if config is PAIRS else prefix_lm_example
+    check(build_prompts(loaded, text), make(np.array(given), wanted, special_of(loaded)))
 
 
 @pytest.mark.parametrize("sentinel", ["auto", "always", "never"])
@@ -68,8 +68,8 @@ def test_a_prompt_of_a_converted_model_is_read_as_it_is(
     run = opened(tmp_path, tokenizer_model, config, "span_corruption")
     plain, first = run.tokenizer.encode(TEXT).tolist(), run.tokenizer.sentinels[0]
 
-    def given(loaded: Loaded) -> list[int]:
-        prompts = prompts_of(loaded, TEXT, sentinel=sentinel)
+    def given(loaded: TextModel) -> list[int]:
+        prompts = build_prompts(loaded, TEXT, sentinel=sentinel)
         return [
             token
             for token in (prompts.encoder or prompts.tokens)[0].tolist()
@@ -87,13 +87,13 @@ def test_nothing_stands_before_the_prompt_of_an_encoder_decoder(
 ) -> None:
     loaded = opened(tmp_path, tokenizer_model, PAIRS, "causal")
     with pytest.raises(UsageError, match="begin = 'bos': an encoder-decoder's prompt is its encoder's"):
-        prompts_of(loaded, TEXT, begin="bos")
+        build_prompts(loaded, TEXT, begin="bos")
 
 
 def test_a_sentinel_that_is_not_there(tmp_path: Path, tokenizer_model: bytes) -> None:
     loaded = opened(tmp_path, tokenizer_model, PAIRS, "span_corruption")
     with pytest.raises(UsageError, match="<extra_9>: the tokenizer has 4 sentinels"):
-        prompts_of(loaded, "a <extra_9>")
+        build_prompts(loaded, "a <extra_9>")
 
 
 @pytest.mark.parametrize("objective", ["prefix", "denoisers"])
@@ -105,17 +105,19 @@ def test_prefix(config: ModelConfig, objective: str, tmp_path: Path, tokenizer_m
     mode = loaded.tokenizer.modes.get("S") if objective == "denoisers" else None
     if config is PAIRS:
         given = tokens if mode is None else np.append(mode, tokens)
-        check(prompts_of(loaded, TEXT), pair(given, np.array([9]), special))
+        check(build_prompts(loaded, TEXT), seq2seq_example(given, np.array([9]), special))
     else:
         first = special.bos if mode is None else mode
-        check(prompts_of(loaded, TEXT), prefixed(np.append(first, tokens), np.array([9]), special))
+        check(
+            build_prompts(loaded, TEXT), prefix_lm_example(np.append(first, tokens), np.array([9]), special)
+        )
 
 
 def test_causal(tmp_path: Path, tokenizer_model: bytes) -> None:
     loaded = opened(tmp_path, tokenizer_model, PAIRS, "causal")
     tokens, special = loaded.tokenizer.encode(TEXT), special_of(loaded)
-    whole = pair(np.zeros(0, np.int64), np.append(tokens, 9), special)
-    prompts = prompts_of(loaded, TEXT)
+    whole = seq2seq_example(np.zeros(0, np.int64), np.append(tokens, 9), special)
+    prompts = build_prompts(loaded, TEXT)
     assert prompts.tokens[0].tolist() == whole["tokens"].tolist()[:-1]
     assert prompts.encoder[0].tolist() == whole["encoder_tokens"].tolist()
     assert not prompts.prefix
@@ -124,7 +126,7 @@ def test_causal(tmp_path: Path, tokenizer_model: bytes) -> None:
 def test_an_encoder_makes_no_text(tmp_path: Path, tokenizer_model: bytes) -> None:
     loaded = opened(tmp_path, tokenizer_model, MODEL.model_copy(update={"family": "encoder"}), "masked")
     with pytest.raises(UsageError, match="'encoder' makes no text"):
-        prompts_of(loaded, TEXT)
+        build_prompts(loaded, TEXT)
 
 
 @pytest.mark.parametrize(("config", "objective"), [(MODEL, "prefix"), (PAIRS, "span_corruption")])
@@ -133,19 +135,19 @@ def test_samples_and_beams_from_a_prompt(
 ) -> None:
     loaded = opened(tmp_path, tokenizer_model, config, objective)
     shown: list[str] = []
-    (greedy,) = sample(loaded, TEXT, Sampling(vocab_size=400), 9, 1, shown.append)
+    (greedy,) = generate_text(loaded, TEXT, Sampling(vocab_size=400), 9, 1, shown.append)
     assert "".join(shown) == TEXT + greedy
-    assert search(loaded, TEXT, 9, 1, 0.0) == greedy
-    assert search(loaded, TEXT, 9, 8, 0.6)
+    assert generate_text_beam(loaded, TEXT, 9, 1, 0.0) == greedy
+    assert generate_text_beam(loaded, TEXT, 9, 8, 0.6)
 
 
 def test_no_more_than_the_positions_there_are(
     tmp_path: Path, tokenizer_model: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = MODEL.changed({"position.name": "learned", "position.max_positions": 12})
+    config = MODEL.with_changes({"position.name": "learned", "position.max_positions": 12})
     loaded = opened(tmp_path, tokenizer_model, config, "causal")
     length = 1 + len(loaded.tokenizer.encode("import"))
-    search(loaded, "import", 40, 2, 0.6)
+    generate_text_beam(loaded, "import", 40, 2, 0.6)
     assert (
         f"at most {13 - length} tokens are made: model.position.max_positions = 12" in capsys.readouterr().err
     )

@@ -19,7 +19,7 @@ def logits() -> Tensor:
 def frequencies(sampling: Sampling, logits_V: Tensor) -> Tensor:
     """How often each token is chosen, over many positions."""
     rows = logits_V.expand(4, V)
-    chosen = torch.cat([sampling.choose(rows, position) for position in range(DRAWS // 4)])
+    chosen = torch.cat([sampling.sample(rows, position) for position in range(DRAWS // 4)])
     return torch.bincount(chosen, minlength=V) / DRAWS
 
 
@@ -57,24 +57,24 @@ def test_tokens_come_with_the_probabilities_of_transformers(
 
 def test_a_draw_depends_on_seed_row_and_position_alone(logits: Tensor) -> None:
     def draws(seed: int, positions: range) -> list[int]:
-        return [int(Sampling(1.0, seed=seed).choose(logits[None], position)) for position in positions]
+        return [int(Sampling(1.0, seed=seed).sample(logits[None], position)) for position in positions]
 
     assert draws(0, range(30)) == [*draws(0, range(15)), *draws(0, range(15, 30))]
     assert draws(0, range(30)) != draws(1, range(30))
-    rows = Sampling(1.0).choose(logits.expand(40, V), 7)
+    rows = Sampling(1.0).sample(logits.expand(40, V), 7)
     assert len(set(rows.tolist())) > 5
-    assert torch.equal(rows[:10], Sampling(1.0).choose(logits.expand(10, V), 7))
+    assert torch.equal(rows[:10], Sampling(1.0).sample(logits.expand(10, V), 7))
 
 
 def test_a_low_temperature_is_greedy_and_never_overflows(logits: Tensor) -> None:
     for temperature in (0.0, 1e-300, 1e-6):
-        assert int(Sampling(temperature).choose(logits[None] * 1e30, 0)) == int(logits.argmax())
+        assert int(Sampling(temperature).sample(logits[None] * 1e30, 0)) == int(logits.argmax())
 
 
 def test_ids_beyond_the_tokenizer_are_never_chosen(logits: Tensor) -> None:
     logits[-1] = 1e9
     for temperature in (0.0, 1.0):
-        assert int(Sampling(temperature, vocab_size=V - 1).choose(logits[None], 0)) < V - 1
+        assert int(Sampling(temperature, vocab_size=V - 1).sample(logits[None], 0)) < V - 1
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -83,9 +83,9 @@ def test_broken_logits_are_named(logits: Tensor, bad: float) -> None:
     rows[1, 3] = bad
     for temperature in (0.0, 1.0):
         with pytest.raises(MegatfmError, match="of text 2 at position 9 are not finite"):
-            Sampling(temperature).choose(rows, [3, 9, 4])
+            Sampling(temperature).sample(rows, [3, 9, 4])
     with pytest.raises(MegatfmError, match="of text 1 at position 3 are not finite"):
-        Sampling().choose(torch.full_like(rows, -float("inf")), 3)
+        Sampling().sample(torch.full_like(rows, -float("inf")), 3)
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (40, 1.0), (0, 0.9)])
@@ -96,7 +96,7 @@ def test_ids_that_a_head_masks_are_never_chosen(logits: Tensor, top_k: int, top_
     wanted = expected(masked, 1.0, top_k, top_p)
     assert not found[::2].any()
     assert ((found - wanted) / (wanted * (1 - wanted) / DRAWS).clamp_min(1e-12).sqrt()).abs().max() < 4.5
-    assert int(Sampling().choose(masked[None], 0)) == int(masked.argmax())
+    assert int(Sampling().sample(masked[None], 0)) == int(masked.argmax())
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatfm.generate.text import TextStream
+from megatfm.generate.text import IncrementalDetokenizer
 from megatfm.tokenizers import SentencePieceTokenizer, Tokenizer
 
 TEXTS = [
@@ -21,7 +21,7 @@ def tokenizer(tokenizer_model: bytes) -> Tokenizer:
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_the_pieces_make_up_the_text(tokenizer: Tokenizer, text: str) -> None:
-    ids, stream = tokenizer.encode(text), TextStream(tokenizer)
+    ids, stream = tokenizer.encode(text), IncrementalDetokenizer(tokenizer)
     pieces = [stream.add([token]) for token in ids]
     assert "".join(pieces) == text
     assert stream.end() == ""
@@ -30,7 +30,7 @@ def test_the_pieces_make_up_the_text(tokenizer: Tokenizer, text: str) -> None:
 def test_no_half_character_is_shown(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("🗼")
     assert len(ids) == 4, "this one must come in bytes for the test to say anything"
-    stream = TextStream(tokenizer)
+    stream = IncrementalDetokenizer(tokenizer)
     assert [stream.add([token]) for token in ids] == ["", "", "", "🗼"]
     stream.add(ids[:2])
     assert stream.end() == "\ufffd"
@@ -40,5 +40,5 @@ def test_broken_bytes_become_marks_and_reserved_ids_nothing(tokenizer: Tokenizer
     first = tokenizer.encode("🗼")[0]
     after = tokenizer.encode("x")
     reserved = [tokenizer.bos, tokenizer.pad, tokenizer.mask, *tokenizer.sentinels]
-    assert TextStream(tokenizer).add([*after, *reserved, first, *after]) == "x\ufffdx"
-    assert TextStream(tokenizer).add([tokenizer.unk]) == "\ufffd"
+    assert IncrementalDetokenizer(tokenizer).add([*after, *reserved, first, *after]) == "x\ufffdx"
+    assert IncrementalDetokenizer(tokenizer).add([tokenizer.unk]) == "\ufffd"

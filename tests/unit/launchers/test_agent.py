@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatfm.launchers.agent import exit_code_of, to_workers, torchrun
+from megatfm.launchers.agent import common_exit_code, signal_workers, torchrun
 
 ROOT = Path(__file__).parents[3]
 STEP = {
@@ -142,19 +142,19 @@ def test_a_worker_that_ends_while_it_is_told_to_stop(monkeypatch: pytest.MonkeyP
     workers = [psutil.Process(process.pid) for process in (ended, saves)]
     ended.wait()
     monkeypatch.setattr("megatfm.launchers.agent._workers", lambda pid: iter(workers))
-    assert to_workers(os.getpid(), signal.SIGTERM)
+    assert signal_workers(os.getpid(), signal.SIGTERM)
     assert saves.wait(10) == -signal.SIGTERM
     monkeypatch.undo()
-    assert not to_workers(ended.pid, signal.SIGTERM), "torchrun itself is gone"
+    assert not signal_workers(ended.pid, signal.SIGTERM), "torchrun itself is gone"
 
 
 def test_workers_that_could_not_leave_a_code_go_with_the_others(tmp_path: Path) -> None:
     (tmp_path / "9").write_text("")
-    assert exit_code_of(1, tmp_path) == 1, "killed while it wrote"
+    assert common_exit_code(1, tmp_path) == 1, "killed while it wrote"
     (tmp_path / "9").unlink()
-    assert exit_code_of(1, tmp_path) == 1
+    assert common_exit_code(1, tmp_path) == 1
     (tmp_path / "0").write_text("75")
-    assert exit_code_of(1, tmp_path) == 75
+    assert common_exit_code(1, tmp_path) == 75
     (tmp_path / "1").write_text("2")
-    assert exit_code_of(1, tmp_path) == 1
-    assert exit_code_of(0, tmp_path) == 0
+    assert common_exit_code(1, tmp_path) == 1
+    assert common_exit_code(0, tmp_path) == 0

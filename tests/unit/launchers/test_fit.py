@@ -3,9 +3,9 @@
 import pytest
 
 from megatfm.config import load_config
-from megatfm.data import check_batch
+from megatfm.data import check_global_batch
 from megatfm.errors import UsageError
-from megatfm.launchers.fit import misfit, most_nodes
+from megatfm.launchers.fit import layout_error, max_fitting_nodes
 from megatfm.parallel.mesh import axis_sizes
 from megatfm.train.corpora import batch_schedule
 from megatfm.train.guards.elastic import fit_layout
@@ -34,12 +34,12 @@ def test_it_says_what_training_would_say(layout: list[str]) -> None:
         try:
             sizes = axis_sizes(config.parallel, processes)
             for batch in batch_schedule(config).batches:
-                check_batch(batch, 2, sizes["dp_replicate"] * sizes["dp_shard"])
+                check_global_batch(batch, 2, sizes["dp_replicate"] * sizes["dp_shard"])
             fits.append(processes)
         except UsageError:
             pass
     assert fits, "else this test tests nothing"
-    assert [n for n in range(1, 33) if misfit(config, n) is None] == fits
+    assert [n for n in range(1, 33) if layout_error(config, n) is None] == fits
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -52,32 +52,32 @@ def test_and_what_an_elastic_run_would(layout: list[str]) -> None:
             fitted, _ = fit_layout(config, processes)
             sizes = axis_sizes(fitted.parallel, processes)
             for batch in batch_schedule(fitted).batches:
-                check_batch(batch, fitted.train.micro_batch, sizes["dp_replicate"] * sizes["dp_shard"])
+                check_global_batch(batch, fitted.train.micro_batch, sizes["dp_replicate"] * sizes["dp_shard"])
             fits.append(processes)
         except UsageError:
             pass
     assert fits
-    assert [n for n in range(1, 33) if misfit(config, n) is None] == fits
+    assert [n for n in range(1, 33) if layout_error(config, n) is None] == fits
 
 
 def test_the_most_nodes_on_which_it_fits() -> None:
     config = load_config("quickstart", ["train.global_batch=8", "train.micro_batch=1"])
-    assert most_nodes(config, range(2, 5), 1) == 4
-    assert most_nodes(config, range(2, 4), 1) == 2, "three do not divide eight"
-    assert most_nodes(config, range(3, 4), 1) is None
-    assert most_nodes(config, range(5, 4), 1) is None
+    assert max_fitting_nodes(config, range(2, 5), 1) == 4
+    assert max_fitting_nodes(config, range(2, 4), 1) == 2, "three do not divide eight"
+    assert max_fitting_nodes(config, range(3, 4), 1) is None
+    assert max_fitting_nodes(config, range(5, 4), 1) is None
     huge = load_config("quickstart", ["train.global_batch=2147483646", "train.micro_batch=2147483646"])
-    assert "(train.micro_batch = 1073741823 would)" in str(misfit(huge, 2)), "at once"
-    assert "is not a multiple of train.micro_batch = 1 on 3 data ranks" in str(misfit(config, 3))
+    assert "(train.micro_batch = 1073741823 would)" in str(layout_error(huge, 2)), "at once"
+    assert "is not a multiple of train.micro_batch = 1 on 3 data ranks" in str(layout_error(config, 3))
 
 
 def test_a_micro_batch_that_would_fit_is_told() -> None:
     config = load_config("quickstart", ["train.global_batch=16", "train.micro_batch=16"])
-    assert str(misfit(config, 2)).endswith("on 2 data ranks (train.micro_batch = 8 would)")
+    assert str(layout_error(config, 2)).endswith("on 2 data ranks (train.micro_batch = 8 would)")
 
 
 @pytest.mark.parametrize("name", ["quickstart", "quickstart-moe"])
 def test_small_presets_fit_the_processes_that_their_commands_start(name: str) -> None:
     config = load_config(name, [])
-    assert misfit(config, 1) is None
-    assert misfit(config, 2) is None
+    assert layout_error(config, 1) is None
+    assert layout_error(config, 2) is None

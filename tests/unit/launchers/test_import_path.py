@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatfm.launchers.job import TRAIN
+from megatfm.launchers.job import MEGATFM_COMMAND
 
 ROOT = Path(__file__).parents[3]
 RAISES = "raise ImportError('a file of the user was imported')\n"
@@ -44,7 +44,7 @@ def test_folders_of_the_user_are_not_imported(folder: Path, words: list[str]) ->
 def test_what_ranks_run_finds_nothing_in_the_working_directory(folder: Path) -> None:
     for name in ("queue.py", "statistics.py", "torch.py", "megatfm.py"):
         (folder / name).write_text(RAISES)
-    assert "usage: megatfm train" in run([*TRAIN, "--help"], folder)
+    assert "usage: megatfm train" in run([*MEGATFM_COMMAND, "--help"], folder)
 
 
 @pytest.mark.parametrize(

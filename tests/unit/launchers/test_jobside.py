@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatfm.config import load_config, to_toml
-from megatfm.launchers.jobside import blame, main
-from megatfm.launchers.restarts import UNFINISHED, Attempt, Restarts
+from megatfm.launchers.jobside import find_failure_cause, main
+from megatfm.launchers.restarts import UNFINISHED, Attempt, AttemptLog
 from tests.unit.launchers.conftest import FakeSlurm
 
 Commit = Callable[[int], None]
@@ -69,8 +69,8 @@ def finish(run: Path) -> None:
 
 def failures(run: Path, count: int, host: str | None = None) -> None:
     for _ in range(count):
-        begun = Restarts(run).begin(Attempt(time.time(), "7", job="7"))
-        Restarts(run).end(replace(begun, ended=time.time(), code=1, reason="it broke", failed_host=host))
+        begun = AttemptLog(run).begin(Attempt(time.time(), "7", job="7"))
+        AttemptLog(run).end(replace(begun, ended=time.time(), code=1, reason="it broke", failed_host=host))
 
 
 # ------------------------------------------------------------------------------------------------------- begin
@@ -81,7 +81,7 @@ def test_an_attempt_gets_all_nodes_and_is_noted(run: Path, capsys: pytest.Captur
     said = capsys.readouterr()
     assert said.out == "3 n1 n1,n2,n3\n", "what the script reads"
     assert said.err == "megatfm job: attempt 1: job 7, from step 0, on n1, n2, n3\n"
-    (attempt,) = Restarts(run).attempts
+    (attempt,) = AttemptLog(run).attempts
     assert (attempt.job, attempt.submission, attempt.nodes, attempt.ended) == (
         "7",
         "7",
@@ -97,7 +97,7 @@ def test_with_fewer_nodes_the_layout_that_fits(
     assert begin(run, least=2) == 0
     said = capsys.readouterr()
     assert said.out == "4 n1 n1,n2,n3,n4\n"
-    assert "trains on 4 of 5 nodes: train.global_batch = 24 does not divide" in said.err
+    assert "trains on 4 of 5 nodes: train.global_batch = 24 is not a multiple of" in said.err
 
 
 def test_a_layout_that_fits_nowhere_is_a_usage_error(
@@ -108,7 +108,7 @@ def test_a_layout_that_fits_nowhere_is_a_usage_error(
     said = capsys.readouterr()
     assert said.out == ""
     assert "fits on none of 5 to 5 nodes: on the last, train.global_batch = 24" in said.err
-    assert Restarts(run).attempts[-1].code == 2
+    assert AttemptLog(run).attempts[-1].code == 2
 
 
 def test_a_finished_run_is_not_started(
@@ -120,7 +120,7 @@ def test_a_finished_run_is_not_started(
     said = capsys.readouterr()
     assert said.out == ""
     assert "the run is finished: all of its 100 steps are done" in said.err
-    assert Restarts(run).attempts == []
+    assert AttemptLog(run).attempts == []
 
 
 def test_an_offender_is_left_out_where_it_can_be(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,7 +149,7 @@ def test_attempts_that_were_lost_with_their_script_are_counted_too(
     said = capsys.readouterr()
     assert said.out.count("\n") == 2
     assert "no progress: 2 attempts in a row failed without a new checkpoint after step 0" in said.err
-    assert Restarts(run).attempts[-1].code == 76
+    assert AttemptLog(run).attempts[-1].code == 76
     assert not any(call.startswith("scontrol requeue") for call in fake_slurm.calls)
 
 
@@ -165,9 +165,9 @@ def test_what_slurm_ended_is_no_failure_unless_a_node_was(run: Path, reason: str
         "srun: error: n2: task 1: Killed\n",
     )
     begin(run)
-    lost = Restarts(run).attempts[0]
+    lost = AttemptLog(run).attempts[0]
     assert lost.reason == f"ended by SLURM: {reason.lower()}"
-    assert (lost.failed, lost.failed_host) == (is_failure, None), "who is killed by SLURM is not to blame"
+    assert (lost.is_failure, lost.failed_host) == (is_failure, None), "who is killed by SLURM is not to blame"
 
 
 # --------------------------------------------------------------------------------------------------------- end
@@ -181,8 +181,8 @@ def test_stopped_ahead_of_its_time_it_is_requeued(
     assert end(run, 75, "--asked", "USR1") == 75
     assert fake_slurm.calls == ["scontrol -o show job 7", "scontrol requeue 7"]
     assert "stopped by USR1; the newest checkpoint is of step 40" in capsys.readouterr().err
-    (attempt,) = Restarts(run).attempts
-    assert (attempt.step, attempt.code, attempt.asked, attempt.failed) == (40, 75, True, False)
+    (attempt,) = AttemptLog(run).attempts
+    assert (attempt.step, attempt.code, attempt.asked, attempt.is_failure) == (40, 75, True, False)
 
 
 def test_a_failure_is_tried_again_until_it_gains_nothing(
@@ -207,7 +207,7 @@ def test_codes_that_say_the_same_again_end_it(run: Path, code: int, fake_slurm: 
     finish(run)
     assert end(run, code) == code
     assert fake_slurm.calls == []
-    assert Restarts(run).attempts[-1].code == code
+    assert AttemptLog(run).attempts[-1].code == code
 
 
 @pytest.mark.parametrize(
@@ -229,8 +229,8 @@ def test_an_exit_code_of_zero_is_not_believed(
         event(run, detail="", **record)
     log(run, "megatfm job: attempt 1: job 7\nsrun: error: Node failure on n2\n")
     assert end(run, 0, "--no-requeue") == 1
-    (attempt,) = Restarts(run).attempts
-    assert (attempt.code, attempt.failed) == (1, True)
+    (attempt,) = AttemptLog(run).attempts
+    assert (attempt.code, attempt.is_failure) == (1, True)
     assert not any("scancel" in call for call in fake_slurm.calls), "the chain goes on"
     assert "the next link of the chain, job 8, goes on" in capsys.readouterr().err
 
@@ -238,20 +238,20 @@ def test_an_exit_code_of_zero_is_not_believed(
 def test_without_a_word_of_why_a_zero_is_told_as_what_it_is(run: Path) -> None:
     begin(run)
     end(run, 0)
-    assert Restarts(run).attempts[-1].reason == UNFINISHED
+    assert AttemptLog(run).attempts[-1].reason == UNFINISHED
 
 
 def test_what_fails_while_it_is_asked_to_stop_was_stopped(run: Path) -> None:
     begin(run)
     assert end(run, 143, "--asked", "TERM") == 75
-    assert not Restarts(run).attempts[-1].failed
+    assert not AttemptLog(run).attempts[-1].is_failure
 
 
 def test_a_rank_that_died_of_usr1_while_it_started_was_stopped(run: Path) -> None:
     begin(run)
     assert end(run, 138) == 75
-    (attempt,) = Restarts(run).attempts
-    assert (attempt.reason, attempt.failed, attempt.word) == ("stopped by USR1", False, "STOPPED")
+    (attempt,) = AttemptLog(run).attempts
+    assert (attempt.reason, attempt.is_failure, attempt.state_name) == ("stopped by USR1", False, "STOPPED")
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_a_host_that_failed_twice_is_excluded(
         "the first time may be chance"
     )
     assert "n2: failed twice, so excluded from now on" in capsys.readouterr().err
-    last = Restarts(run).attempts[-1]
+    last = AttemptLog(run).attempts[-1]
     assert (last.failed_host, last.failed_rank, last.reason) == ("n2", 1, "rank 1 on n2 hangs")
 
 
@@ -347,7 +347,7 @@ def test_in_a_chain_the_next_link_goes_on(
     assert "scontrol requeue 7" not in fake_slurm.calls
     monkeypatch.setenv("SLURM_JOB_ID", "8")
     begin(run)
-    assert Restarts(run).attempts[-1].submission == "7", "the links of a chain are counted together"
+    assert AttemptLog(run).attempts[-1].submission == "7", "the links of a chain are counted together"
     finish(run)
     assert end(run, 0, "--no-requeue") == 0
     assert fake_slurm.calls[-1] == "scancel 9", "a finished run needs no further link"
@@ -359,19 +359,19 @@ def test_a_link_that_outlives_the_begin_of_the_next_notes_its_own_end(
     """SLURM starts the next link while the script of the one before has some seconds (KillWait) left."""
     chain(run, 7, 8)
     begin(run)
-    first = Restarts(run)  # as the first link's helper read it
+    first = AttemptLog(run)  # as the first link's helper read it
     monkeypatch.setenv("SLURM_JOB_ID", "8")
     begin(run)
     event(run, event="failed", detail="rank 1 on n2 hangs", ranks=[1], hosts=["n2"])
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     end(run, 143, "--asked", "TERM", "--no-requeue")
-    one, other = Restarts(run).attempts
+    one, other = AttemptLog(run).attempts
     assert (one.job, one.code, one.reason, one.failed_host) == ("7", 143, "stopped by TERM", None)
     assert (other.job, other.ended) == ("8", None), "it goes on"
     end(run, 1, "--no-requeue")
-    assert Restarts(run).attempts[0].failed_host is None, "what the next one met is not its own"
+    assert AttemptLog(run).attempts[0].failed_host is None, "what the next one met is not its own"
     first.end(replace(first.attempts[0], ended=1.0))
-    assert len(Restarts(run).attempts) == 2, "nor does what it read before the next began overwrite that"
+    assert len(AttemptLog(run).attempts) == 2, "nor does what it read before the next began overwrite that"
 
 
 def test_a_requeued_job_notes_the_end_of_each_start(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,7 +380,7 @@ def test_a_requeued_job_notes_the_end_of_each_start(run: Path, monkeypatch: pyte
     begin(run)
     monkeypatch.delenv("SLURM_RESTART_COUNT")
     end(run, 143, "--asked", "TERM")
-    assert [each.ended is None for each in Restarts(run).attempts] == [False, True]
+    assert [each.ended is None for each in AttemptLog(run).attempts] == [False, True]
 
 
 def test_a_chain_that_gains_nothing_is_taken_out_of_the_queue(run: Path, fake_slurm: FakeSlurm) -> None:
@@ -397,7 +397,7 @@ def test_a_run_that_is_asked_to_stop_after_its_last_step_is_done(
     begin(run)
     finish(run)
     assert end(run, code, *(["--asked", asked] if asked else [])) == 0
-    assert Restarts(run).attempts[-1].word == "DONE"
+    assert AttemptLog(run).attempts[-1].state_name == "DONE"
     assert not [call for call in fake_slurm.calls if "requeue" in call]
 
 
@@ -473,7 +473,7 @@ srun: error: n3: task 0: Killed
 )
 def test_whom_the_log_names(run: Path, text: str, host: str | None, rank: int | None) -> None:
     log(run, f"srun: error: n9: task 9: Killed\nmegatfm job: attempt 2: job 7\n{text}")
-    found = blame(run / "logs" / "slurm-7.log", run, 0.0)
+    found = find_failure_cause(run / "logs" / "slurm-7.log", run, 0.0)
     assert (found.host, found.rank) == (host, rank), "and nobody of an earlier attempt"
 
 
@@ -481,8 +481,8 @@ def test_the_runs_own_word_counts_more_than_the_logs(run: Path) -> None:
     now = time.time()
     event(run, event="failed", detail="long ago", ranks=[9], hosts=["n9"], time=now - 100)
     log(run, "srun: error: n1: task 0: Aborted\n")
-    assert blame(run / "logs" / "slurm-7.log", run, now).host == "n1"
+    assert find_failure_cause(run / "logs" / "slurm-7.log", run, now).host == "n1"
     event(run, event="failed", detail="rank 2 on n2 hangs", ranks=[2], hosts=["n2"])
-    assert blame(run / "logs" / "slurm-7.log", run, now).host == "n2"
+    assert find_failure_cause(run / "logs" / "slurm-7.log", run, now).host == "n2"
     event(run, event="failed", detail="all failed alike", ranks=[], hosts=[])
-    assert blame(run / "logs" / "slurm-7.log", run, now).host is None
+    assert find_failure_cause(run / "logs" / "slurm-7.log", run, now).host is None

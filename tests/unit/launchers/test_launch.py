@@ -14,9 +14,9 @@ import pytest
 
 from megatfm.config import load_config
 from megatfm.errors import LockedError, UsageError
-from megatfm.launchers import Job, Local, Mpi, add_arguments, main
-from megatfm.launchers.files import last_records, read_json
-from megatfm.launchers.progress import look
+from megatfm.launchers import Job, LocalLauncher, MpiLauncher, add_arguments, main
+from megatfm.launchers.files import read_json, tail_jsonl
+from megatfm.launchers.progress import run_status
 
 ROOT = Path(__file__).resolve().parents[3]
 FAKE_RANK = """
@@ -40,7 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpora: Path) -> Pa
     program.write_text(FAKE_RANK + FINISH)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr("megatfm.launchers.job.TRAIN", (sys.executable, str(program), "train"))
+    monkeypatch.setattr("megatfm.launchers.job.MEGATFM_COMMAND", (sys.executable, str(program), "train"))
     return tmp_path
 
 
@@ -54,9 +54,9 @@ def launch(*words: str) -> int:
 
 def job(**changes: object) -> Job:
     fields: dict[str, object] = {
-        "config": "quickstart",
+        "config_name": "quickstart",
         "overrides": (),
-        "resolved": load_config("quickstart"),
+        "config": load_config("quickstart"),
         "name": "quickstart",
     }
     return Job(**{**fields, **changes})  # type: ignore[arg-type]
@@ -126,7 +126,7 @@ def test_what_another_start_would_not_help_is_not_started_again(folder: Path) ->
 def test_a_run_that_is_told_to_stop_after_its_last_step_is_done(folder: Path) -> None:
     (folder / "fake_rank.py").write_text(f"{FAKE_RANK}{FINISH}sys.exit(75)")
     assert launch("--nproc", "1") == 0
-    assert look(folder / "runs" / "quickstart").state.word == "DONE"
+    assert run_status(folder / "runs" / "quickstart").state.name == "DONE"
 
 
 def test_a_run_that_left_with_zero_and_has_not_finished_is_tried_again(
@@ -251,15 +251,15 @@ def test_a_run_directory_that_is_no_text_is_refused(folder: Path, monkeypatch: p
 def test_what_is_nested_too_deep_is_taken_for_damage(tmp_path: Path) -> None:
     (tmp_path / "launch.json").write_text("[" * 100_000)
     assert read_json(tmp_path / "launch.json", "nothing") == "nothing"
-    assert last_records(tmp_path / "launch.json", 1) == []
+    assert tail_jsonl(tmp_path / "launch.json", 1) == []
 
 
 def test_processes_of_a_job() -> None:
-    assert job(nodes=2, processes_per_node=4).processes == 8
+    assert job(min_nodes=2, nproc_per_node=4).world_size == 8
     assert (
-        Local().render(job(processes_per_node=3))["launch.sh"].count("WORLD_SIZE=3") == 6
+        LocalLauncher().render(job(nproc_per_node=3))["launch.sh"].count("WORLD_SIZE=3") == 6
     )  # and LOCAL_WORLD_SIZE
-    assert "mpirun -n 5" in Mpi().render(job(processes_per_node=5))["launch.sh"]
+    assert "mpirun -n 5" in MpiLauncher().render(job(nproc_per_node=5))["launch.sh"]
 
 
 def test_launching_needs_no_torch() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.launchers import scheduler
-from megatfm.launchers.files import last_records, newest_step
+from megatfm.launchers.files import latest_checkpoint_step, tail_jsonl
 from tests.unit.launchers.conftest import FakeSlurm
 
 # As SLURM 22.05 prints it: values with spaces, with `=`, and empty ones.
@@ -19,7 +19,7 @@ RECORD = (
 
 def test_the_record_of_a_job(fake_slurm: FakeSlurm) -> None:
     fake_slurm.answer("scontrol-show", RECORD)
-    found = scheduler.facts("7")
+    found = scheduler.show_job("7")
     assert found["JobName"] == "a b"
     assert found["TRES"].startswith("cpu=2")
     assert (found["JobState"], found["Restarts"], found["NumNodes"], found["Power"]) == (
@@ -33,10 +33,10 @@ def test_the_record_of_a_job(fake_slurm: FakeSlurm) -> None:
 
 def test_a_job_that_is_forgotten_has_no_record(fake_slurm: FakeSlurm) -> None:
     fake_slurm.fail("scontrol-show", "slurm_load_jobs error: Invalid job id specified\n")
-    assert scheduler.facts("7") == {}
+    assert scheduler.show_job("7") == {}
     fake_slurm.fail("scontrol-show", "slurm_load_jobs error:\n Unable to contact slurm controller\n")
     with pytest.raises(MegatfmError, match=r"^scontrol -o show: slurm_load_jobs error: Unable to contact"):
-        scheduler.facts("7")
+        scheduler.show_job("7")
 
 
 @pytest.mark.parametrize(
@@ -54,15 +54,15 @@ def test_a_job_that_is_forgotten_has_no_record(fake_slurm: FakeSlurm) -> None:
     ],
 )
 def test_durations(text: str, seconds: int | None) -> None:
-    assert scheduler.seconds(text) == seconds
+    assert scheduler.parse_time(text) == seconds
 
 
 def test_hosts(fake_slurm: FakeSlurm) -> None:
-    assert scheduler.hostnames("n1") == ["n1"]
-    assert scheduler.hostnames("n1,gpu-2.site") == ["n1", "gpu-2.site"]
+    assert scheduler.expand_nodelist("n1") == ["n1"]
+    assert scheduler.expand_nodelist("n1,gpu-2.site") == ["n1", "gpu-2.site"]
     assert fake_slurm.calls == [], "what needs no expansion needs no SLURM"
     fake_slurm.answer("scontrol-show", "n1\nn2\n")
-    assert scheduler.hostnames("n[1-2]") == ["n1", "n2"]
+    assert scheduler.expand_nodelist("n[1-2]") == ["n1", "n2"]
 
 
 def test_usable_nodes(fake_slurm: FakeSlurm) -> None:
@@ -75,25 +75,25 @@ def test_usable_nodes(fake_slurm: FakeSlurm) -> None:
 def test_a_machine_without_slurm_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UsageError, match="squeue is not on PATH: run this on a login node"):
-        scheduler.call("squeue")
+        scheduler.run_slurm_command("squeue")
 
 
 def test_a_scheduler_that_hangs_is_given_up(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     (fake_slurm.folder / "bin" / "sinfo").write_text("#!/bin/sh\nexec sleep 30\n")
     monkeypatch.setattr(scheduler, "TIMEOUT_SECONDS", 0.2)
     with pytest.raises(MegatfmError, match="sinfo gave no answer in 0 s: is slurmctld up"):
-        scheduler.call("sinfo")
+        scheduler.run_slurm_command("sinfo")
 
 
 def test_the_end_of_a_file_of_records(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
-    assert last_records(file, 3) == []
+    assert tail_jsonl(file, 3) == []
     file.write_text("".join(f'{{"step": {n}}}\n' for n in range(5)) + '{"step": 5')
-    assert [each["step"] for each in last_records(file, 3)] == [2, 3, 4]
+    assert [each["step"] for each in tail_jsonl(file, 3)] == [2, 3, 4]
 
 
 def test_only_committed_checkpoints_count(tmp_path: Path) -> None:
-    assert newest_step(tmp_path) == 0
+    assert latest_checkpoint_step(tmp_path) == 0
     for name in ("step-00000004", "step-00000012", ".step-00000020.partial-1", "step-x"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert newest_step(tmp_path) == 12
+    assert latest_checkpoint_step(tmp_path) == 12

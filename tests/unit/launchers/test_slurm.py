@@ -13,9 +13,9 @@ import pytest
 from megatfm.config import load, load_config, to_toml
 from megatfm.config.prep import PrepConfig
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.launchers import Job, Slurm, Submitted, add_arguments, main, snapshot, submit
+from megatfm.launchers import Job, RunHandle, SlurmLauncher, add_arguments, main, snapshot, submit
 from megatfm.launchers.beside import cancel
-from megatfm.launchers.progress import look
+from megatfm.launchers.progress import run_status
 from megatfm.launchers.site import Site, load_site
 from tests.unit.launchers.conftest import FakeSlurm
 
@@ -63,9 +63,9 @@ def launch(*words: str, config: str = "quickstart") -> int:
 
 def job(**changes: object) -> Job:
     fields: dict[str, object] = {
-        "config": "quickstart",
+        "config_name": "quickstart",
         "overrides": (),
-        "resolved": load_config("quickstart"),
+        "config": load_config("quickstart"),
         "name": "quickstart",
     }
     return Job(**{**fields, **changes})  # type: ignore[arg-type]
@@ -73,17 +73,21 @@ def job(**changes: object) -> Job:
 
 def prep_job(**changes: object) -> Job:
     resolved = load(PrepConfig, "quickstart-data")
-    return job(kind="prep", config="quickstart-data", resolved=resolved, name="prep", array=8, **changes)
+    return job(
+        kind="prep", config_name="quickstart-data", config=resolved, name="prep", array_size=8, **changes
+    )
 
 
-GPUS = {"name": "big-run", "nodes": 4, "processes_per_node": 8, "gpus_per_node": 8, "time_limit": "24:00:00"}
+GPUS = {"name": "big-run", "min_nodes": 4, "nproc_per_node": 8, "gpus_per_node": 8, "time_limit": "24:00:00"}
 RENDERED = {
-    "pretrain.sbatch": lambda: Slurm(BIG).render(job(**GPUS)),
-    "pretrain-chain.sbatch": lambda: Slurm(SMALL).render(job(**GPUS, chain=3)),
-    "pretrain-range.sbatch": lambda: Slurm(Site()).render(job(nodes=2, max_nodes=4, processes_per_node=2)),
-    "data_prep.sbatch": lambda: Slurm(BIG).render(prep_job()),
-    "data_prep-no-requeue.sbatch": lambda: Slurm(SMALL).render(prep_job()),
-    "evaluate.sbatch": lambda: Slurm(BIG).render(job(**GPUS, kind="evaluate")),
+    "pretrain.sbatch": lambda: SlurmLauncher(BIG).render(job(**GPUS)),
+    "pretrain-chain.sbatch": lambda: SlurmLauncher(SMALL).render(job(**GPUS, chain_length=3)),
+    "pretrain-range.sbatch": lambda: SlurmLauncher(Site()).render(
+        job(min_nodes=2, max_nodes=4, nproc_per_node=2)
+    ),
+    "data_prep.sbatch": lambda: SlurmLauncher(BIG).render(prep_job()),
+    "data_prep-no-requeue.sbatch": lambda: SlurmLauncher(SMALL).render(prep_job()),
+    "evaluate.sbatch": lambda: SlurmLauncher(BIG).render(job(**GPUS, kind="evaluate")),
 }
 
 
@@ -93,7 +97,7 @@ def test_the_scripts_are_the_golden_ones(name: str, folder: Path) -> None:
     files = RENDERED[name]()
     script = next(iter(files.values()))
     for found, shown in (
-        (snapshot.take([]).name, "code-0123456789ab"),
+        (snapshot.collect_code([]).dir_name, "code-0123456789ab"),
         (str(folder), "/home/ada/my-project"),
         (sys.executable, "/env/bin/python"),
     ):
@@ -125,9 +129,8 @@ def test_the_dry_run_prints_the_script_and_the_config(
 
 
 def test_a_run_that_does_not_fit_is_refused_before_the_queue(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(
-        UsageError, match=r"does not fit 32 processes: train\.global_batch = 16 does not divide"
-    ):
+    reason = r"train\.global_batch = 16 is not a multiple of train\.micro_batch = 8 on 32 data ranks"
+    with pytest.raises(UsageError, match=rf"does not fit 32 processes: {reason}"):
         launch(*CLUSTER)
     launch(*CLUSTER, "--dry-run")
     assert "note: this would be refused: the run does not fit 32" in capsys.readouterr().err
@@ -240,8 +243,8 @@ def test_what_reaches_the_shell_is_quoted(
         setup=[["prepare", text]],
         start="torchrun" if kind == "torchrun" else "srun",
     )
-    wanted = prep_job() if kind == "prep" else job(nodes=2, kind="train" if kind == "torchrun" else kind)
-    script = next(iter(Slurm(site).render(wanted).values()))
+    wanted = prep_job() if kind == "prep" else job(min_nodes=2, kind="train" if kind == "torchrun" else kind)
+    script = next(iter(SlurmLauncher(site).render(wanted).values()))
     environment = {
         "PATH": f"{programs}:{os.environ['PATH']}",
         "SEEN": str(folder / "seen"),
@@ -269,7 +272,7 @@ def test_what_reaches_the_shell_is_quoted(
 def test_paths_that_sbatch_would_misread_are_refused(name: str) -> None:
     resolved = load_config("quickstart").model_copy(update={"run_dir": f"/data/{name}"})
     with pytest.raises(UsageError, match="can't write to a path with quotes"):
-        Slurm(Site()).render(job(resolved=resolved))
+        SlurmLauncher(Site()).render(job(config=resolved))
 
 
 # ------------------------------------------------------------------------------------------------- the script
@@ -285,7 +288,11 @@ def run_script(folder: Path, srun: str, *, plan: str = "echo 1 n1 n1") -> tuple[
     )
     for program in programs.iterdir():
         program.chmod(0o755)
-    script = Slurm(Site()).render(job())["pretrain.sbatch"].replace(sys.executable, str(programs / "python"))
+    script = (
+        SlurmLauncher(Site())
+        .render(job())["pretrain.sbatch"]
+        .replace(sys.executable, str(programs / "python"))
+    )
     environment = {
         "PATH": f"{programs}:{os.environ['PATH']}",
         "SEEN": str(folder / "seen"),
@@ -349,7 +356,7 @@ def test_the_examples_of_sites_render_to_scripts(path: Path) -> None:
     site = load_site(path, {})
     assert path.read_text().startswith("# "), "says what kind of site it is"
     for wanted in (job(**GPUS), prep_job(), job(**GPUS, kind="evaluate")):
-        for name, text in Slurm(site).render(wanted).items():
+        for name, text in SlurmLauncher(site).render(wanted).items():
             if name.endswith(".sbatch"):
                 subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
@@ -373,7 +380,7 @@ def test_submit_writes_the_files_and_says_where_to_look(
     for part in (f"{run}/logs/slurm-4711.log", f"megatfm status {run}", f"megatfm cancel {run}"):
         assert part in said
     assert fake_slurm.calls[-1] == f"sbatch --parsable {run}/slurm/pretrain.sbatch"
-    code = snapshot.take([]).name
+    code = snapshot.collect_code([]).dir_name
     assert sorted(path.name for path in (run / "slurm").iterdir()) == [code, "config.toml", "pretrain.sbatch"]
     assert f"PYTHONPATH={run}/slurm/{code}$" in (run / "slurm" / "pretrain.sbatch").read_text()
     queued = load_config(run / "slurm" / "config.toml")
@@ -481,7 +488,7 @@ def test_a_run_is_not_submitted_again_while_nobody_can_tell_how_its_job_is(
         ):
             launch(*again)
     assert (run / "launch.json").read_text() == note
-    assert (look(run).state.word, look(run).state.is_over) == ("UNKNOWN", False)
+    assert (run_status(run).state.name, run_status(run).state.is_over) == ("UNKNOWN", False)
     if fails != "no SLURM here":
         assert cancel(run) == "cancelled job 12", "whatever squeue says"
 
@@ -508,7 +515,7 @@ def test_an_evaluation_joins_the_record_of_its_run(
     launch(*evaluate, config="runs/mine")
     note = json.loads((run / "launch.json").read_text())
     assert (note["kind"], note["jobs"], note["evaluations"]) == ("train", ["12"], ["13"])
-    assert look(run).state.detail == "job 12, n1; evaluation in job 13: RUNNING"
+    assert run_status(run).state.reason == "job 12, n1; evaluation in job 13: RUNNING"
     with pytest.raises(UsageError, match=r"job 13 evaluates this run, and runs: .* `megatfm cancel 13`$"):
         launch(*evaluate, config="runs/mine")
     assert cancel(run) == "cancelled jobs 12, 13"
@@ -536,7 +543,7 @@ def test_an_evaluation_in_front_of_its_user_is_not_taken_for_the_run(
     fake_slurm.answer("sbatch", "12\n")
     launch("--slurm", name_of(folder))
     before = (folder / "runs/mine/launch.json").read_text()
-    monkeypatch.setattr("megatfm.launchers.job.TRAIN", ("true", "-m", "megatfm", "train"))
+    monkeypatch.setattr("megatfm.launchers.job.MEGATFM_COMMAND", ("true", "-m", "megatfm", "train"))
     assert launch("--evaluate", "--nproc", "1", config="runs/mine") == 0
     assert (folder / "runs/mine/launch.json").read_text() == before
 
@@ -727,17 +734,17 @@ def test_options_that_can_not_be(words: list[str], reason: str) -> None:
 def test_from_python(folder: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
     fake_slurm.answer("sbatch", "12\n")
     run = submit("quickstart", "train.steps=77", nodes=2, chain=2, sbatch=["--exclusive", "--mail-type=FAIL"])
-    assert run.folder == folder / "runs" / "quickstart"
-    script = (run.folder / "slurm" / "pretrain.sbatch").read_text()
+    assert run.run_dir == folder / "runs" / "quickstart"
+    script = (run.run_dir / "slurm" / "pretrain.sbatch").read_text()
     assert "#SBATCH --exclusive\n#SBATCH --mail-type=FAIL\n" in script
     fake_slurm.answer("squeue", "RUNNING|None|n1\n")
-    assert (run.state.word, run.progress.steps) == ("RUNNING", 77)
+    assert (run.state.name, run.progress.steps) == ("RUNNING", 77)
     with pytest.raises(TimeoutError, match=r"runs/quickstart: still RUNNING after 0\.1 s: job 12, n1"):
-        run.wait(timeout=0.1, every=0.05)
-    assert Submitted(run.folder).cancel() == "cancelled job 12", "the stand-in gives both links one number"
+        run.wait(timeout=0.1, poll_interval=0.05)
+    assert RunHandle(run.run_dir).cancel() == "cancelled job 12", "the stand-in gives both links one number"
     fake_slurm.answer("squeue", "")
     fake_slurm.answer("scontrol-show", "JobId=12 JobState=CANCELLED ExitCode=0:15\n")
-    assert run.wait(every=0.05).word == "CANCELLED"
+    assert run.wait(poll_interval=0.05).name == "CANCELLED"
     for flags, reason in (
         ({"node": 2}, "--node=2: no flag for a job"),
         ({"nproc": "two"}, "invalid int value"),

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_what_is_copied_is_importable_and_wins_over_the_checkout(tmp_path: Path) -> None:
-    place = snapshot.take([]).write(tmp_path)
+    place = snapshot.collect_code([]).copy_to(tmp_path)
     assert place.name.startswith("code-")
     assert not list(place.rglob("__pycache__"))
     assert (place / "megatfm" / "slurm" / "pretrain.sbatch").is_file()
@@ -36,22 +36,22 @@ def test_the_same_code_is_copied_once_and_other_code_beside_it(
     monkeypatch.syspath_prepend(str(tmp_path / "here"))
     plugin = tmp_path / "here" / "my_plugin_of_a_test.py"
     plugin.write_text("x = 1\n")
-    first = snapshot.take(["my_plugin_of_a_test"]).write(tmp_path)
-    assert snapshot.take(["my_plugin_of_a_test"]).write(tmp_path) == first
+    first = snapshot.collect_code(["my_plugin_of_a_test"]).copy_to(tmp_path)
+    assert snapshot.collect_code(["my_plugin_of_a_test"]).copy_to(tmp_path) == first
     plugin.write_text("x = 2\n")
-    place = snapshot.take(["my_plugin_of_a_test"]).write(tmp_path)
+    place = snapshot.collect_code(["my_plugin_of_a_test"]).copy_to(tmp_path)
     assert (first / "my_plugin_of_a_test.py").read_text() == "x = 1\n"
     assert (place / "my_plugin_of_a_test.py").read_text() == "x = 2\n"
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".code")], "no half copies"
 
 
 def test_installed_plugins_stay_where_they_are() -> None:
-    assert snapshot.take(["pydantic"]).files == snapshot.take([]).files
+    assert snapshot.collect_code(["pydantic"]).files == snapshot.collect_code([]).files
 
 
 def test_a_plugin_that_is_not_there_is_named() -> None:
     with pytest.raises(UsageError, match="plugins: can't find 'nothing_of_this_name'"):
-        snapshot.take(["nothing_of_this_name.part"])
+        snapshot.collect_code(["nothing_of_this_name.part"])
 
 
 def test_what_a_plugin_imports_from_its_own_folder_goes_along(
@@ -61,14 +61,12 @@ def test_what_a_plugin_imports_from_its_own_folder_goes_along(
     here = tmp_path / "here"
     (here / "helper_of_a_test").mkdir(parents=True)
     (here / "plugin_of_a_test.py").write_text("def later():\n    import queue, helper_of_a_test.deep\n")
-    (here / "helper_of_a_test" / "deep.py").write_text(
-        "from further_of_a_test import x\nfrom . import x as y\n"
-    )
+    (here / "helper_of_a_test" / "deep.py").write_text("from further_of_a_test import x\nfrom . import x\n")
     (here / "further_of_a_test.py").write_text("import plugin_of_a_test\nx = 1\n")
     (here / "queue.py").write_text("raise ImportError\n")
     (here / "nothing_to_do_with_it.py").write_text("")
     monkeypatch.setattr(sys, "path", [*sys.path, str(here)])
-    more = set(snapshot.take(["plugin_of_a_test"]).files) - set(snapshot.take([]).files)
+    more = set(snapshot.collect_code(["plugin_of_a_test"]).files) - set(snapshot.collect_code([]).files)
     assert more == {"plugin_of_a_test.py", "helper_of_a_test/deep.py", "further_of_a_test.py"}
 
 
@@ -83,11 +81,11 @@ def test_a_plugin_with_a_link_to_itself_and_with_runs(
     (here / "again").symlink_to(here / "part")
     (here / "table.json").write_text("{}")
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    more = set(snapshot.take(["package_of_a_test"]).files) - set(snapshot.take([]).files)
+    more = set(snapshot.collect_code(["package_of_a_test"]).files) - set(snapshot.collect_code([]).files)
     assert more == {f"package_of_a_test/{name}" for name in ("again/file.py", "part/file.py", "table.json")}
     with open(here / "part" / "weights.bin", "wb") as file:
         file.truncate(65 * 2**20)
     with pytest.raises(
         UsageError, match=r"holds 130 MB, of which package_of_a_test/.*weights\.bin is the largest"
     ):
-        snapshot.take(["package_of_a_test"])
+        snapshot.collect_code(["package_of_a_test"])

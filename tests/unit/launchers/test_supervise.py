@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatfm.errors import MegatfmError
-from megatfm.launchers.supervise import Child, supervise
+from megatfm.launchers.supervise import Child, supervisor
 
 # A rank: `python rank.py FOLDER RANK BEHAVIOUR…`. It notes each signal that it gets.
 RANK = """
@@ -47,7 +47,7 @@ from pathlib import Path
 from megatfm.launchers import supervise as module
 from tests.unit.launchers.test_supervise import team
 module.SETTLE_SECONDS, module.GRACE_SECONDS = 0.3, 0.5
-sys.exit(module.supervise(team(Path(sys.argv[1]), sys.argv[2:])))
+sys.exit(module.supervisor(team(Path(sys.argv[1]), sys.argv[2:])))
 """
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -122,14 +122,14 @@ def signals(folder: Path, rank: int) -> list[str]:
     ],
 )
 def test_the_code_is_the_one_that_all_agree_on(tmp_path: Path, behaviours: list[str], code: int) -> None:
-    assert supervise(team(tmp_path, behaviours)) == code
+    assert supervisor(team(tmp_path, behaviours)) == code
 
 
 def test_the_first_child_has_the_terminal_and_the_others_their_logs(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for _ in range(2):
-        supervise(team(tmp_path, ["exit0", "exit0"]))
+        supervisor(team(tmp_path, ["exit0", "exit0"]))
     assert capfd.readouterr().out == "some output\n" * 2
     log = (tmp_path / "logs" / "rank-1.log").read_text()
     assert log.count("rank 1 says why") == 2, "a second launch appends"
@@ -183,9 +183,9 @@ def test_a_usage_error_is_said_once_by_rank_0(
 
 ASKS = """
 import os, sys
-from megatfm.launchers.supervise import Child, supervise
+from megatfm.launchers.supervise import Child, supervisor
 code = "print('heard ' + input('asks '))"
-sys.exit(supervise([Child(f"rank {rank}", [sys.executable, "-c", code]) for rank in range(int(sys.argv[1]))]))
+sys.exit(supervisor([Child(f"rank {rank}", [sys.executable, "-c", code]) for rank in range(int(sys.argv[1]))]))
 """
 
 
@@ -258,11 +258,11 @@ def test_ranks_die_with_a_launcher_that_is_killed(
 def test_a_program_that_is_not_there_leaves_nobody_running(tmp_path: Path) -> None:
     children = [*team(tmp_path, ["hang"]), Child("rank 1", [str(tmp_path / "nothing")])]
     with pytest.raises(MegatfmError, match=r"can't start rank 1: .*/nothing: No such file"):
-        supervise(children)
+        supervisor(children)
     assert not (tmp_path / "pid-0").exists() or not is_running(tmp_path, 0)
 
 
 def test_signal_handlers_are_put_back(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    supervise(team(tmp_path, ["exit0"]))
+    supervisor(team(tmp_path, ["exit0"]))
     assert signal.getsignal(signal.SIGTERM) is before

@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from megatfm import cli
-from megatfm.launchers.follow import TROUBLE, Troubles, chosen, follow, show
-from megatfm.launchers.progress import look
+from megatfm.launchers.follow import ERROR_PATTERN, Troubles, follow_logs, print_tails, select_logs
+from megatfm.launchers.progress import run_status
 from megatfm.launchers.restarts import Attempt, dump
 from tests.unit.launchers.conftest import FakeSlurm
 
@@ -132,8 +132,8 @@ def test_after_the_job_has_left_the_queue(
         fake_slurm.answer("scontrol-show", f"{record}\n")
     else:
         fake_slurm.fail("scontrol-show", "slurm_load_jobs error: Invalid job id specified\n")
-    found = look(run)
-    assert f"{found.state.word}: {found.state.detail}" == state
+    found = run_status(run)
+    assert f"{found.state.name}: {found.state.reason}" == state
     assert found.state.is_over
     assert found.seconds_left is None
 
@@ -156,9 +156,9 @@ def test_what_no_waiting_mends_is_told_with_the_way_out(
 ) -> None:
     run = make(launcher="slurm", jobs=["7"])
     fake_slurm.answer("squeue", f"PENDING|{reason}|\n")
-    assert look(run).state.detail.startswith(f"job 7, {reason}: {advice}")
+    assert run_status(run).state.reason.startswith(f"job 7, {reason}: {advice}")
     fake_slurm.answer("squeue", "PENDING|Priority|\n")
-    assert look(run).state.detail == "job 7, Priority"
+    assert run_status(run).state.reason == "job 7, Priority"
 
 
 def test_who_died_of_the_signal_that_asked_it_to_stop_has_stopped(make: Make, fake_slurm: FakeSlurm) -> None:
@@ -166,7 +166,7 @@ def test_who_died_of_the_signal_that_asked_it_to_stop_has_stopped(make: Make, fa
     fake_slurm.answer("scontrol-show", "JobId=7 JobState=FAILED ExitCode=138:0\n")
     made = Attempt(100.0, "7", job="7", code=138, asked=True, ended=101.0, reason="stopped by USR1")
     (run / "restarts.json").write_text(dump([made]))
-    assert (look(run).state.word, look(run).state.detail) == ("STOPPED", "job 7: stopped by USR1")
+    assert (run_status(run).state.name, run_status(run).state.reason) == ("STOPPED", "job 7: stopped by USR1")
 
 
 def test_how_far_an_array_is(make: Make, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,10 +183,10 @@ def test_how_far_an_array_is(make: Make, fake_slurm: FakeSlurm, capsys: pytest.C
     assert "work        encode-train: 2 parts done\n" in said
     fake_slurm.answer("squeue", "")
     fake_slurm.answer("scontrol-show", "JobId=7 JobState=COMPLETED ExitCode=0:0\n")
-    found = look(run)
-    assert (found.state.word, "the corpus is not finished" in found.state.detail) == ("FAILED", True)
+    found = run_status(run)
+    assert (found.state.name, "the corpus is not finished" in found.state.reason) == ("FAILED", True)
     (run.with_name("made") / "prep.json").touch()
-    assert (look(run).state.word, look(run).work) == ("DONE", "the corpus is finished")
+    assert (run_status(run).state.name, run_status(run).work) == ("DONE", "the corpus is finished")
 
 
 def test_sacct_is_asked_where_there_is_one(make: Make, fake_slurm: FakeSlurm) -> None:
@@ -194,43 +194,46 @@ def test_sacct_is_asked_where_there_is_one(make: Make, fake_slurm: FakeSlurm) ->
     for command in ("squeue", "scontrol-show"):
         fake_slurm.fail(command, "Invalid job id specified\n")
     fake_slurm.answer("sacct", "OUT_OF_MEMORY|0:125\n")
-    assert (look(run).state.word, look(run).state.detail) == ("OUT_OF_MEMORY", "job 7: exit code 0:125")
+    assert (run_status(run).state.name, run_status(run).state.reason) == (
+        "OUT_OF_MEMORY",
+        "job 7: exit code 0:125",
+    )
 
 
 def test_a_dead_scheduler_is_no_reason_to_say_nothing(make: Make, fake_slurm: FakeSlurm) -> None:
     run = make(launcher="slurm", jobs=["7"])
     fake_slurm.fail("squeue", "slurm_load_jobs error: Unable to contact slurm controller\n")
-    found = look(run)
-    assert (found.state.word, found.step) == ("UNKNOWN", 40)
-    assert "Unable to contact" in found.state.detail
+    found = run_status(run)
+    assert (found.state.name, found.step) == ("UNKNOWN", 40)
+    assert "Unable to contact" in found.state.reason
 
 
 def test_a_local_run_is_known_by_its_process(make: Make) -> None:
     me = {"host": socket.gethostname(), "pid": os.getpid(), "started": psutil.Process().create_time()}
-    assert look(make("now", launcher="local", **me)).state.word == "RUNNING"
-    assert look(make("reused", launcher="local", **{**me, "started": 5.0})).state.word == "FAILED"
-    assert look(make("elsewhere", launcher="mpi", **{**me, "host": "n9"})).state.word == "UNKNOWN"
+    assert run_status(make("now", launcher="local", **me)).state.name == "RUNNING"
+    assert run_status(make("reused", launcher="local", **{**me, "started": 5.0})).state.name == "FAILED"
+    assert run_status(make("elsewhere", launcher="mpi", **{**me, "host": "n9"})).state.name == "UNKNOWN"
     ended = make("ended", launcher="local", host=socket.gethostname())
     attempts(ended, 75)
-    assert look(ended).state.word == "STOPPED"
+    assert run_status(ended).state.name == "STOPPED"
 
 
 def test_a_run_that_was_started_by_hand_is_known_by_its_lock(make: Make) -> None:
     run = make()
-    assert look(run).state.word == "ENDED"
+    assert run_status(run).state.name == "ENDED"
     (run / "events.jsonl").write_text('{"event": "finished", "detail": "step 100"}\n')
-    assert look(run).state.word == "DONE"
+    assert run_status(run).state.name == "DONE"
     holder = {"host": socket.gethostname(), "pid": os.getpid()}
     (run / "lock").write_text(json.dumps(holder))
-    assert look(run).state.word == "RUNNING"
+    assert run_status(run).state.name == "RUNNING"
     with subprocess.Popen(["true"]) as process:
         process.wait()
     (run / "lock").write_text(json.dumps({**holder, "pid": process.pid}))
-    assert look(run).state.word == "DONE", "its holder is dead"
+    assert run_status(run).state.name == "DONE", "its holder is dead"
     (run / "lock").write_text(json.dumps({**holder, "host": "n9"}))
-    assert look(run).state.word == "RUNNING", "somebody elsewhere moves it"
+    assert run_status(run).state.name == "RUNNING", "somebody elsewhere moves it"
     os.utime(run / "lock", (1, 1))
-    assert look(run).state.word == "DONE", "nobody does"
+    assert run_status(run).state.name == "DONE", "nobody does"
     assert not list(run.glob(".now*"))
 
 
@@ -239,7 +242,7 @@ def test_a_fifo_in_a_file_s_place_is_not_waited_for(make: Make, name: str) -> No
     run = make()
     (run / name).unlink(missing_ok=True)
     os.mkfifo(run / name)
-    assert look(run).state.word == "ENDED"
+    assert run_status(run).state.name == "ENDED"
 
 
 def test_a_dead_run_in_a_directory_that_can_not_be_written_to(
@@ -252,9 +255,9 @@ def test_a_dead_run_in_a_directory_that_can_not_be_written_to(
 
     monkeypatch.setattr(Path, "touch", refuse)
     (run / "lock").write_text(json.dumps({"host": "n9", "pid": 1}))
-    assert look(run).state.word == "RUNNING"
+    assert run_status(run).state.name == "RUNNING"
     os.utime(run / "lock", (time.time() - 100,) * 2)
-    assert look(run).state.word == "ENDED"
+    assert run_status(run).state.name == "ENDED"
 
 
 @pytest.mark.parametrize("pid", ["a word", None, [1], 1e400, -5])
@@ -283,7 +286,7 @@ def test_a_number_of_a_process_that_is_used_again_is_no_run(make: Make) -> None:
         (run / "lock").write_text(
             json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "time": taken})
         )
-        assert look(run).state.word == word
+        assert run_status(run).state.name == word
 
 
 def test_a_loss_that_is_no_number_is_shown(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
@@ -315,7 +318,7 @@ def test_the_logs_that_matter(make: Make, capsys: pytest.CaptureFixture[str]) ->
     (run / "logs" / "slurm-8.log").write_text("of the second link\n")
     with (run / "logs" / "rank-10.log").open("a") as file:
         file.write("2026-11-21 15:00:00,000 ERROR the disk is full\n")
-    assert list(chosen(run).values()) == ["job", "rank 10"]
+    assert list(select_logs(run).values()) == ["job", "rank 10"]
     _, said = megatfm("logs", "runs/mine", "-n", "2", capsys=capsys)
     assert said.splitlines() == [
         f"==> {run}/logs/slurm-8.log <==",
@@ -324,7 +327,7 @@ def test_the_logs_that_matter(make: Make, capsys: pytest.CaptureFixture[str]) ->
         "all is well on 10",
         "2026-11-21 15:00:00,000 ERROR the disk is full",
     ]
-    assert len(chosen(run, everything=True)) == 13
+    assert len(select_logs(run, all_ranks=True)) == 13
 
 
 def test_following_shows_what_comes_and_who_gets_into_trouble(make: Make) -> None:
@@ -332,8 +335,8 @@ def test_following_shows_what_comes_and_who_gets_into_trouble(make: Make) -> Non
     for rank in range(2):
         (run / "logs" / f"rank-{rank}.log").write_text("old\n")
     out, over = io.StringIO(), threading.Event()
-    tails = show(run, 1, out=out)
-    thread = threading.Thread(target=follow, args=(run, tails, False, over.is_set, out))
+    tails = print_tails(run, 1, out=out)
+    thread = threading.Thread(target=follow_logs, args=(run, tails, False, over.is_set, out))
     thread.start()
 
     def until(text: str) -> None:
@@ -380,15 +383,15 @@ def test_following_ends_with_a_line_that_was_never_finished(make: Make) -> None:
     log = run / "logs" / "rank-0.log"
     log.write_text("old\nkilled in mid-li")
     out, asked = io.StringIO(), iter([False, True])
-    follow(run, show(run, 1, out=out), is_over=lambda: next(asked), out=out)
+    follow_logs(run, print_tails(run, 1, out=out), is_over=lambda: next(asked), out=out)
     assert out.getvalue() == f"==> {log} <==\nrank 0 | killed in mid-li\n"
 
 
 def test_what_was_searched_for_trouble_is_not_read_again(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     log, troubles, read = make() / "logs" / "rank-1.log", Troubles(), []
-    search = TROUBLE.search
+    search = ERROR_PATTERN.search
     seen = type("Seen", (), {"search": staticmethod(lambda text: read.append(len(text)) or search(text))})
-    monkeypatch.setattr("megatfm.launchers.follow.TROUBLE", seen)
+    monkeypatch.setattr("megatfm.launchers.follow.ERROR_PATTERN", seen)
     log.write_text("all is well\n" * 1000)
     assert [troubles.has(log) for _ in range(3)] == [False] * 3
     assert read == [12_000]

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
-from megatfm.cost import Tokens, cost_of
+from megatfm.cost import TokenCounts, module_cost
 from megatfm.errors import UsageError
-from megatfm.layers.attention.patterns import Compressed, Seen
+from megatfm.layers.attention.patterns import MemoryCompressedPattern, PatternMask
 from megatfm.layers.block import Block
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
@@ -21,7 +21,7 @@ DOCUMENTS = torch.tensor([[0] * 1 + [1] * 13 + [2] * 9 + [3] * 2 + [-1] * 4, [0]
 
 
 def config_of(factor: int, **changes: object) -> ModelConfig:
-    return ModelConfig.of(
+    return ModelConfig.from_dotted(
         {
             "vocab_size": 7,
             "d_model": WIDTH,
@@ -92,9 +92,9 @@ def test_output_and_every_gradient(factor: int, packed: bool, by_blocks: bool) -
 
 def test_what_a_query_sees_is_counted_and_drawn() -> None:
     """A key is 3 tokens, so of those that are drawn each counts a third; the first counts as one more."""
-    pattern = Compressed(3)
+    pattern = MemoryCompressedPattern(3)
     for length in (1, 3, 14):
-        mask = Seen(pattern, SequenceMetadata(torch.arange(length)[None])).mask()
+        mask = PatternMask(pattern, SequenceMetadata(torch.arange(length)[None])).mask()
         assert mask is not None
         seen = [1 + int(mask[0, 0, q, : q // 3 * 3].sum()) // 3 for q in range(length)]
         assert not any(mask[0, 0, q, max(1, q // 3 * 3) :].any() for q in range(length))
@@ -117,9 +117,13 @@ def test_what_it_is_not_for(changes: dict[str, object], message: str) -> None:
 
 
 def test_it_costs_a_matrix_for_each_token_and_its_pairs() -> None:
-    cost = cost_of(Block(config_of(4), "decoder").attn, Tokens(LENGTH))
-    assert cost.attention == cost.seen == 2 * WIDTH * Compressed(4).pairs(LENGTH)
-    assert cost.products == LENGTH * (4 * WIDTH * WIDTH + 2 * WIDTH * WIDTH // HEADS)
+    cost = module_cost(Block(config_of(4), "decoder").attn, TokenCounts(LENGTH))
+    assert (
+        cost.attention_macs
+        == cost.visible_attention_macs
+        == 2 * WIDTH * MemoryCompressedPattern(4).pairs(LENGTH)
+    )
+    assert cost.matmul_macs == LENGTH * (4 * WIDTH * WIDTH + 2 * WIDTH * WIDTH // HEADS)
 
 
 def test_prefixes_are_refused() -> None:

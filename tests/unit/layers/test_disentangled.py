@@ -14,7 +14,7 @@ from megatfm.errors import UsageError
 from megatfm.layers.attention import ATTENTIONS
 from megatfm.layers.attention.patterns import Full
 from megatfm.layers.initialisation import initialiser
-from megatfm.layers.position.disentangled_buckets import log_buckets
+from megatfm.layers.position.disentangled_buckets import log_bucket_position
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 
@@ -32,7 +32,7 @@ CONFIG = ModelConfig(
 
 
 BUCKETS, FARTHEST = 4, 7
-SHARED = CONFIG.changed(
+SHARED = CONFIG.with_changes(
     {
         "attention.name": "disentangled_shared", "position.name": "disentangled_buckets", "position.buckets": BUCKETS,
         "position.max_distance": FARTHEST,
@@ -99,7 +99,10 @@ def bucket(i: int, j: int) -> int:
 @pytest.mark.parametrize(("n", "farthest"), [(256, 512), (6, 15), (4, 5), (32, 128)])
 def test_buckets_are_those_of_the_released_code(n: int, farthest: int) -> None:
     distances = torch.arange(1 - 2 * farthest, 2 * farthest)
-    ours, theirs = log_buckets(distances, n, farthest), make_log_bucket_position(distances, n, farthest)
+    ours, theirs = (
+        log_bucket_position(distances, n, farthest),
+        make_log_bucket_position(distances, n, farthest),
+    )
     assert torch.equal(ours, theirs.long())
     assert ours.dtype == torch.int64
     assert ours[distances.abs() < farthest].abs().max() < n
@@ -169,7 +172,7 @@ def test_it_needs_its_own_positions_and_sees_all(change: dict[str, str]) -> None
     with pytest.raises(
         UsageError, match=r"needs model\.position\.name = 'disentangled' and family = 'encoder'"
     ):
-        build(CONFIG.changed(change))
+        build(CONFIG.with_changes(change))
 
 
 @pytest.mark.parametrize("change", [{"position.name": "disentangled"}, {"family": "decoder"}])
@@ -177,12 +180,12 @@ def test_the_shared_one_needs_buckets(change: dict[str, str]) -> None:
     with pytest.raises(
         UsageError, match=r"needs model\.position\.name = 'disentangled_buckets' and family ="
     ):
-        build(SHARED.changed(change))
+        build(SHARED.with_changes(change))
 
 
 def test_buckets_that_leave_no_room_are_refused() -> None:
     """Before anything is built; the least that passes gives distances an order of buckets."""
     with pytest.raises(ValidationError, match=r"max_distance = 3 .*buckets = 8: choose 6 or more"):
-        SHARED.changed({"position.buckets": 8, "position.max_distance": 3})
-    SHARED.changed({"position.buckets": 8, "position.max_distance": 6})
-    assert (log_buckets(torch.arange(-40, 40), 8, 6).diff() >= 0).all()
+        SHARED.with_changes({"position.buckets": 8, "position.max_distance": 3})
+    SHARED.with_changes({"position.buckets": 8, "position.max_distance": 6})
+    assert (log_bucket_position(torch.arange(-40, 40), 8, 6).diff() >= 0).all()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
-from megatfm.layers.embedding import Embedding
+from megatfm.layers.embedding import InputEmbedding
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 
@@ -46,7 +46,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 @pytest.mark.parametrize("offset", [0, 2])
 def test_factorised_with_all_that_there_is(offset: int) -> None:
     """Scale on the tokens alone; sum, norm, then the projection from E to D (Lan et al. 2020; Clark et al. 2020)."""
-    config = ModelConfig.of(
+    config = ModelConfig.from_dotted(
         **SMALL,
         **{
             "embedding.dim": 5,
@@ -57,7 +57,7 @@ def test_factorised_with_all_that_there_is(offset: int) -> None:
             "norm.eps": 1e-3,
         },
     )
-    embedding = moved(Embedding(config, "encoder"))
+    embedding = moved(InputEmbedding(config, "encoder"))
     named = dict(embedding.named_parameters())
     assert {name: tuple(p.shape) for name, p in named.items()} == {
         "tokens.weight": (23, 5), "positions.weight": (9 + offset, 5), "segments.weight": (3, 5),
@@ -72,8 +72,8 @@ def test_factorised_with_all_that_there_is(offset: int) -> None:
 
 
 def test_dropout_comes_after_the_norm_and_before_the_projection() -> None:
-    config = ModelConfig.of(**SMALL, dropout=0.5, **{"embedding.dim": 5, "embedding.norm": True})
-    embedding = moved(Embedding(config, "encoder"))
+    config = ModelConfig.from_dotted(**SMALL, dropout=0.5, **{"embedding.dim": 5, "embedding.norm": True})
+    embedding = moved(InputEmbedding(config, "encoder"))
     keys = torch.tensor([5, 6])
     sequence = SequenceMetadata(torch.arange(7).expand(2, 7), rng_keys=keys)
     seen: list[Tensor] = []
@@ -86,7 +86,7 @@ def test_dropout_comes_after_the_norm_and_before_the_projection() -> None:
 
 
 def test_packed_documents_count_from_their_own_start() -> None:
-    embedding = moved(Embedding(ModelConfig.of(**SMALL), "encoder"))
+    embedding = moved(InputEmbedding(ModelConfig.from_dotted(**SMALL), "encoder"))
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]] * 2)
     sequence = SequenceMetadata(positions, torch.tensor([[0, 0, 0, 1, 1, 1, 1]] * 2))
     second = embedding(TOKENS[:, 3:], SequenceMetadata(torch.arange(4).expand(2, 4)))
@@ -94,15 +94,15 @@ def test_packed_documents_count_from_their_own_start() -> None:
 
 
 def test_a_sequence_longer_than_the_table_is_refused() -> None:
-    embedding = Embedding(ModelConfig.of(**SMALL), "encoder")
+    embedding = InputEmbedding(ModelConfig.from_dotted(**SMALL), "encoder")
     with pytest.raises(UsageError, match=r"a sequence of 10 tokens, but model\.position\.max_positions = 9"):
         embedding(torch.zeros(1, 10, dtype=torch.int64), SequenceMetadata(torch.arange(10)[None]))
 
 
 def test_a_shared_block_gets_the_sum_of_its_uses_gradients() -> None:
     """ALBERT's parameter sharing: the same as blocks of their own with equal weights, gradients added up."""
-    shared = moved(build(ModelConfig.of(**SMALL, distinct_layers=2)))
-    alone = build(ModelConfig.of(**SMALL)).double()
+    shared = moved(build(ModelConfig.from_dotted(**SMALL, distinct_layers=2)))
+    alone = build(ModelConfig.from_dotted(**SMALL)).double()
     assert len(shared.encoder.layers) == 2
     state = shared.state_dict()
     for depth in range(4):
@@ -128,8 +128,8 @@ def test_a_shared_block_gets_the_sum_of_its_uses_gradients() -> None:
 
 def test_tied_tables_get_both_gradients() -> None:
     """Of the lookup and of the output matrix."""
-    config = ModelConfig.of(**SMALL)
-    tied, apart = moved(build(config)), build(config.changed({"embedding.tied": False})).double()
+    config = ModelConfig.from_dotted(**SMALL)
+    tied, apart = moved(build(config)), build(config.with_changes({"embedding.tied": False})).double()
     apart.load_state_dict(tied.state_dict())
     for model in (tied, apart):
         model(TOKENS, targets=TOKENS.roll(1, 1)).losses["masked"].backward()
@@ -159,7 +159,7 @@ def test_layer_norm_by_its_formula() -> None:
 
 def test_post_norm_ends_in_its_norm_and_a_stack_of_it_in_none() -> None:
     """N(x + S(x)), twice a block (Devlin et al. 2019); no norm after the last."""
-    config = ModelConfig.of(**(SMALL | {"n_layers": 1}))
+    config = ModelConfig.from_dotted(**(SMALL | {"n_layers": 1}))
     model = moved(build(config))
     block = model.encoder.layers["0"]
     x = torch.randn(2, 7, 12, generator=torch.Generator().manual_seed(7), dtype=torch.float64)

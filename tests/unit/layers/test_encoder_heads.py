@@ -33,7 +33,7 @@ def drawn(high: int, *shape: int, seed: int) -> Tensor:
 
 def made(**options: object) -> torch.nn.Module:
     """Float64, no parameter where it starts."""
-    model = build(ModelConfig.of(**(SMALL | options))).double()
+    model = build(ModelConfig.from_dotted(**(SMALL | options))).double()
     generator = torch.Generator().manual_seed(2)
     for parameter in model.parameters():
         parameter.data = 0.5 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)

@@ -54,7 +54,7 @@ def test_the_truncated_normal_is_the_distribution_of_its_name() -> None:
 def test_matrices_by_the_distribution_biases_0_norms_1(
     init: str, spread: float, options: dict[str, object]
 ) -> None:
-    model = build(ModelConfig.of(**(SMALL | options), **{"init.name": init, "init.std": 0.05}))
+    model = build(ModelConfig.from_dotted(**(SMALL | options), **{"init.name": init, "init.std": 0.05}))
     initialise(model, seed=1)
     kinds = set[str]()
     for name, parameter in model.named_parameters():
@@ -73,7 +73,7 @@ def test_matrices_by_the_distribution_biases_0_norms_1(
 
 
 def test_no_two_matrices_start_alike() -> None:
-    model = build(ModelConfig.of(**SMALL, **{"init.name": "bert"}))
+    model = build(ModelConfig.from_dotted(**SMALL, **{"init.name": "bert"}))
     initialise(model, seed=1)
     matrices = [p.flatten()[:50] for p in model.parameters() if p.dim() == 2]
     same = [torch.equal(one, other) for i, one in enumerate(matrices) for other in matrices[:i]]

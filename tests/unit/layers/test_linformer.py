@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig, load_config
-from megatfm.cost import Tokens
+from megatfm.cost import TokenCounts
 from megatfm.errors import UsageError
 from megatfm.layers.attention import core, linformer
 from megatfm.layers.block import Block
@@ -20,7 +20,7 @@ DOCUMENTS = torch.tensor([[0] * 5 + [1] * 6 + [-1] * 2, [0] * 13])
 
 
 def config_of(share: str, **changes: object) -> ModelConfig:
-    return ModelConfig.of(
+    return ModelConfig.from_dotted(
         {
             "family": "encoder",
             "vocab_size": 7,
@@ -60,8 +60,8 @@ def written_out(layer: nn.Module, x: Tensor, shared: Tensor) -> Tensor:
 def test_output_and_every_gradient(
     share: str, packed: bool, piece: int, held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linformer, "PIECE", piece)
-    monkeypatch.setattr(linformer, "BYTES", held)
+    monkeypatch.setattr(linformer, "MAX_QUERIES_PER_CHUNK", piece)
+    monkeypatch.setattr(linformer, "MAX_SCORE_BYTES", held)
     layer = Block(config_of(share), "encoder").attn.double()
     perturb(layer, scale=0.5)
     shared = torch.randn(LENGTH + 2, RANK, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -92,7 +92,7 @@ def test_pieces_drop_what_is_dropped_at_once(monkeypatch: pytest.MonkeyPatch) ->
     keys = torch.randint(2**60, (2, HEADS, LENGTH), generator=random)
     whole = layer._looked(*heads, keys)
     assert not torch.allclose(whole, layer._looked(*heads, None)), "nothing was dropped"
-    monkeypatch.setattr(linformer, "PIECE", 4)
+    monkeypatch.setattr(linformer, "MAX_QUERIES_PER_CHUNK", 4)
     torch.testing.assert_close(layer._looked(*heads, keys), whole, rtol=0, atol=1e-15)
 
 
@@ -163,6 +163,6 @@ def test_layers_that_share_have_the_same_sizes() -> None:
 def test_it_costs_its_rank() -> None:
     """Each key, value and query meets as many numbers as the rank, besides the four projections."""
     layer = Block(config_of("none"), "encoder").attn
-    cost = layer.cost(Tokens(LENGTH))
-    assert cost.attention == cost.seen == 4 * RANK * LENGTH * WIDTH
-    assert cost.products == 4 * WIDTH * WIDTH * LENGTH
+    cost = layer.cost(TokenCounts(LENGTH))
+    assert cost.attention_macs == cost.visible_attention_macs == 4 * RANK * LENGTH * WIDTH
+    assert cost.matmul_macs == 4 * WIDTH * WIDTH * LENGTH

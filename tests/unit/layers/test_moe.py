@@ -20,12 +20,12 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 from transformers.models.switch_transformers import modeling_switch_transformers
 
 from megatfm.config import Config, ModelConfig, load_config
-from megatfm.cost import Tokens, cost_of
-from megatfm.layers.extra import Extra
+from megatfm.cost import TokenCounts, module_cost
+from megatfm.layers.extra import BlockOutput
 from megatfm.layers.initialisation import initialise, initialiser
 from megatfm.layers.moe import MoE, dispatch, experts
-from megatfm.layers.moe.dispatch import by_expert
-from megatfm.layers.moe.router import highest
+from megatfm.layers.moe.dispatch import sort_by_expert
+from megatfm.layers.moe.router import stable_topk
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops import grouped
 from megatfm.ops.grouped import grouped_linear, kernel_for, looped_linear
@@ -45,7 +45,9 @@ SIZES = {"hidden_size": D, "moe_intermediate_size": F_, "num_experts_per_tok": 3
 
 def config_of(**ffn: Any) -> ModelConfig:
     ffn = {"name": "moe", "d_ff": F_, "n_experts": E, "top_k": 3, "router": {"name": "top_k", **ROUTER}} | ffn
-    return ModelConfig.of({"vocab_size": 8, "d_model": D, "n_layers": 1, "attention.n_heads": 1, "ffn": ffn})
+    return ModelConfig.from_dotted(
+        {"vocab_size": 8, "d_model": D, "n_layers": 1, "attention.n_heads": 1, "ffn": ffn}
+    )
 
 
 def make(dtype: torch.dtype = torch.float64, seed: int = 0, **ffn: Any) -> MoE:
@@ -236,7 +238,7 @@ def test_padding_goes_through_no_expert_and_counts_nowhere(capacity: float | Non
     documents = torch.zeros(B, T, dtype=torch.int64)
     documents[0, 4:], documents[2, 0:] = -1, -1  # a row without any token, too
     real, x, module = documents >= 0, inputs(), make(capacity=capacity)
-    choices = highest((x @ module.router.weight.T), 3).where(real[..., None], E)
+    choices = stable_topk((x @ module.router.weight.T), 3).where(real[..., None], E)
     taken = torch.ones_like(choices, dtype=torch.bool)
     if capacity:
         most, seen = math.ceil(capacity * T * 3 / E), torch.zeros(B, E, dtype=torch.int64)
@@ -281,7 +283,7 @@ def test_what_a_kernel_leaves_beyond_the_last_expert_reaches_nothing(monkeypatch
         module, x = make(activation="relu"), inputs()
         y = module(x, sequence(documents)).y
         found.append([y, *torch.autograd.grad(y.square().sum(), [x, *module.parameters()])])
-        monkeypatch.setattr(dispatch, "asks_for_values", lambda tensor: False)
+        monkeypatch.setattr(dispatch, "is_host_readable", lambda tensor: False)
         monkeypatch.setattr(experts, "grouped_linear", poisoned)
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)  # sums go by expert, and by choice
@@ -305,7 +307,7 @@ def test_on_a_gpu_sums_over_experts_have_one_order(monkeypatch: pytest.MonkeyPat
     module, x = make(top_k=3), inputs()
     with Adds() as here:
         torch.autograd.grad(module(x, sequence()).y.sum(), x)
-    monkeypatch.setattr(dispatch, "asks_for_values", lambda tensor: False)
+    monkeypatch.setattr(dispatch, "is_host_readable", lambda tensor: False)
     with Adds() as there:
         torch.autograd.grad(module(x, sequence()).y.sum(), x)
     assert here.found
@@ -316,7 +318,7 @@ def test_of_equal_scores_the_first_are_chosen_whatever_the_size() -> None:
     scores = torch.zeros(400, 64)
     scores[:, 5] = 1
     for n in (1, 3, 400):
-        assert highest(scores[:n], 4).tolist() == [[5, 0, 1, 2]] * n
+        assert stable_topk(scores[:n], 4).tolist() == [[5, 0, 1, 2]] * n
 
 
 def test_an_expert_that_nobody_chooses_has_a_gradient_of_zeros_and_one_that_all_choose_is_right() -> None:
@@ -384,7 +386,7 @@ def test_windows_hold_their_groups_and_have_few_lengths() -> None:
     lengths = set()
     for _ in range(100):
         ends = torch.randint(0, 4097, (8,), generator=generator).sort().values.tolist()
-        found = grouped.windows(ends)
+        found = grouped.padded_ranges(ends)
         assert [last for _, last, _, _ in found] == ends
         assert [first for first, _, _, _ in found] == [0, *ends[:-1]]
         for first, last, low, high in found:
@@ -395,7 +397,7 @@ def test_windows_hold_their_groups_and_have_few_lengths() -> None:
 
 
 def test_choices_are_sorted_by_expert_and_others_come_last() -> None:
-    order, ends = by_expert(torch.tensor([2, -1, 0, 2, 7, 0]), 3)
+    order, ends = sort_by_expert(torch.tensor([2, -1, 0, 2, 7, 0]), 3)
     assert order.tolist() == [2, 5, 0, 3, 1, 4]
     assert ends.tolist() == [2, 2, 4]
 
@@ -416,14 +418,14 @@ def test_state_follows_the_counts_of_a_step() -> None:
     before, x = module.router.bias.clone(), inputs()
     made = [module(x, sequence()), module(-x, sequence())]
     for one in made:
-        assert isinstance(one, Extra)
-        module.observe(one.counts)
+        assert isinstance(one, BlockOutput)
+        module.accumulate_counts(one.counts)
     load = sum(one.counts["load"] for one in made)
     with torch.no_grad():
         module.update(module.observed)
     torch.testing.assert_close(module.router.bias, before + 0.25 * (load.double().mean() - load).sign())
     torch.testing.assert_close(module.shares, load.double() / (2 * B * T * 3))
-    module.forget()
+    module.reset_counts()
     assert not module.observed
 
 
@@ -431,12 +433,12 @@ def test_a_step_without_tokens_leaves_the_state_as_it_is() -> None:
     """Then the next step's terms are finite."""
     router = {"name": "noisy_top_k", "importance": 0.1, "load": 0.1, "balance": 0.1}
     module, nothing = make(router=router), torch.full((B, T), -1)
-    module.observe(module(inputs(), sequence()).counts)
+    module.accumulate_counts(module(inputs(), sequence()).counts)
     with torch.no_grad():
         module.update(module.observed)
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    module.forget()
-    module.observe(module(inputs(), sequence(nothing)).counts)
+    module.reset_counts()
+    module.accumulate_counts(module(inputs(), sequence(nothing)).counts)
     assert int(module.observed["tokens"]) == 0
     with torch.no_grad():
         module.update(module.observed)
@@ -494,9 +496,9 @@ def test_what_does_not_go_together_is_refused(keys: dict[str, Any], said: str) -
 
 def test_a_token_meets_its_experts_and_the_shared_ones() -> None:
     module, one = make(n_shared_experts=2), 3 * D * F_
-    cost = cost_of(module, Tokens(5.0))
-    assert cost.products == 5 * (E * D + 3 * one + 2 * one)
-    assert cost.idle == (E - 3) * one
+    cost = module_cost(module, TokenCounts(5.0))
+    assert cost.matmul_macs == 5 * (E * D + 3 * one + 2 * one)
+    assert cost.inactive_parameters == (E - 3) * one
 
 
 def test_blocks_compiled_around_their_experts_are_not_computed_again() -> None:
@@ -513,4 +515,4 @@ def test_families_whose_streams_have_no_padding_of_their_own_are_refused() -> No
     with pytest.raises(
         ValidationError, match=r"ffn\.name = 'moe' has no meaning with family = 'discriminator'"
     ):
-        config.changed({"family": "discriminator"})
+        config.with_changes({"family": "discriminator"})

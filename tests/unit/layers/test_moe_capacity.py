@@ -5,13 +5,13 @@ import torch
 from torch import Tensor
 
 from megatfm.layers.moe import experts
-from megatfm.layers.moe.dispatch import even_share, within_capacity
+from megatfm.layers.moe.dispatch import expert_capacity, within_capacity
 from tests.unit.layers.test_moe import E, T, inputs, make, sequence
 
 
 def test_first_choices_take_room_before_second_ones() -> None:
     choices = torch.tensor([[[0, 1], [1, 0], [0, 1], [2, 2]]])
-    assert within_capacity(choices, 2, even_share(choices, 2, 0.5)).tolist() == [
+    assert within_capacity(choices, 2, expert_capacity(choices, 2, 0.5)).tolist() == [
         [[True, True], [True, False], [True, False], [True, True]]
     ]
 

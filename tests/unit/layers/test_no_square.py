@@ -117,7 +117,7 @@ ROWS: dict[str, Callable[[int], dict[str, Tensor]]] = {
 
 def largest(family: str, kind: dict[str, Any], which: str, length: int) -> Largest:
     sections = {**SMALL, "family": family, **kind}
-    config = ModelConfig.of(**sections)
+    config = ModelConfig.from_dotted(**sections)
     model = build(config).train()
     initialise(model, 7)
     fields = ROWS[which](length)
@@ -145,7 +145,7 @@ def kind_of(family: str, name: str) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((blocks, "SCORES"), (banded, "HELD"), (pieces, "MASKED"), (rows, "AT_ONCE")):
+    for module, name in ((blocks, "SCORES"), (banded, "HELD"), (pieces, "MASKED"), (rows, "MAX_SCORES")):
         monkeypatch.setattr(module, name, AT_ONCE)
 
 
@@ -166,7 +166,7 @@ def test_a_dense_path_is_found(monkeypatch: pytest.MonkeyPatch, family: str, nam
 
 
 def test_scores_of_all_queries_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "AT_ONCE", 2**40)
+    monkeypatch.setattr(rows, "MAX_SCORES", 2**40)
     assert largest("xlnet", kind_of("xlnet", "xlnet"), "packed", SHORT).numel >= SHORT**2
 
 

@@ -14,15 +14,15 @@ from megatfm.errors import UsageError
 from megatfm.layers.attention import core
 from megatfm.layers.attention.patterns import (
     PATTERNS,
+    AttentionPattern,
     BigBird,
+    BlockBounds,
     Chunked,
+    CrossAttentionPattern,
     Fixed,
     Full,
     Longformer,
-    Memory,
-    Pattern,
-    Seen,
-    Span,
+    PatternMask,
     Strided,
     Window,
 )
@@ -35,7 +35,7 @@ N = 2
 
 
 @dataclass(frozen=True)
-class Near(Pattern):
+class Near(AttentionPattern):
     """The last `width` tokens."""
 
     width: int
@@ -44,15 +44,15 @@ class Near(Pattern):
     def is_relative(self) -> bool:
         return True
 
-    def sees(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
+    def mask_mod(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
         return (k <= q) & (k > q - self.width)
 
-    def blocks(self, q: Span, k: Span, heads: Tensor) -> Tensor:
+    def block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
         return (k.first <= q.last) & (k.last > q.first - self.width)
 
 
 @dataclass(frozen=True)
-class Chunks(Pattern):
+class Chunks(AttentionPattern):
     """Earlier tokens of the same chunk of the document, longer chunks in later heads."""
 
     size: int
@@ -61,11 +61,11 @@ class Chunks(Pattern):
     def differs_by_head(self) -> bool:
         return True
 
-    def sees(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
+    def mask_mod(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
         size = self.size + heads
         return (k <= q) & (k // size == q // size)
 
-    def blocks(self, q: Span, k: Span, heads: Tensor) -> Tensor:
+    def block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
         size = self.size + heads
         return (k.first <= q.last) & (k.last // size >= q.first // size)
 
@@ -95,7 +95,7 @@ ALL = [
 ]
 
 
-def said(pattern: Pattern, documents: Tensor | None, prefix: Tensor | None, head: int) -> Tensor:
+def said(pattern: AttentionPattern, documents: Tensor | None, prefix: Tensor | None, head: int) -> Tensor:
     """[B, T, T], asking the pattern about one pair at a time, with places counted by hand."""
     seen = torch.zeros(2, T, T, dtype=torch.bool)
     for b, q, k in torch.cartesian_prod(torch.arange(2), torch.arange(T), torch.arange(T)).tolist():
@@ -103,20 +103,20 @@ def said(pattern: Pattern, documents: Tensor | None, prefix: Tensor | None, head
         if of[q] == of[k]:
             first = of.index(of[q])
             places = (torch.tensor(place) for place in (q - first, k - first, head, of.count(of[q])))
-            pair = pattern.sees_of(*places)
+            pair = pattern.mask_mod_for_lengths(*places)
             seen[b, q, k] = bool(pair) or (prefix is not None and bool(prefix[b, k]))
     return seen
 
 
-def dense(pattern: Pattern, sequence: SequenceMetadata) -> Tensor:
+def dense(pattern: AttentionPattern, sequence: SequenceMetadata) -> Tensor:
     """[B, N, T, T], whatever form the pattern gives it."""
-    seen = Seen(pattern, sequence, 0, N)
+    seen = PatternMask(pattern, sequence, 0, N)
     mask = seen.mask()
     if mask is None:
         mask = torch.ones(T, T, dtype=torch.bool)
-        mask = (mask.tril() if seen.plain == "causal" else mask)[None, None]
+        mask = (mask.tril() if seen.builtin_mask == "causal" else mask)[None, None]
     else:
-        assert seen.plain is None
+        assert seen.builtin_mask is None
     return mask.expand(2, N, T, T)
 
 
@@ -130,7 +130,7 @@ def layouts() -> Iterator[tuple[SequenceMetadata, Tensor | None, Tensor | None]]
 
 
 @pytest.mark.parametrize("pattern", ALL, ids=repr)
-def test_masks_say_what_the_pattern_says(pattern: Pattern) -> None:
+def test_masks_say_what_the_pattern_says(pattern: AttentionPattern) -> None:
     for sequence, documents, prefix in layouts():
         wanted = torch.stack([said(pattern, documents, prefix, head) for head in range(N)], 1)
         assert torch.equal(dense(pattern, sequence), wanted)
@@ -138,33 +138,37 @@ def test_masks_say_what_the_pattern_says(pattern: Pattern) -> None:
 
 @pytest.mark.parametrize("pattern", ALL, ids=repr)
 @pytest.mark.parametrize("size", [1, 4])
-def test_every_pair_lies_in_a_block_of_the_table(pattern: Pattern, size: int) -> None:
+def test_every_pair_lies_in_a_block_of_the_table(pattern: AttentionPattern, size: int) -> None:
     for sequence, documents, _ in layouts():
-        table = Seen(pattern, sequence, 0, N).blocks(size).expand(2, N, -(-T // size), -(-T // size))
+        table = (
+            PatternMask(pattern, sequence, 0, N).block_mask(size).expand(2, N, -(-T // size), -(-T // size))
+        )
         spread = table.repeat_interleave(size, 2).repeat_interleave(size, 3)[..., :T, :T]
         mask = dense(pattern, sequence)
         assert (spread | ~mask).all()
-        lengths_differ = pattern.of_length and documents is not None
-        if size == 1 and sequence.opened is None and not lengths_differ:
+        lengths_differ = pattern.depends_on_length and documents is not None
+        if size == 1 and sequence.prefix_mask is None and not lengths_differ:
             assert torch.equal(spread, mask), "a table of single tokens says exactly what is seen"
-        whole = Seen(pattern, sequence, 0, N).whole(size).expand(table.shape)
+        whole = PatternMask(pattern, sequence, 0, N).full_block_mask(size).expand(table.shape)
         assert (table | ~whole).all()
         surely = whole.repeat_interleave(size, 2).repeat_interleave(size, 3)[..., :T, :T]
         assert (mask | ~surely).all()
 
 
 @pytest.mark.parametrize("pattern", ALL, ids=repr)
-def test_single_pairs_are_those_of_the_mask(pattern: Pattern) -> None:
+def test_single_pairs_are_those_of_the_mask(pattern: AttentionPattern) -> None:
     for sequence, *_ in layouts():
         b, n, q, k = torch.meshgrid(*(torch.arange(length) for length in (2, N, T, T)), indexing="ij")
-        assert torch.equal(Seen(pattern, sequence, 0, N).sees(b, n, q, k), dense(pattern, sequence))
+        assert torch.equal(
+            PatternMask(pattern, sequence, 0, N).mask_mod(b, n, q, k), dense(pattern, sequence)
+        )
 
 
 @pytest.mark.parametrize("pattern", ALL, ids=repr)
-def test_blocks_that_repeat_have_equal_masks(pattern: Pattern) -> None:
+def test_blocks_that_repeat_have_equal_masks(pattern: AttentionPattern) -> None:
     size, count = 2, T // 2
     for sequence, *_ in layouts():
-        repeats = Seen(pattern, sequence, 0, N).repeats(size)
+        repeats = PatternMask(pattern, sequence, 0, N).translation_invariant_blocks(size)
         if repeats is None:
             continue
         queries, keys = (x.expand(2, -1) for x in repeats)
@@ -205,7 +209,7 @@ def test_what_a_config_asks_for(pattern: dict[str, object], causal: bool, rows: 
         vocab_size=7, d_model=8, n_layers=1, attention={"n_heads": 2, "pattern": pattern}, ffn={"d_ff": 8}
     )
     made = PATTERNS.get(config.attention.pattern.name)(config, causal)
-    mask = Seen(made, SequenceMetadata(torch.arange(5)[None])).mask()
+    mask = PatternMask(made, SequenceMetadata(torch.arange(5)[None])).mask()
     assert mask is not None
     assert ["".join("x" if seen else "." for seen in row) for row in mask[0, 0]] == rows
 
@@ -229,14 +233,14 @@ def test_what_makes_no_sense_is_refused(pattern: dict[str, object], causal: bool
 
 def test_a_window_that_holds_all_is_plain() -> None:
     sequence = SequenceMetadata(torch.arange(T)[None])
-    assert Seen(Window(T - 1), sequence).plain == "causal"
-    assert Seen(Window(T - 1, T - 1), sequence).plain == "all"
-    assert Seen(Window(T - 2), sequence).plain is None
-    assert Seen(Chunked(T, causal=True), sequence).plain == "causal"
+    assert PatternMask(Window(T - 1), sequence).builtin_mask == "causal"
+    assert PatternMask(Window(T - 1, T - 1), sequence).builtin_mask == "all"
+    assert PatternMask(Window(T - 2), sequence).builtin_mask is None
+    assert PatternMask(Chunked(T, causal=True), sequence).builtin_mask == "causal"
 
 
-@pytest.mark.parametrize("pattern", [pattern for pattern in ALL if not pattern.of_length], ids=repr)
-def test_cached_tokens_are_seen_as_before(pattern: Pattern) -> None:
+@pytest.mark.parametrize("pattern", [pattern for pattern in ALL if not pattern.depends_on_length], ids=repr)
+def test_cached_tokens_are_seen_as_before(pattern: AttentionPattern) -> None:
     past = 4
     for documents in (None, DOCUMENTS):
         whole = dense(pattern, SequenceMetadata(torch.arange(T).expand(2, T), documents))
@@ -246,16 +250,16 @@ def test_cached_tokens_are_seen_as_before(pattern: Pattern) -> None:
             past=past,
             past_documents=None if documents is None else documents[:, :past],
         )
-        seen = Seen(pattern, rest, 0, N)
+        seen = PatternMask(pattern, rest, 0, N)
         mask = seen.mask()
         if mask is None:
-            assert seen.plain == "all"
+            assert seen.builtin_mask == "all"
             continue
         assert torch.equal(mask.expand(2, N, T - past, T), whole[:, :, past:])
 
 
 @pytest.mark.parametrize("pattern", ALL, ids=repr)
-def test_pairs_are_counted(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pairs_are_counted(pattern: AttentionPattern, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"BLOCK": 2, "COUNTED": 3}.items():
         monkeypatch.setattr(f"megatfm.layers.attention.patterns.pattern.{name}", value)
     wanted = torch.stack([said(pattern, None, None, head)[0] for head in range(N)]).sum().item() / N
@@ -264,7 +268,10 @@ def test_pairs_are_counted(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_heads_of_a_part_are_those_of_the_whole() -> None:
     sequence = SequenceMetadata(torch.arange(T).expand(2, T), DOCUMENTS)
-    whole, second = Seen(Chunks(2), sequence, 0, 2).mask(), Seen(Chunks(2), sequence, 1, 1).mask()
+    whole, second = (
+        PatternMask(Chunks(2), sequence, 0, 2).mask(),
+        PatternMask(Chunks(2), sequence, 1, 1).mask(),
+    )
     assert whole is not None
     assert second is not None
     assert torch.equal(whole[:, 1:], second)
@@ -274,11 +281,11 @@ def test_heads_of_a_part_are_those_of_the_whole() -> None:
 def test_a_memory_is_seen_by_document() -> None:
     memory = SequenceMetadata(torch.arange(3).expand(2, 3), torch.tensor([[0, 1, 1], [2, 1, -1]]))
     sequence = SequenceMetadata(torch.arange(T).expand(2, T), DOCUMENTS, memory=memory)
-    mask = sequence.mask(Memory())
+    mask = sequence.mask(CrossAttentionPattern())
     assert memory.documents is not None
     assert mask is not None
     assert torch.equal(mask[:, 0], DOCUMENTS[:, :, None] == memory.documents[:, None, :])
-    assert torch.equal(Seen(Memory(), sequence).blocks(1)[:, 0], mask[:, 0])
+    assert torch.equal(PatternMask(CrossAttentionPattern(), sequence).block_mask(1)[:, 0], mask[:, 0])
 
 
 def test_the_kernel_of_a_kind_is_logged_once(

@@ -27,7 +27,7 @@ def config_of(family: str = "encoder", **ffn: Any) -> ModelConfig:
     if ffn["name"] == "soft_moe":
         del ffn["top_k"]
     sizes = {"vocab_size": 8, "d_model": D, "n_layers": 1, "attention.n_heads": 1, "family": family}
-    return ModelConfig.of({**sizes, "ffn": ffn})
+    return ModelConfig.from_dotted({**sizes, "ffn": ffn})
 
 
 def make(**ffn: Any) -> Any:
@@ -129,7 +129,7 @@ def test_noisy_top_k(training: bool) -> None:
     losses = compare(module, written_out)
     assert all(value > 0.1 for value in losses.values())
     if training:
-        module.observe(module(x, sequence()).counts)
+        module.accumulate_counts(module(x, sequence()).counts)
         router.load.zero_()
         module.update(module.observed)
         torch.testing.assert_close(router.load, load.mean(0), rtol=1e-6, atol=1e-7)
@@ -138,7 +138,9 @@ def test_noisy_top_k(training: bool) -> None:
 
 def test_terms_are_flat_where_all_is_even() -> None:
     numbers = torch.rand(1, 3, E, dtype=torch.float64, requires_grad=True)
-    term = balance.variation(numbers, torch.ones(1, 3, dtype=torch.bool), torch.full((E,), 0.3).double())
+    term = balance.cv_squared_loss(
+        numbers, torch.ones(1, 3, dtype=torch.bool), torch.full((E,), 0.3).double()
+    )
     term.backward()
     assert float(term.abs().detach()) < 1e-12
     assert float(numbers.grad.abs().max()) < 1e-12
@@ -172,7 +174,7 @@ def test_gshard(training: bool) -> None:
 
 def test_hash() -> None:
     module = make(router={"name": "hash"}).train()
-    choices = module.router(torch.zeros(B, T, D), sequence()).choices
+    choices = module.router(torch.zeros(B, T, D), sequence()).expert_indices
     flat = zip(TOKENS.flatten().tolist(), choices.flatten(0, 1).tolist(), strict=True)
     by_token = {token: tuple(chosen) for token, chosen in flat}
     assert all(
@@ -281,5 +283,5 @@ def test_a_hash_knows_the_tokens_of_a_part_of_a_row() -> None:
     module, places = make(router={"name": "hash"}), torch.tensor([1, 4, 7])
     full = {"row_positions": torch.arange(T).expand(B, T), "row_documents": DOCUMENTS}
     part = make_sequence({"tokens": TOKENS[:, places], "places": places, **full}, "tokens")
-    found = module.router(torch.zeros(B, 3, D), part).choices
-    assert torch.equal(found, module.router(torch.zeros(B, T, D), sequence()).choices[:, places])
+    found = module.router(torch.zeros(B, 3, D), part).expert_indices
+    assert torch.equal(found, module.router(torch.zeros(B, T, D), sequence()).expert_indices[:, places])

@@ -21,7 +21,7 @@ KINDS = {
 
 
 def test_each_block_is_as_its_kind_says() -> None:
-    config = ModelConfig.of({**SMALL, **KINDS})
+    config = ModelConfig.from_dotted({**SMALL, **KINDS})
     model = build(config).double()
     initialise(model, 3)
     blocks = list(model.decoder.layers.values())
@@ -36,7 +36,7 @@ def test_each_block_is_as_its_kind_says() -> None:
     tokens = torch.arange(12).view(2, 6)
     x = model.decoder.embedding.tokens(tokens)
     for depth, block in enumerate(blocks):
-        alone = build(config.at(depth).changed({"n_layers": 1})).double().decoder.layers["0"]
+        alone = build(config.layer_config(depth).with_changes({"n_layers": 1})).double().decoder.layers["0"]
         alone.load_state_dict(block.state_dict())
         x = alone(x, SequenceMetadata(torch.arange(6).expand(2, 6)))
     torch.testing.assert_close(model(tokens).hidden, model.decoder.norm(x))
@@ -44,22 +44,24 @@ def test_each_block_is_as_its_kind_says() -> None:
 
 def test_turned_positions_differ_by_block() -> None:
     """Blocks of one width, whose tables of angles must not be taken for one another's."""
-    model = build(ModelConfig.of({**SMALL, **KINDS, "block.far": {}}))
+    model = build(ModelConfig.from_dotted({**SMALL, **KINDS, "block.far": {}}))
     initialise(model, 3)
-    other = build(ModelConfig.of({**SMALL, **KINDS, "block.far": {}, "block.near.position.theta": 10_000.0}))
+    other = build(
+        ModelConfig.from_dotted({**SMALL, **KINDS, "block.far": {}, "block.near.position.theta": 10_000.0})
+    )
     other.load_state_dict(model.state_dict())
     tokens = torch.arange(12).view(2, 6)
     assert not torch.allclose(model(tokens).logits, other(tokens).logits)
 
 
 def test_some_blocks_without_a_shared_bias() -> None:
-    config = ModelConfig.of(
+    config = ModelConfig.from_dotted(
         {**SMALL, "position.name": "t5", "blocks": ["biased", "bare"], "block.biased": {}}
         | {"block.bare.position.name": "none"}
     )
     model = build(config)
     initialise(model, 3)
-    assert model.decoder.biased == [True, False, True]
+    assert model.decoder.has_position_bias == [True, False, True]
     assert model(torch.arange(6)[None]).logits.isfinite().all()
 
 
@@ -67,4 +69,4 @@ def test_a_stack_s_encoding_for_one_kind_is_refused() -> None:
     with pytest.raises(
         UsageError, match=r"^model.block.a.position: t5 is made once for all blocks of a stack"
     ):
-        build(ModelConfig.of({**SMALL, "blocks": ["a"], "block.a.position.name": "t5"}))
+        build(ModelConfig.from_dotted({**SMALL, "blocks": ["a"], "block.a.position.name": "t5"}))

@@ -119,7 +119,7 @@ def test_left_out_positions_count_from_zero(model: Decoder) -> None:
 def test_every_parameter_says_how_it_starts() -> None:
     with torch.device("meta"):
         model = build(CONFIG)
-        tied = build(CONFIG.changed({"embedding.tied": True}))
+        tied = build(CONFIG.with_changes({"embedding.tied": True}))
     initial = {
         f"{path}.{key}": value
         for path, module in model.named_modules()
@@ -160,7 +160,7 @@ def test_names_and_shapes() -> None:
 
 
 def test_head_dim_is_free_of_d_model() -> None:
-    config = CONFIG.changed({"attention.head_dim": 6})
+    config = CONFIG.with_changes({"attention.head_dim": 6})
     model = build(config)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)

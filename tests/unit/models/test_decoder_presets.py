@@ -154,7 +154,7 @@ def test_parameters_that_a_token_meets(preset: str) -> None:
     unchosen = 0
     stacks = 2 if config.model.family == "encoder_decoder" else 1
     for depth in range(config.model.n_layers):
-        ffn, d = config.model.at(depth).ffn, config.model.d_model
+        ffn, d = config.model.layer_config(depth).ffn, config.model.d_model
         if ffn.name == "moe":
             one = (2 if ffn.activation == "relu" else 3) * ffn.d_ff * d + ffn.bias * (2 * ffn.d_ff + d)
             unchosen += stacks * (ffn.n_experts - ffn.top_k) * one

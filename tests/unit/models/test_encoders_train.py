@@ -6,7 +6,7 @@ import torch
 from megatfm.config import load_config
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
-from megatfm.objectives import make
+from megatfm.objectives import build_objective
 from tests.golden.curves import SPECIAL, VOCABULARY, batch
 
 SMALL = {
@@ -38,14 +38,14 @@ PRESETS = {
 @pytest.mark.parametrize("preset", PRESETS)
 def test_one_step(preset: str, dtype: torch.dtype) -> None:
     config = load_config(preset, [f"{key}={value}" for key, value in (SMALL | PRESETS[preset]).items()])
-    model, objective = build(config.model), make(config.objective, config.model, SPECIAL, (32,))
+    model, objective = build(config.model), build_objective(config.objective, config.model, SPECIAL, (32,))
     initialise(model, seed=0)
     model.to(dtype)
     fields = batch(config, objective, 1)
-    terms, counts = objective(model, fields), objective.counts(fields)
-    assert terms.keys() == counts.keys() == objective.weights.keys()
+    terms, counts = objective(model, fields), objective.target_counts(fields)
+    assert terms.keys() == counts.keys() == objective.loss_weights.keys()
     assert all(count > 0 for count in counts.values())
-    sum(objective.weights[name] * term / counts[name] for name, term in terms.items()).backward()
+    sum(objective.loss_weights[name] * term / counts[name] for name, term in terms.items()).backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
@@ -54,6 +54,7 @@ def test_one_step(preset: str, dtype: torch.dtype) -> None:
     torch.optim.SGD(model.parameters(), lr=1e-3).step()
     after = {name: float(term.detach()) for name, term in objective(model, fields).items()}
     total = [
-        sum(objective.weights[n] * s / float(counts[n]) for n, s in sums.items()) for sums in (before, after)
+        sum(objective.loss_weights[n] * s / float(counts[n]) for n, s in sums.items())
+        for sums in (before, after)
     ]
     assert total[1] < total[0], "a step down the gradient goes down"

@@ -10,18 +10,18 @@ from torch import Tensor, nn
 from megatfm.config import CausalObjective, Config, ModelConfig, PermutationObjective, SpanCorruptionObjective
 from megatfm.engines import recompute
 from megatfm.errors import UsageError
-from megatfm.layers.extra import Extra
+from megatfm.layers.extra import BlockOutput
 from megatfm.layers.head import HEADS
 from megatfm.layers.initialisation import initialise
-from megatfm.layers.terms import block_terms
+from megatfm.layers.terms import auxiliary_losses
 from megatfm.models import build
-from megatfm.objectives import SpecialTokens, make
+from megatfm.objectives import SpecialTokens, build_objective
 from megatfm.verify.batch import random_batch
 from megatfm.verify.verify import verify
 from tests.plugins import plugin
 
 plugin("chosen")
-CONFIG = ModelConfig.of(
+CONFIG = ModelConfig.from_dotted(
     {"vocab_size": 23, "d_model": 16, "n_layers": 3, "attention.n_heads": 2, "future_tokens": 1}
     | {"ffn": {"name": "chosen", "d_ff": 24, "choices": 3, "rate": 0.1, "weight": 0.25}}
 )
@@ -41,9 +41,9 @@ def networks(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ == "Chosen"]
 
 
-def listen(model: nn.Module) -> list[tuple[Tensor, Any, Extra]]:
+def listen(model: nn.Module) -> list[tuple[Tensor, Any, BlockOutput]]:
     """Inputs, layout and output of every call of a network."""
-    calls: list[tuple[Tensor, Any, Extra]] = []
+    calls: list[tuple[Tensor, Any, BlockOutput]] = []
     for ffn in networks(model):
         ffn.register_forward_hook(lambda module, given, output: calls.append((*given, output)))
     return calls
@@ -71,7 +71,7 @@ def test_terms_are_summed_and_counts_told_once(how: str) -> None:
     for ffn, (_, _, one) in zip(ffns, made, strict=False):
         assert torch.equal(ffn.observed["load"], one.counts["load"])
         assert int(one.counts["load"].sum()) == REAL
-        ffn.forget()
+        ffn.reset_counts()
     model.eval()(TOKENS, targets=TOKENS)
     assert not any(ffn.observed for ffn in ffns)
     assert model(TOKENS).losses is None
@@ -86,8 +86,8 @@ def test_counts_of_micro_batches_add_up() -> None:
 
 
 def test_an_objective_takes_the_terms_up() -> None:
-    objective = make(CausalObjective(), CONFIG, SPECIAL, (6,))
-    assert objective.weights == {"causal": 1.0, "future_1": 1.0, "router": 0.25}
+    objective = build_objective(CausalObjective(), CONFIG, SPECIAL, (6,))
+    assert objective.loss_weights == {"causal": 1.0, "future_1": 1.0, "router": 0.25}
     batch = {
         "tokens": TOKENS,
         "targets": TOKENS.clone(),
@@ -97,27 +97,27 @@ def test_an_objective_takes_the_terms_up() -> None:
     }
     batch["targets"][:, -2:] = -100
     batch["targets"][0, 2] = -100
-    counts = {name: int(n) for name, n in objective.counts(batch).items()}
+    counts = {name: int(n) for name, n in objective.target_counts(batch).items()}
     assert counts["router"] == REAL, "padding counts for nothing"
     assert counts["causal"] == 7
-    assert objective.likelihood == "causal"
+    assert objective.likelihood_term == "causal"
     del batch["documents"]
-    assert int(objective.counts(batch)["router"]) == 12, "rows that bring no documents have no padding"
-    assert block_terms(CONFIG.changed({"ffn": {"name": "dense", "d_ff": 8}})) == {}
+    assert int(objective.target_counts(batch)["router"]) == 12, "rows that bring no documents have no padding"
+    assert auxiliary_losses(CONFIG.with_changes({"ffn": {"name": "dense", "d_ff": 8}})) == {}
 
 
 def test_tokens_of_both_sides_count() -> None:
-    model = CONFIG.changed({"family": "encoder_decoder", "position.name": "t5", "future_tokens": 0})
-    objective = make(SpanCorruptionObjective(), model, SPECIAL, (6, 4))
+    model = CONFIG.with_changes({"family": "encoder_decoder", "position.name": "t5", "future_tokens": 0})
+    objective = build_objective(SpanCorruptionObjective(), model, SPECIAL, (6, 4))
     batch = {"positions": TOKENS[:, :4], "encoder_positions": TOKENS, "encoder_documents": DOCUMENTS}
     batch |= {"targets": TOKENS[:, :4], "documents": torch.tensor([[0, 0, -1, -1], [0, -1, -1, -1]])}
-    assert int(objective.counts(batch)["router"]) == REAL + 3
+    assert int(objective.target_counts(batch)["router"]) == REAL + 3
 
 
 def xlnet() -> tuple[nn.Module, dict[str, Tensor]]:
     """A model and a batch whose second row has fewer targets, so that its queries are filled up."""
     torch.manual_seed(0)
-    model = build(CONFIG.changed(XLNET)).train()
+    model = build(CONFIG.with_changes(XLNET)).train()
     initialise(model, 3)
     targets = torch.full((2, 6), -100)
     targets[0, :3], targets[1, 1] = 5, 7
@@ -138,8 +138,8 @@ def test_of_the_query_stream_what_is_predicted_counts() -> None:
     ]
     for term, value in together.items():
         torch.testing.assert_close(value, sum(one[term] for one in alone))
-    objective = make(PermutationObjective(), CONFIG.changed(XLNET), SPECIAL, (6,))
-    assert int(objective.counts({**batch, "positions": TOKENS})["router"]) == REAL + 4
+    objective = build_objective(PermutationObjective(), CONFIG.with_changes(XLNET), SPECIAL, (6,))
+    assert int(objective.target_counts({**batch, "positions": TOKENS})["router"]) == REAL + 4
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_the_query_stream_is_the_same_in_every_layout(layout: dict[str, int]) ->
     """The reference takes the global batch at once, and so fills other queries up than micro-batches do."""
     data = {"train": "nowhere/train", "tokenizer": "nowhere/tokenizer.model", "sequence_length": 18}
     config = Config.model_validate(
-        {"name": "queries", "plugins": ["chosen"], "model": CONFIG.changed({**XLNET, "vocab_size": 64})}
+        {"name": "queries", "plugins": ["chosen"], "model": CONFIG.with_changes({**XLNET, "vocab_size": 64})}
         | {
             "objective": {"name": "permutation", "every": 2},
             "data": data,
@@ -160,7 +160,7 @@ def test_the_query_stream_is_the_same_in_every_layout(layout: dict[str, int]) ->
     )
     found = verify(config)
     assert not found.wrong
-    assert not found.misses
+    assert not found.traffic_mismatches
     assert found.config.data.sequence_length == 18, "of which queries come in groups of 2"
     wanted = (random_batch(found.config)["targets"] >= 0).sum(1).reshape(-1, found.config.train.micro_batch)
     assert len(np.unique(-(-wanted.max(1) // 2))) > 1
@@ -179,7 +179,7 @@ def test_heads_that_share_a_term_add_to_it(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setitem(HEADS._parts, "squares", Squares)
     heads = {name: {"name": "squares", "scale": scale} for name, scale in (("one", 2.0), ("two", 3.0))}
-    models = [build(CONFIG), build(CONFIG.changed({"heads": heads}))]
+    models = [build(CONFIG), build(CONFIG.with_changes({"heads": heads}))]
     for model in models:
         initialise(model, 3)
     plain, more = (model(TOKENS, targets=TOKENS) for model in models)
@@ -191,4 +191,4 @@ def test_heads_that_share_a_term_add_to_it(monkeypatch: pytest.MonkeyPatch) -> N
 def test_terms_that_contradict_one_another_are_refused() -> None:
     kinds = {"blocks": ["a", "b"], "block.a": {}, "block.b.ffn.weight": 0.5}
     with pytest.raises(UsageError, match=r"two parts of the model add a term 'router' to the loss"):
-        block_terms(CONFIG.changed(kinds))
+        auxiliary_losses(CONFIG.with_changes(kinds))

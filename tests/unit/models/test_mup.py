@@ -34,7 +34,7 @@ def changes(width: int, mup: bool, kind: str = "dense") -> dict[str, float]:
     values = {"vocab_size": 50, "d_model": width, "n_layers": 2, "attention.n_heads": width // 16}
     values |= {"ffn.d_ff": 2 * width, "embedding.tied": False, "init.name": "normal", "init.std": 0.1}
     values |= {"mup.base_width": BASE, **KINDS[kind](width)}
-    config = ModelConfig.of(
+    config = ModelConfig.from_dotted(
         {key: value for key, value in values.items() if mup or not key.startswith("mup.")}
     )
     model = build(config).double()

@@ -110,7 +110,7 @@ def gradients(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize(("pattern", "part"), list(itertools.product(PATTERN, PARTS)))
 def test_it_works_or_is_refused(pattern: str, part: str) -> None:
     sizes = {"vocab_size": 20, "d_model": 16, "n_layers": 2, "attention.n_heads": 4, "ffn.d_ff": 24}
-    config = ModelConfig.of({**sizes, **PARTS[part], "attention.pattern": PATTERN[pattern]})
+    config = ModelConfig.from_dotted({**sizes, **PARTS[part], "attention.pattern": PATTERN[pattern]})
     if wanted := refusal(pattern, part):
         with pytest.raises(UsageError) as caught:
             build(config)
@@ -140,7 +140,7 @@ def test_a_compiled_block_is_the_same(pattern: str, backend: str) -> None:
     torch._dynamo.reset()  # code that was compiled for the blocks before counts against a limit
     sizes = {"vocab_size": 20, "d_model": 16, "n_layers": 1, "attention.n_heads": 4, "ffn.d_ff": 24}
     family = "encoder" if pattern == "longformer" else "decoder"
-    config = ModelConfig.of({**sizes, "family": family, "attention.pattern": PATTERN[pattern]})
+    config = ModelConfig.from_dotted({**sizes, "family": family, "attention.pattern": PATTERN[pattern]})
     model, inputs = build(config).double().train(), batch(family, prefix=False)
     initialise(model, 3)
     eager = gradients(model, inputs)

@@ -80,13 +80,13 @@ KINDS = {
 def test_how_it_is_computed_is_logged_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(rows, "_TOLD", set())
-    config = ModelConfig.of({**SIZES, **MODELS[name]})
+    monkeypatch.setattr(rows, "_LOGGED", set())
+    config = ModelConfig.from_dotted({**SIZES, **MODELS[name]})
     model, inputs = build(config).eval(), inputs_of(config.family, prefix=False)
     initialise(model, 3)
     with caplog.at_level(logging.INFO, "megatfm"), torch.no_grad():
         model(**inputs)
-        monkeypatch.setattr(rows, "AT_ONCE", 1)
+        monkeypatch.setattr(rows, "MAX_SCORES", 1)
         model(**inputs)
     assert [record.message for record in caplog.records if "attention" in record.message] == [
         f"attention {KINDS[name]}, on cpu in float32: kernel products, {how}"
@@ -96,7 +96,7 @@ def test_how_it_is_computed_is_logged_once(
 
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_those_of_all_queries_at_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    config = ModelConfig.of({**SIZES, **MODELS[name]})
+    config = ModelConfig.from_dotted({**SIZES, **MODELS[name]})
     inputs = inputs_of(config.family, prefix="prefixes" in name)
     model = build(config).double().train()
     initialise(model, 3)
@@ -106,7 +106,7 @@ def test_gradients_are_those_of_all_queries_at_once(monkeypatch: pytest.MonkeyPa
         calls.append(given)
         return real(*given, **options)
 
-    monkeypatch.setattr(rows, "AT_ONCE", 2 * 4 * LENGTH * STEP)
+    monkeypatch.setattr(rows, "MAX_SCORES", 2 * 4 * LENGTH * STEP)
     monkeypatch.setattr(rows, "checkpoint", counted)
     parts = gradients(model, inputs)
     assert len(calls) == pieces_of(config.family, inputs)

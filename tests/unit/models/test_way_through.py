@@ -10,7 +10,7 @@ from torch import Tensor
 import megatfm
 from megatfm.config import ParallelConfig
 from megatfm.layers import linear
-from megatfm.train.guards.integrity import forward_backward
+from megatfm.train.guards.integrity import forward_backward_with_replay
 from tests.parity.test_layouts import ADAMW, CAUSAL, MODEL, global_batch, make_engine, microbatches
 from tests.workers import Workers
 
@@ -32,12 +32,12 @@ def way() -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(linear.F, "linear", noted)
         engine = make_engine(MODEL, ParallelConfig(), ADAMW)
-        forward_backward(engine, microbatches(engine, global_batch(3)), CAUSAL, 1, replay_every=0)
+        forward_backward_with_replay(engine, microbatches(engine, global_batch(3)), CAUSAL, 1, replay_every=0)
     return found
 
 
 def test_the_way_is_short(workers: Workers) -> None:
     (found,) = workers.run(way, 1)
-    assert found[0] == "train/guards/integrity.py forward_backward"
+    assert found[0] == "train/guards/integrity.py forward_backward_with_replay"
     assert found[-1] == "layers/linear.py forward"
     assert len(found) <= HOPS, found

@@ -28,7 +28,7 @@ CLASSES = torch.full((2, 6), -100).index_fill(1, torch.tensor([0]), 1)
 
 
 def model_of(family: str, **options: Any) -> nn.Module:
-    model = build(ModelConfig.of({**SIZES, **FAMILIES[family], **options, "family": family})).eval()
+    model = build(ModelConfig.from_dotted({**SIZES, **FAMILIES[family], **options, "family": family})).eval()
     initialise(model, 3)
     return model
 
@@ -106,10 +106,10 @@ def test_every_stack_gets_the_starts_of_documents(family: str, monkeypatch: pyte
     reached = list[Any]()
     for name, module in model.named_modules():
         if name.endswith(".attn") and family != "xlnet":
-            module.register_forward_pre_hook(lambda _, inputs: reached.append(inputs[1].row_starts()))
+            module.register_forward_pre_hook(lambda _, inputs: reached.append(inputs[1].uniform_cu_seqlens()))
         elif name.endswith(".attn"):
             module.register_forward_pre_hook(
-                lambda _, inputs: reached.append(inputs[2].sequence.row_starts())
+                lambda _, inputs: reached.append(inputs[2].sequence.uniform_cu_seqlens())
             )
     batch = {**inputs_of(family), "cu_seqlens": starts, "documents": torch.zeros_like(TOKENS)}
     if family == "encoder_decoder":

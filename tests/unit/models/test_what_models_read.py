@@ -39,8 +39,8 @@ def test_a_field_in_place_of_tokens(family: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(EMBEDDINGS._parts, "chances", Chances)
     torch.manual_seed(1)
     values = SIZES | FAMILIES[family] | {"family": family, "embedding.tied": False}
-    of_tokens = build(ModelConfig.of(values)).double()
-    of_chances = build(ModelConfig.of({**values, "embedding.name": "chances"})).double()
+    of_tokens = build(ModelConfig.from_dotted(values)).double()
+    of_chances = build(ModelConfig.from_dotted({**values, "embedding.name": "chances"})).double()
     for parameter in of_tokens.parameters():
         nn.init.normal_(parameter, std=0.5)
     weights = {

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from megatfm.config import Config, ModelConfig, load_config
-from megatfm.data.packing import NoPartners, Piece
+from megatfm.data.packing import NO_OTHER_DOCUMENTS, DocumentChunk
 from megatfm.keyed import PieceKey, piece_keys
-from megatfm.objectives import Fields, Objective, SpecialTokens, make
+from megatfm.objectives import Example, Objective, SpecialTokens, build_objective
 
 VOCABULARY = 1000
 RESERVED = 200
@@ -25,7 +25,7 @@ SPECIAL = SpecialTokens(
     sep=5,
     sentinels=range(199, 39, -1),
     modes={"R": 6, "S": 7, "X": 8},
-    others=range(9, 40),
+    other_reserved=range(9, 40),
     word_starts=WORD_STARTS,
 )
 FAMILIES = {
@@ -50,7 +50,7 @@ def model(family: str, **options: Any) -> ModelConfig:
         "ffn.d_ff": 8,
         "vocab_size": VOCABULARY,
     } | options
-    return ModelConfig.of(family=family, **(PARTS.get(family, {}) | options))
+    return ModelConfig.from_dotted(family=family, **(PARTS.get(family, {}) | options))
 
 
 def section(name: str, **options: Any) -> Any:
@@ -67,7 +67,7 @@ def objective(
     **options: Any,
 ) -> Objective:
     chosen = model_config or model(family or FAMILIES.get(name, "encoder_decoder"))
-    return make(section(name, **options), chosen, special, rows)
+    return build_objective(section(name, **options), chosen, special, rows)
 
 
 def text(n: int, seed: int = 0) -> np.ndarray:
@@ -76,15 +76,15 @@ def text(n: int, seed: int = 0) -> np.ndarray:
 
 def built(
     made: Objective, tokens: np.ndarray, sample: int = 0, epoch: int = 0, partners: Any = None
-) -> Fields:
+) -> Example:
     """A sequence, after checking that it has the planned lengths."""
     key = PieceKey(7, epoch, sample, 0)
-    fields = made.build(Piece(tokens, partners or NoPartners()), key)
-    planned = made.lengths(np.array([len(tokens)]), piece_keys(7, np.array([sample]), np.array([0]))).reshape(
-        -1
-    )
+    fields = made.build_example(DocumentChunk(tokens, partners or NO_OTHER_DOCUMENTS()), key)
+    planned = made.sequence_lengths(
+        np.array([len(tokens)]), piece_keys(7, np.array([sample]), np.array([0]))
+    ).reshape(-1)
     for name, field in fields.items():
-        side = next(i for i, prefix in enumerate(made.sides) if name.startswith(prefix))
+        side = next(i for i, prefix in enumerate(made.field_prefixes) if name.startswith(prefix))
         assert len(field) == planned[side], name
         assert field.dtype.kind in "iu"
     return fields
@@ -111,12 +111,12 @@ def make_text() -> Callable[..., np.ndarray]:
 
 
 @pytest.fixture(scope="session")
-def build_one() -> Callable[..., Fields]:
+def build_one() -> Callable[..., Example]:
     return built
 
 
 class Memory:
-    """What `PackedRows` needs of a corpus, from blocks of documents' lengths."""
+    """What `PackedDataset` needs of a corpus, from blocks of documents' lengths."""
 
     folder = fingerprint = "memory"
 
@@ -132,7 +132,7 @@ class Memory:
     def block_lengths(self, number: int) -> np.ndarray:
         return self.lengths(number, number + 1)
 
-    def block(self, number: int) -> list[tuple[int, np.ndarray]]:
+    def read_block(self, number: int) -> list[tuple[int, np.ndarray]]:
         return [(i, self.documents[i]) for i in range(*self.blocks[number : number + 2])]
 
 

@@ -80,8 +80,8 @@ def test_all_lengths_fit_and_are_kept(
                 assert fields["targets"][-1] == EOS
                 assert (fields["targets"] != IGNORE).sum() >= 2
     keys = piece_keys(7, np.arange(200), np.zeros(200))
-    assert (made.lengths(np.full(200, made.max_tokens), keys) <= rows).all()
-    assert (made.lengths(np.full(200, 1), keys) == 0).all()
+    assert (made.sequence_lengths(np.full(200, made.max_tokens), keys) <= rows).all()
+    assert (made.sequence_lengths(np.full(200, 1), keys) == 0).all()
 
 
 def test_the_denoiser_is_the_same_in_every_epoch_and_the_spans_are_not(

@@ -46,7 +46,7 @@ def test_rates_over_a_million_tokens(million: Any, special: SpecialTokens) -> No
     random = ~masked & ~kept
     n = chosen.sum()
     # A random token is the original one now and then.
-    same = 0.1 / len(special.ordinary)
+    same = 0.1 / len(special.text_ids)
     assert within(masked.sum(), n, 0.8)
     assert within(kept.sum(), n, 0.1 + same)
     assert within(random.sum(), n, 0.1 - same)
@@ -57,7 +57,7 @@ def test_random_tokens_are_uniform_over_ordinary_ones(million: Any, special: Spe
     random = shown[(targets != IGNORE) & (shown != MASK) & (shown != texts)]
     counts = np.bincount(random, minlength=1000)
     assert counts[:200].sum() == 0, "reserved ids are never shown"
-    assert special.ordinary.tolist() == list(range(200, 1000))
+    assert special.text_ids.tolist() == list(range(200, 1000))
     expected = counts.sum() / 800
     chi2 = float(((counts[200:] - expected) ** 2 / expected).sum())
     assert abs(chi2 - 799) < 5 * (2 * 799) ** 0.5
@@ -103,7 +103,7 @@ def test_static_masks_are_the_same_in_every_epoch(
 def test_sequences_fit_rows_and_nothing_makes_none(make_objective: Any) -> None:
     made = make_objective("masked", rows=(64,))
     assert made.max_tokens == 62
-    assert made.lengths(np.array([62, 1, 0]), np.zeros(3, np.uint64)).tolist() == [64, 3, 0]
+    assert made.sequence_lengths(np.array([62, 1, 0]), np.zeros(3, np.uint64)).tolist() == [64, 3, 0]
     with pytest.raises(
         UsageError, match=r"data\.sequence_length = 2 is too short for objective\.name = 'masked'"
     ):
@@ -119,7 +119,7 @@ def test_what_is_missing_is_named(make_objective: Any, make_model: Any, special:
     with pytest.raises(
         UsageError, match=r"'masked' predicts tokens, and a model with .*: set model\.head\.name=linear"
     ):
-        make_objective("masked", model_config=make_model("encoder").changed({"head": {"name": "none"}}))
+        make_objective("masked", model_config=make_model("encoder").with_changes({"head": {"name": "none"}}))
     with pytest.raises(UsageError, match=r"'masked' does not train model\.family = 'decoder', but encoder"):
         make_objective("masked", family="decoder")
     wordless = replace(special, word_starts=None)

@@ -101,5 +101,7 @@ def test_other_epochs_have_other_orders(make_objective: Any, make_text: Any, bui
 def test_counts_are_the_targets(make_objective: Any, make_text: Any, build_one: Any) -> None:
     made = make_objective("permutation")
     fields = build_one(made, make_text(60))
-    (count,) = made.counts({name: torch.from_numpy(values)[None] for name, values in fields.items()}).values()
+    (count,) = made.target_counts(
+        {name: torch.from_numpy(values)[None] for name, values in fields.items()}
+    ).values()
     assert int(count) == (fields["order"] > 0).sum() > 0

@@ -61,4 +61,4 @@ def test_planned_lengths_are_those_of_any_epoch(make_objective: Any, make_text: 
         lengths = {len(build_one(made, make_text(n), sample=3, epoch=epoch)["targets"]) for epoch in range(4)}
         assert len(lengths) == 1
     keys = piece_keys(0, np.arange(5), np.zeros(5))
-    assert made.lengths(np.array([0, 1, 2, 5, 63]), keys).min(1).tolist()[:3] == [0, 0, 2]
+    assert made.sequence_lengths(np.array([0, 1, 2, 5, 63]), keys).min(1).tolist()[:3] == [0, 0, 2]

@@ -9,7 +9,7 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatfm.data import Loader, PackedRows, Piece
+from megatfm.data import DataLoader, DocumentChunk, PackedDataset
 from megatfm.keyed import PieceKey, piece_keys
 from megatfm.objectives import OBJECTIVES, Objective
 
@@ -70,7 +70,11 @@ def test_what_is_drawn_is_pinned(make_objective: Any, make_text: Any, name: str,
     for n in (2, 3, 17, 40, min(objective.max_tokens or 60, 60)):
         for sample in range(8):
             hashed.update(
-                digest(objective.build(Piece(make_text(n), others), PieceKey(12, 1, sample, sample % 3)))
+                digest(
+                    objective.build_example(
+                        DocumentChunk(make_text(n), others), PieceKey(12, 1, sample, sample % 3)
+                    )
+                )
             )
     assert hashed.hexdigest()[:16] == PINNED[name, family]
 
@@ -87,13 +91,15 @@ def test_the_key_alone_decides(make_objective: Any, make_text: Any, name: str, f
         np.int64
     )  # of the type that sequences have, so that nothing copies it by chance
     tokens.flags.writeable = False
-    forwards = [digest(one.build(Piece(tokens, others), key)) for key in keys]
-    backwards = [digest(two.build(Piece(tokens, others), key)) for key in reversed(keys)]
+    forwards = [digest(one.build_example(DocumentChunk(tokens, others), key)) for key in keys]
+    backwards = [digest(two.build_example(DocumentChunk(tokens, others), key)) for key in reversed(keys)]
     assert forwards == backwards[::-1]
     if name != "causal":
         seen = set(forwards)
         assert len(seen) > len(keys) / 3, "samples and pieces differ, and but for planned cuts epochs"
-        other_seed = {digest(one.build(Piece(tokens, others), key._replace(seed=6))) for key in keys}
+        other_seed = {
+            digest(one.build_example(DocumentChunk(tokens, others), key._replace(seed=6))) for key in keys
+        }
         assert len(seen & other_seed) < len(keys) / 2
 
 
@@ -117,23 +123,23 @@ def test_lengths_are_kept_and_fit(
 ) -> None:
     objective = made(make_objective, name, family)
     n = round(share * (objective.max_tokens or 200))
-    planned = objective.lengths(np.array([n]), piece_keys(seed, np.array([sample]), np.array([1]))).reshape(
-        -1
-    )
-    assert len(planned) == len(objective.sides)
+    planned = objective.sequence_lengths(
+        np.array([n]), piece_keys(seed, np.array([sample]), np.array([1]))
+    ).reshape(-1)
+    assert len(planned) == len(objective.field_prefixes)
     assert (planned > 0).all() or (planned == 0).all()
     if objective.max_tokens is not None:
         assert (planned <= (96, 64)[: len(planned)]).all()
     if not planned.any():
         assert n < 2
         return
-    fields = objective.build(
-        Piece(make_text(n, 3), Others([make_text(partner, 4)])), PieceKey(seed, 3, sample, 1)
+    fields = objective.build_example(
+        DocumentChunk(make_text(n, 3), Others([make_text(partner, 4)])), PieceKey(seed, 3, sample, 1)
     )
     for field, values in fields.items():
         assert len(values) == planned[0 if field.startswith("encoder_") else -1]
     assert {"tokens", "targets"} <= fields.keys()
-    assert objective.fills.keys() <= fields.keys()
+    assert objective.padding_values.keys() <= fields.keys()
     assert (fields["targets"] >= IGNORE).all()
 
 
@@ -143,8 +149,8 @@ def test_no_rank_or_resume_changes_a_batch(
 ) -> None:
     rows = (96, 64)
 
-    def loader(**options: Any) -> Loader:
-        packed = PackedRows(
+    def loader(**options: Any) -> DataLoader:
+        packed = PackedDataset(
             memory([[30, 200, 7], [90, 2, 55], [400]]),
             made(make_objective, name, family),
             sequence_length=rows[0],
@@ -152,7 +158,7 @@ def test_no_rank_or_resume_changes_a_batch(
             seed=4,
             streams=2,
         )
-        return Loader(packed, global_batch=4, **options)
+        return DataLoader(packed, global_batch=4, **options)
 
     def joined(step: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
         sides = [name.removesuffix("tokens") for name in step[0] if name in ("tokens", "encoder_tokens")]

@@ -26,15 +26,15 @@ def test_85_of_100_chosen_tokens_are_masked(make_objective: Any, make_text: Any,
 
 def test_the_terms_and_their_counts(make_objective: Any) -> None:
     made = make_objective("replaced_token")
-    assert dict(made.weights) == {"generator": 1.0, "discriminator": 50.0}
+    assert dict(made.loss_weights) == {"generator": 1.0, "discriminator": 50.0}
     batch = {
         "targets": torch.tensor([[IGNORE, 7, IGNORE, IGNORE]]),
         "documents": torch.tensor([[0, 0, 0, -1]]),
     }
-    assert {name: int(count) for name, count in made.counts(batch).items()} == {
+    assert {name: int(count) for name, count in made.target_counts(batch).items()} == {
         "generator": 1,
         "discriminator": 3,
     }
-    assert make_objective("replaced_token", discriminator_weight=10).weights[
+    assert make_objective("replaced_token", discriminator_weight=10).loss_weights[
         "discriminator"
     ] == pytest.approx(10)

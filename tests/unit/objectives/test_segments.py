@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatfm.data import Piece
+from megatfm.data import DocumentChunk
 from megatfm.errors import UsageError
 from megatfm.keyed import PieceKey
 
@@ -82,8 +82,8 @@ def test_alone_in_a_block_there_are_only_positives(
     made = make_objective("next_sentence")
     labels = {parts(build_one(made, make_text(30), sample=i))[2] for i in range(200)}
     assert labels == {0}
-    assert made.needs_partners
-    assert not make_objective("sentence_order").needs_partners
+    assert made.needs_other_documents
+    assert not make_objective("sentence_order").needs_other_documents
 
 
 def test_segments_are_swapped_half_of_the_time(make_objective: Any, build_one: Any) -> None:
@@ -117,7 +117,7 @@ def test_tokens_are_masked_as_well(make_objective: Any, make_text: Any, build_on
 
 
 def test_a_model_without_the_head_is_refused(make_objective: Any, make_model: Any) -> None:
-    plain = make_model("encoder").changed({"heads": {}})
+    plain = make_model("encoder").with_changes({"heads": {}})
     with pytest.raises(
         UsageError, match=r"'next_sentence' needs a model with the head: add \[model\.heads\.sentence\]"
     ):
@@ -125,4 +125,4 @@ def test_a_model_without_the_head_is_refused(make_objective: Any, make_model: An
     without = make_objective(
         "sentence_order", model_config=make_model("encoder", **{"embedding.n_segments": 0})
     )
-    assert "segments" not in without.build(Piece(np.arange(200, 210)), PieceKey(0, 0, 0, 0))
+    assert "segments" not in without.build_example(DocumentChunk(np.arange(200, 210)), PieceKey(0, 0, 0, 0))

@@ -101,4 +101,4 @@ def test_a_model_without_the_head_is_refused(make_objective: Any, make_model: An
     with pytest.raises(
         UsageError, match=r"'span_boundary' needs a model with the head: add \[model\.heads\.boundary\]"
     ):
-        make_objective("span_boundary", model_config=make_model("encoder").changed({"heads": {}}))
+        make_objective("span_boundary", model_config=make_model("encoder").with_changes({"heads": {}}))

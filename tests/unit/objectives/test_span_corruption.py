@@ -70,7 +70,7 @@ def test_rows_of_512_take_the_568_tokens_of_the_paper(make_objective: Any) -> No
     special = SpecialTokens(bos=1, eos=EOS, pad=PAD, vocab_size=500, sentinels=range(100))
     made = make_objective("span_corruption", rows=(512, 114), special=special)
     assert made.max_tokens == 568
-    assert made.lengths(np.array([568, 1, 0]), np.zeros(3, np.uint64)).tolist() == [
+    assert made.sequence_lengths(np.array([568, 1, 0]), np.zeros(3, np.uint64)).tolist() == [
         [512, 114],
         [0, 0],
         [0, 0],
@@ -122,7 +122,7 @@ def test_a_decoder_reads_the_input_as_its_prefix(make_objective: Any, make_text:
     assert joined["tokens"].tolist() == whole[:-1].tolist()
     assert joined["prefix"].tolist() == [1] * len(given) + [0] * (len(wanted) - 1)
     assert joined["targets"].tolist() == [-100] * (len(given) - 1) + wanted.tolist()
-    assert (one.weights.keys(), two.weights.keys()) == ({"causal"}, {"span"})
+    assert (one.loss_weights.keys(), two.loss_weights.keys()) == ({"causal"}, {"span"})
 
 
 def test_too_few_sentinels_name_the_number_that_is_needed(make_objective: Any) -> None:

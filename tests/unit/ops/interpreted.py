@@ -11,10 +11,10 @@ from torch import Tensor
 
 from megatfm.ops import cross_entropy as module
 from megatfm.ops import softmax_kernel
-from megatfm.ops.cross_entropy import IGNORE, LogitVariant, cross_entropy, cross_entropy_reference
+from megatfm.ops.cross_entropy import IGNORE, LogitOptions, cross_entropy, cross_entropy_reference
 
 M, D, V = 13, 6, 45
-VARIANTS = LogitVariant(), LogitVariant(2.5), LogitVariant(None, 0.1), LogitVariant(2.5, 0.1)
+VARIANTS = LogitOptions(), LogitOptions(2.5), LogitOptions(None, 0.1), LogitOptions(2.5, 0.1)
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
@@ -27,7 +27,7 @@ def inputs(dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
     return [x.requires_grad_() for x in trained], targets
 
 
-def check(dtype: torch.dtype, variant: LogitVariant) -> None:
+def check(dtype: torch.dtype, variant: LogitOptions) -> None:
     """Loss and gradients, through chunks whose rows are longer than the vocabulary; in bfloat16 logits and their
     gradients are rounded to it."""
     strides = []
@@ -45,7 +45,7 @@ def check(dtype: torch.dtype, variant: LogitVariant) -> None:
     found = torch.autograd.grad(ours * 0.5, trained)
     for a, b in zip(found, torch.autograd.grad(wanted * 0.5, exact), strict=True):
         assert (a.double() - b).norm() < CLOSE[dtype] * b.norm(), (dtype, variant)
-    assert strides == [(module.PADDED, 1)] * 3
+    assert strides == [(module.ROW_ALIGNMENT, 1)] * 3
 
 
 def check_no_number() -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatfm.ops import aligned as module
-from megatfm.ops.aligned import aligned, aligned_bytes, all_aligned, is_aligned
+from megatfm.ops.aligned import align_all, aligned, aligned_bytes, is_aligned
 from tests.alignment import Kernels, lies_wrong, misaligned, only_torchs_memory
 
 ROWS = torch.arange(15.0).view(5, 3)
@@ -38,7 +38,7 @@ def test_a_buffer_is_left_by_all_or_by_none() -> None:
         return {str(i): part for i, part in enumerate(torch.arange(float(sum(sizes))).split(sizes))}
 
     kept, left = parts([16, 32, 5]), parts([16, 3, 32])
-    both = all_aligned({**kept, **{f"left {name}": part for name, part in left.items()}})
+    both = align_all({**kept, **{f"left {name}": part for name, part in left.items()}})
     assert all(both[name] is part for name, part in kept.items())
     buffer = next(iter(left.values())).untyped_storage().data_ptr()
     for name, part in left.items():

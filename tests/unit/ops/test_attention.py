@@ -7,18 +7,27 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatfm.layers.attention.patterns import Full, Seen
+from megatfm.layers.attention.patterns import Full, PatternMask
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.attention import CAUSAL, Case, Variant, Visible, attention_reference, choose, fused, kernels
-from megatfm.ops.attention.visible import Given
+from megatfm.ops.attention import (
+    CAUSAL_MASK,
+    AttentionMask,
+    AttentionOptions,
+    AttentionRequest,
+    attention_reference,
+    choose,
+    fused,
+    kernels,
+)
+from megatfm.ops.attention.visible import DenseMask
 
 B, N, T, H = 2, 6, 11, 4
 EARLIER = Full(causal=True)
 
 
-def chosen_attention(q: Tensor, k: Tensor, v: Tensor, seen: Visible = CAUSAL) -> Tensor:
-    kernel = choose(Case.of(q, k, seen, Variant(), drops=False))
-    return kernel.run(q, k, v, seen, None, Variant(), None)
+def chosen_attention(q: Tensor, k: Tensor, v: Tensor, seen: AttentionMask = CAUSAL_MASK) -> Tensor:
+    kernel = choose(AttentionRequest.from_inputs(q, k, seen, AttentionOptions(), drops=False))
+    return kernel.run(q, k, v, seen, None, AttentionOptions(), None)
 
 
 def heads(kv_heads: int, queries: int = T, keys: int = T) -> tuple[Tensor, Tensor, Tensor]:
@@ -47,15 +56,15 @@ def one_query_at_a_time(q: Tensor, k: Tensor, v: Tensor, past: int) -> Tensor:
 def test_against_loops(function, kv_heads: int, past: int) -> None:  # type: ignore[no-untyped-def]
     q, k, v = heads(kv_heads, queries=T - past)
     positions = torch.arange(past, T).expand(B, -1)
-    seen = Seen(EARLIER, SequenceMetadata(positions, past=past))
-    assert (seen.plain == "causal") == (past == 0)
+    seen = PatternMask(EARLIER, SequenceMetadata(positions, past=past))
+    assert (seen.builtin_mask == "causal") == (past == 0)
     torch.testing.assert_close(function(q, k, v, seen), one_query_at_a_time(q, k, v, past))
 
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_gradients_against_the_reference(masked: bool) -> None:
     documents = torch.tensor([[0] * 4 + [1] * 7, [0] * 9 + [-1] * 2]) if masked else None
-    seen = Seen(EARLIER, SequenceMetadata(torch.arange(T).expand(B, T), documents))
+    seen = PatternMask(EARLIER, SequenceMetadata(torch.arange(T).expand(B, T), documents))
     inputs = [x.requires_grad_() for x in heads(2)]
     y = torch.randn(B, N, T, H, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     ours = torch.autograd.grad(chosen_attention(*inputs, seen), inputs, y)
@@ -68,7 +77,7 @@ def test_gradients_against_the_reference(masked: bool) -> None:
 def test_a_document_in_a_row_is_the_document_alone(function) -> None:  # type: ignore[no-untyped-def]
     q, k, v = heads(3)
     documents = torch.tensor([[0, 0, 0, 1, 2, 2, 2, 2, 2, 3, 3], [0, 0, 0, 0, 0, 0, 0, 0, -1, -1, -1]])
-    seen = Seen(EARLIER, SequenceMetadata(torch.arange(T).expand(B, T), documents))
+    seen = PatternMask(EARLIER, SequenceMetadata(torch.arange(T).expand(B, T), documents))
     packed = function(q, k, v, seen)
     for b in range(B):
         for document in documents[b].unique():
@@ -95,9 +104,9 @@ def test_values_of_another_width_than_keys(
     v = torch.randn(B, 6, T, of_values, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     inputs = [x.requires_grad_() for x in (q, k, v)]
     with Watched():
-        made = fused.fused(*inputs, Given(word), None, Variant(), None)
+        made = fused.fused(*inputs, DenseMask(word), None, AttentionOptions(), None)
     assert any(flash)
-    wanted = attention_reference(*inputs, Given(word))
+    wanted = attention_reference(*inputs, DenseMask(word))
     y = torch.randn(made.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     torch.testing.assert_close(made, wanted)
     for a, b in zip(*(torch.autograd.grad(x, inputs, y) for x in (made, wanted)), strict=True):
@@ -106,7 +115,7 @@ def test_values_of_another_width_than_keys(
 
 def test_both_ways_for_bfloat16_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = (x.bfloat16() for x in heads(2))
-    wanted = attention_reference(q.double(), k.double(), v.double(), CAUSAL)
+    wanted = attention_reference(q.double(), k.double(), v.double(), CAUSAL_MASK)
     for limit in (kernels.MATMUL_SCORES, 0):
         monkeypatch.setattr(kernels, "MATMUL_SCORES", limit)
         result = chosen_attention(q, k, v)
@@ -117,5 +126,5 @@ def test_both_ways_for_bfloat16_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_layers_share_is_made_once() -> None:
     made = []
     layout = SequenceMetadata(torch.arange(3)[None], torch.zeros(1, 3, dtype=torch.int64))
-    assert [layout.once("x", lambda: made.append(1) or len(made)) for _ in range(3)] == [1, 1, 1]
+    assert [layout.cached("x", lambda: made.append(1) or len(made)) for _ in range(3)] == [1, 1, 1]
     assert layout.mask(EARLIER) is layout.mask(Full(causal=True))

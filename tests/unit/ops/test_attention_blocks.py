@@ -8,22 +8,22 @@ import torch
 from torch import Tensor
 
 from megatfm.layers.attention.patterns import (
+    AttentionPattern,
     BigBird,
     Chunked,
     Fixed,
     Full,
     Longformer,
-    Pattern,
-    Seen,
+    PatternMask,
     Strided,
     Window,
 )
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops import dropout
 from megatfm.ops.attention import (
-    Given,
-    Variant,
-    Visible,
+    AttentionMask,
+    AttentionOptions,
+    DenseMask,
     attention_reference,
     banded,
     bands,
@@ -87,13 +87,13 @@ def inputs(
     ]
 
 
-PLAIN = Variant()
+PLAIN = AttentionOptions()
 
 
 def compare(
     tensors: list[Tensor],
-    seen: Visible,
-    variant: Variant = PLAIN,
+    seen: AttentionMask,
+    variant: AttentionOptions = PLAIN,
     keys: Tensor | None = None,
     bias: Tensor | None = None,
     function: Callable[..., Tensor] = blocks.blocked,
@@ -116,9 +116,9 @@ def compare(
 
 @pytest.mark.parametrize("kv_heads", [N, 2, 1])
 @pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
-def test_gradients_against_the_reference(pattern: Pattern, kv_heads: int) -> None:
+def test_gradients_against_the_reference(pattern: AttentionPattern, kv_heads: int) -> None:
     for layout in layouts():
-        assert compare(inputs(kv_heads), Seen(pattern, layout, 0, N)) < 1e-13
+        assert compare(inputs(kv_heads), PatternMask(pattern, layout, 0, N)) < 1e-13
 
 
 @pytest.mark.parametrize("kv_heads", [N, 2])
@@ -127,7 +127,7 @@ def test_blocks_of_queries_that_see_all_are_tiles(kv_heads: int) -> None:
     length = 64
     tensors = [x[:, :, :length].detach().requires_grad_() for x in inputs(kv_heads)]
     layout = SequenceMetadata(torch.arange(length).expand(B, -1))
-    seen = Seen(BigBird(4, 1, 0, N), layout, 0, N)
+    seen = PatternMask(BigBird(4, 1, 0, N), layout, 0, N)
     visits, *_ = blocks._visits(seen, tensors[0], tensors[1], drops=False, fused=True)
     wide = [visit for visit in visits if isinstance(visit, bands.Band)]
     assert sorted((band.row, band.first, band.queries, band.keys) for band in wide) == [
@@ -145,23 +145,26 @@ def biases(heads: int = N) -> Tensor:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
-def test_biases_by_distance(pattern: Pattern) -> None:
+def test_biases_by_distance(pattern: AttentionPattern) -> None:
     """They have a gradient (T5), or none (ALiBi)."""
     for kv_heads, layout in zip((N, 2, 1, N), layouts(), strict=True):
-        seen = Seen(pattern, layout, 0, N)
+        seen = PatternMask(pattern, layout, 0, N)
         assert compare(inputs(kv_heads), seen, bias=biases()) < 1e-13
         assert compare(inputs(kv_heads), seen, bias=biases().requires_grad_()) < 1e-13
 
 
 @pytest.mark.parametrize("pattern", [Window(10), Full(causal=True), BigBird(4, 1, 0, N)], ids=repr)
-def test_biases_by_distance_with_all_else(pattern: Pattern) -> None:
+def test_biases_by_distance_with_all_else(pattern: AttentionPattern) -> None:
     variant, sinks = (
-        Variant(softcap=2.0, dropout=0.3),
+        AttentionOptions(softcap=2.0, dropout=0.3),
         torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64),
     )
     tensors = [*inputs(2, width=6), sinks.requires_grad_()]
     for layout in layouts():
-        assert compare(tensors, Seen(pattern, layout, 0, N), variant, KEYS, biases().requires_grad_()) < 1e-13
+        assert (
+            compare(tensors, PatternMask(pattern, layout, 0, N), variant, KEYS, biases().requires_grad_())
+            < 1e-13
+        )
 
 
 def test_a_bias_of_a_distance_is_that_of_all_its_pairs() -> None:
@@ -170,36 +173,39 @@ def test_a_bias_of_a_distance_is_that_of_all_its_pairs() -> None:
     wanted = torch.stack(
         [torch.stack([bias[:, j - i + queries - 1] for j in range(keys)], -1) for i in range(queries)], 1
     )
-    assert torch.equal(distances.of_pairs(bias, keys), wanted)
-    assert torch.equal(distances.of_tile(bias, queries, 1, 3, 4, 5), wanted[:, 1:4, 4:9])
+    assert torch.equal(distances.expand(bias, keys), wanted)
+    assert torch.equal(distances.for_tile(bias, queries, 1, 3, 4, 5), wanted[:, 1:4, 4:9])
 
 
-KEYS = dropout.mix(torch.arange(B * N * T).view(B, N, T), 5)
+KEYS = dropout.fold_in(torch.arange(B * N * T).view(B, N, T), 5)
 
 
 @pytest.mark.parametrize("pattern", [Window(10), Chunks(11), Full(causal=True)], ids=repr)
 @pytest.mark.parametrize(
     ("variant", "keys", "width"),
     [
-        (Variant(scale=0.3), None, H),
-        (Variant(softcap=1.5), None, H),
-        (Variant(dropout=0.3), KEYS, H),
-        (Variant(scale=0.3, softcap=2.0, dropout=0.3), KEYS, 6),
+        (AttentionOptions(scale=0.3), None, H),
+        (AttentionOptions(softcap=1.5), None, H),
+        (AttentionOptions(dropout=0.3), KEYS, H),
+        (AttentionOptions(scale=0.3, softcap=2.0, dropout=0.3), KEYS, 6),
         (PLAIN, None, 6),
     ],
     ids=["scale", "soft cap", "dropout", "all of them", "values of another width"],
 )
 def test_what_may_differ_from_plain_attention(
-    pattern: Pattern, variant: Variant, keys: Tensor | None, width: int
+    pattern: AttentionPattern, variant: AttentionOptions, keys: Tensor | None, width: int
 ) -> None:
     for layout in layouts():
-        assert compare(inputs(2, width=width), Seen(pattern, layout, 0, N), variant, keys) < 1e-13
+        assert compare(inputs(2, width=width), PatternMask(pattern, layout, 0, N), variant, keys) < 1e-13
         sinks = torch.tensor([0.5, -2.0, 3.0, 0.0], dtype=torch.float64, requires_grad=True)
-        assert compare([*inputs(2, width=width), sinks], Seen(pattern, layout, 0, N), variant, keys) < 1e-13
+        assert (
+            compare([*inputs(2, width=width), sinks], PatternMask(pattern, layout, 0, N), variant, keys)
+            < 1e-13
+        )
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
-def test_after_cached_tokens(pattern: Pattern) -> None:
+def test_after_cached_tokens(pattern: AttentionPattern) -> None:
     past = 21
     layout = SequenceMetadata(
         torch.arange(past, T).expand(B, -1),
@@ -207,14 +213,16 @@ def test_after_cached_tokens(pattern: Pattern) -> None:
         past=past,
         past_documents=DOCUMENTS[:, :past],
     )
-    assert compare(inputs(2, queries=T - past), Seen(pattern, layout, 0, N)) < 1e-13
+    assert compare(inputs(2, queries=T - past), PatternMask(pattern, layout, 0, N)) < 1e-13
 
 
 def test_a_part_of_the_heads() -> None:
     layout = next(layouts())
     q, k, v = inputs()
     whole, second = (
-        blocks.blocked(*(x[:, part] for x in (q, k, v)), Seen(Chunks(3), layout, first, n), None, PLAIN, None)
+        blocks.blocked(
+            *(x[:, part] for x in (q, k, v)), PatternMask(Chunks(3), layout, first, n), None, PLAIN, None
+        )
         for part, first, n in ((slice(0, 4), 0, 4), (slice(2, 4), 2, 2))
     )
     torch.testing.assert_close(whole[:, 2:], second)
@@ -225,13 +233,13 @@ def test_masks_of_any_form() -> None:
     mask = torch.rand(B, N, T, T, generator=generator) < 0.05
     mask |= torch.eye(T, dtype=torch.bool)
     for part in (mask, mask[:1, :1], mask[:, :1], mask[:1]):
-        assert compare(inputs(2), Given(None, part)) < 1e-13
+        assert compare(inputs(2), DenseMask(None, part)) < 1e-13
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_in_lower_precision(dtype: torch.dtype) -> None:
     """At most twice as far from float64 as the reference is in that precision."""
-    seen, tensors = Seen(Window(30), next(layouts())), inputs(2, dtype=dtype)
+    seen, tensors = PatternMask(Window(30), next(layouts())), inputs(2, dtype=dtype)
     y = torch.randn(B, N, T, H, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     exact = [x.detach().double().requires_grad_() for x in tensors]
     wanted = torch.autograd.grad(attention_reference(*exact, seen), exact, y)
@@ -247,9 +255,9 @@ def test_in_lower_precision(dtype: torch.dtype) -> None:
 def test_what_is_held_grows_with_the_length_and_not_with_its_square() -> None:
     """Masks and tables of pieces: twice the tokens, about twice the numbers."""
 
-    def held(length: int, pattern: Pattern, documents: Tensor | None) -> int:
-        seen = Seen(pattern, SequenceMetadata(torch.arange(length)[None], documents))
-        made = pieces.pieces(seen, pieces.Grid(1, length, length, SIZE))
+    def held(length: int, pattern: AttentionPattern, documents: Tensor | None) -> int:
+        seen = PatternMask(pattern, SequenceMetadata(torch.arange(length)[None], documents))
+        made = pieces.plan_blocks(seen, pieces.BlockGrid(1, length, length, SIZE))
         return sum(0 if piece.mask is None else piece.mask.numel() for piece in made)
 
     for pattern in (Window(40), Full(causal=True), Chunked(40, causal=True), Window(40, first=3)):
@@ -274,48 +282,54 @@ def copy_of(layout: SequenceMetadata) -> SequenceMetadata:
         ("keys beyond the last", Window(7, 9)),
     ],
 )
-def test_faults_are_found(fault: str, pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_are_found(fault: str, pattern: AttentionPattern, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above, with the kernel's own view of a pattern broken."""
     monkeypatch.setattr(bands, "SHORTEST", T)
     documents = torch.tensor([[0] * 30 + [1] * 47]).expand(B, -1)
     layout = SequenceMetadata(torch.arange(T).expand(B, -1), documents)
     seen, broken = (
-        Seen(pattern, each, 0, N) for each in (layout, copy_of(layout))
+        PatternMask(pattern, each, 0, N) for each in (layout, copy_of(layout))
     )  # each keeps what it has made
     if fault.startswith("a block"):
-        monkeypatch.setattr(broken, "whole", broken.blocks)
+        monkeypatch.setattr(broken, "full_block_mask", broken.block_mask)
     elif fault.startswith("a document"):
-        broken = Seen(pattern, SequenceMetadata(torch.arange(T).expand(B, -1)), 0, N)
+        broken = PatternMask(pattern, SequenceMetadata(torch.arange(T).expand(B, -1)), 0, N)
     elif fault.startswith("the random"):
-        broken = Seen(pattern, copy_of(layout), 1, N - 1)
+        broken = PatternMask(pattern, copy_of(layout), 1, N - 1)
     else:
-        asked = broken.sees
-        monkeypatch.setattr(broken, "sees", lambda b, n, q, k: asked(b, n, q, (k - 1).clamp(min=0)))
+        asked = broken.mask_mod
+        monkeypatch.setattr(broken, "mask_mod", lambda b, n, q, k: asked(b, n, q, (k - 1).clamp(min=0)))
     heads = N - 1 if fault.startswith("the random") else N
     q, k, v = (x[:, :heads] for x in inputs())
     right = (
         blocks.blocked(q, k, v, seen, None, PLAIN, None)
         if heads == N
-        else blocks.blocked(q, k, v, Seen(pattern, layout, 0, heads), None, PLAIN, None)
+        else blocks.blocked(q, k, v, PatternMask(pattern, layout, 0, heads), None, PLAIN, None)
     )
-    torch.testing.assert_close(right, attention_reference(q, k, v, Seen(pattern, layout, 0, heads)))
+    torch.testing.assert_close(right, attention_reference(q, k, v, PatternMask(pattern, layout, 0, heads)))
     wrong = blocks.blocked(q, k, v, broken, None, PLAIN, None)
     assert ((wrong - right).norm() / right.norm()) > 1e-3
 
 
 @pytest.mark.parametrize("pattern", [Window(10), Chunked(20, causal=True), Longformer(9, (0, 17))], ids=repr)
-def test_faults_of_bands_are_found(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_of_bands_are_found(pattern: AttentionPattern, monkeypatch: pytest.MonkeyPatch) -> None:
     """A side one token too long, a chunk too long, a token that sees all forgotten; and documents that are lost."""
     layout = SequenceMetadata(torch.arange(T).expand(B, -1), DOCUMENTS)
-    wrong = {"left": 11} if pattern == Window(10) else {"cut": 21} if pattern.sides.cut else {"tokens": (0,)}
-    seen = Seen(pattern, layout, 0, N)
+    wrong = (
+        {"left": 11}
+        if pattern == Window(10)
+        else {"chunk": 21}
+        if pattern.band.chunk
+        else {"global_tokens": (0,)}
+    )
+    seen = PatternMask(pattern, layout, 0, N)
     assert compare(inputs(2), seen) < 1e-13
     assert seen.bands(fused=True)
     for sides, documents in (
-        (replace(pattern.sides, **wrong), layout.runs()),
-        (pattern.sides, [(None, 0, T)]),
+        (replace(pattern.band, **wrong), layout.document_spans()),
+        (pattern.band, [(None, 0, T)]),
     ):
-        broken = Seen(pattern, copy_of(layout), 0, N)
+        broken = PatternMask(pattern, copy_of(layout), 0, N)
         made = bands.bands(sides, documents, torch.device("cpu"), fused=True)
         monkeypatch.setattr(broken, "bands", lambda *, fused, made=made: made)
         assert compare(inputs(2), broken) > 1e-3
@@ -333,13 +347,13 @@ IN_FLEX = (0, 4, 6, 8, 9, 11, 13)
         for i, p in enumerate(PATTERNS)
     ],
 )
-def test_flex_attention_visits_the_same(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flex_attention_visits_the_same(pattern: AttentionPattern, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own table of blocks and masks, run by its reference: on a CPU it has no backward pass."""
     monkeypatch.setattr(flex, "SIZE", SIZE)
     q, k, v = (x.detach() for x in inputs(2))
-    variant = Variant(scale=0.2, softcap=3.0)
+    variant = AttentionOptions(scale=0.2, softcap=3.0)
     for layout in list(layouts())[1:3]:
-        seen = Seen(pattern, layout, 0, N)
+        seen = PatternMask(pattern, layout, 0, N)
         sinks = torch.tensor([0.5, -2.0, 3.0, 0.0], dtype=torch.float64)
         for given in (None, sinks):
             for bias in (None, biases()):
@@ -347,4 +361,4 @@ def test_flex_attention_visits_the_same(pattern: Pattern, monkeypatch: pytest.Mo
                 wanted = attention_reference(q, k, v, seen, bias, variant, None, given)
                 torch.testing.assert_close(made, wanted)
         visited = flex.block_mask(seen, T, T).to_dense().bool().expand(B, N, -1, -1)
-        assert torch.equal(visited, seen.blocks(SIZE).expand(B, N, -1, -1))
+        assert torch.equal(visited, seen.block_mask(SIZE).expand(B, N, -1, -1))

@@ -14,17 +14,17 @@ from torch.nn.attention import SDPBackend
 
 from megatfm.config import load_config
 from megatfm.engines.losses import with_starts
-from megatfm.layers.attention.patterns import BigBird, Full, Pattern, Seen, Window
+from megatfm.layers.attention.patterns import AttentionPattern, BigBird, Full, PatternMask, Window
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 from megatfm.ops.attention import (
-    CAUSAL,
-    Case,
-    Variant,
+    CAUSAL_MASK,
+    AttentionOptions,
+    AttentionRequest,
     attention_reference,
     choose,
+    cu_seqlens_from_documents,
     fused,
-    sequence_starts,
     varlen,
 )
 from megatfm.ops.attention.flex import flex
@@ -78,24 +78,26 @@ def heads() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def sequence(documents: Tensor | None = DOCUMENTS, **options: Any) -> SequenceMetadata:
-    starts = None if documents is None else torch.from_numpy(sequence_starts(documents.numpy()))
+    starts = None if documents is None else torch.from_numpy(cu_seqlens_from_documents(documents.numpy()))
     return SequenceMetadata(torch.arange(T).expand(B, T), documents, starts=starts, **options)
 
 
-def case(seen: Seen, dtype: torch.dtype = torch.bfloat16, **asked: Any) -> Case:
+def case(seen: PatternMask, dtype: torch.dtype = torch.bfloat16, **asked: Any) -> AttentionRequest:
     """Of long rows on a GPU."""
-    rows = Case.of(*heads()[:2], seen, Variant(), drops=asked.pop("drops", False), **asked)
-    return Case(**{**vars(rows), "device": "cuda", "dtype": dtype, "queries": 4096, "keys": 4096})
+    rows = AttentionRequest.from_inputs(
+        *heads()[:2], seen, AttentionOptions(), drops=asked.pop("drops", False), **asked
+    )
+    return AttentionRequest(**{**vars(rows), "device": "cuda", "dtype": dtype, "queries": 4096, "keys": 4096})
 
 
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["rows", "packed"])
 @pytest.mark.parametrize(
     "pattern", [Full(causal=True), Full(), Window(5), Window(3, 2)], ids=lambda pattern: repr(pattern)
 )
-def test_documents_end_to_end_are_the_reference(pattern: Pattern, documents: Tensor | None) -> None:
-    seen, inputs, variant = Seen(pattern, sequence(documents)), heads(), Variant(scale=0.3)
+def test_documents_end_to_end_are_the_reference(pattern: AttentionPattern, documents: Tensor | None) -> None:
+    seen, inputs, variant = PatternMask(pattern, sequence(documents)), heads(), AttentionOptions(scale=0.3)
     made = varlen.varlen(*inputs, seen, None, variant, None)
-    wanted = attention_reference(*inputs, Seen(pattern, sequence(documents)), None, variant)
+    wanted = attention_reference(*inputs, PatternMask(pattern, sequence(documents)), None, variant)
     torch.testing.assert_close(made, wanted, rtol=1e-12, atol=1e-12)
     y = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     for a, b in zip(*(torch.autograd.grad(x, inputs, y) for x in (made, wanted)), strict=True):
@@ -105,12 +107,16 @@ def test_documents_end_to_end_are_the_reference(pattern: Pattern, documents: Ten
 def test_there_is_room_for_a_fixed_number_of_documents() -> None:
     """The shape follows from that of the batch, so that nothing is compiled again; short documents need more room."""
     few, many = np.zeros((2, 1024), np.int64), np.arange(2 * 1024).reshape(2, 1024) // 200
-    assert len(sequence_starts(few)) == len(sequence_starts(many)) == 2 + 2048 // varlen.ROOM + 1
-    assert sequence_starts(few)[:3].tolist() == [0, 1024, 2048]
-    assert sequence_starts(many)[-1] == 2048
-    single = sequence_starts(np.arange(2 * 1024).reshape(2, 1024))
+    assert (
+        len(cu_seqlens_from_documents(few))
+        == len(cu_seqlens_from_documents(many))
+        == 2 + 2048 // varlen.ROOM + 1
+    )
+    assert cu_seqlens_from_documents(few)[:3].tolist() == [0, 1024, 2048]
+    assert cu_seqlens_from_documents(many)[-1] == 2048
+    single = cu_seqlens_from_documents(np.arange(2 * 1024).reshape(2, 1024))
     assert single[: 2048 + 1].tolist() == [*range(2048), 2048]
-    assert sequence_starts(DOCUMENTS.numpy())[:7].tolist() == [0, 7, 8, 18, 24, 27, 48]
+    assert cu_seqlens_from_documents(DOCUMENTS.numpy())[:7].tolist() == [0, 7, 8, 18, 24, 27, 48]
 
 
 def test_who_serves_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,17 +125,17 @@ def test_who_serves_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     unknown = SequenceMetadata(torch.arange(T).expand(B, T), DOCUMENTS)
     big_bird = BigBird(4, 1, 0, N)
     found = {
-        "packed": case(Seen(causal, packed)),
-        "window": case(Seen(Window(5), plain)),
-        "one document": case(Seen(causal, plain)),
-        "prefix": case(Seen(causal, opened)),
-        "starts unknown": case(Seen(causal, unknown)),
-        "pattern": case(Seen(big_bird, packed)),
-        "float32": case(Seen(causal, packed), torch.float32),
-        "drops": case(Seen(causal, packed), drops=True),
-        "drops, one document": case(Seen(causal, plain), drops=True),
-        "sinks": case(Seen(causal, packed), sinks=True),
-        "values of another width": case(Seen(causal, packed), of_values=16),
+        "packed": case(PatternMask(causal, packed)),
+        "window": case(PatternMask(Window(5), plain)),
+        "one document": case(PatternMask(causal, plain)),
+        "prefix": case(PatternMask(causal, opened)),
+        "starts unknown": case(PatternMask(causal, unknown)),
+        "pattern": case(PatternMask(big_bird, packed)),
+        "float32": case(PatternMask(causal, packed), torch.float32),
+        "drops": case(PatternMask(causal, packed), drops=True),
+        "drops, one document": case(PatternMask(causal, plain), drops=True),
+        "sinks": case(PatternMask(causal, packed), sinks=True),
+        "values of another width": case(PatternMask(causal, packed), of_values=16),
     }
     assert {name: choose(asked).name for name, asked in found.items()} == {
         "packed": "varlen",
@@ -149,7 +155,7 @@ def test_who_serves_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(
             varlen, "parameters", lambda gone=missing: {*varlen.NEEDED, "enable_gqa"} - {gone}
         )
-        assert choose(case(Seen(causal, packed))).name == "flex"
+        assert choose(case(PatternMask(causal, packed))).name == "flex"
 
 
 def test_this_torch_has_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,8 +168,8 @@ def test_the_batch_brings_starts_to_the_model(monkeypatch: pytest.MonkeyPatch) -
     """From the host's arrays to the operator, through a decoder that computes as on a GPU."""
     given, real = [], varlen.varlen
 
-    def serve(case: Case) -> Any:
-        assert case.in_runs
+    def serve(case: AttentionRequest) -> Any:
+        assert case.is_varlen
         return type("Varlen", (), {"name": "varlen", "run": staticmethod(noted)})
 
     def noted(*args: Any) -> Tensor:
@@ -202,9 +208,9 @@ def test_it_is_one_operator_of_a_compiled_block(monkeypatch: pytest.MonkeyPatch)
     sequences = sequence()
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        seen = Seen(Full(causal=True), sequences)
-        assert Case.of(q, k, seen, Variant(), drops=False).in_runs
-        return varlen.varlen(q, k, v, seen, None, Variant(), None)
+        seen = PatternMask(Full(causal=True), sequences)
+        assert AttentionRequest.from_inputs(q, k, seen, AttentionOptions(), drops=False).is_varlen
+        return varlen.varlen(q, k, v, seen, None, AttentionOptions(), None)
 
     inputs = (x.detach().bfloat16() for x in heads())
     torch.compile(attend, fullgraph=True, backend=backend)(*inputs)
@@ -236,7 +242,7 @@ def test_masked_attention_on_a_gpu_is_never_cudnn_nor_math(
 
     monkeypatch.setattr(fused, "_only", only)
     monkeypatch.setattr(fused, "backends", lambda q, width, masked: fused.MASKED if masked else fused.PLAIN)
-    seen, inputs = Seen(Full(causal=True), sequence()), heads()
+    seen, inputs = PatternMask(Full(causal=True), sequence()), heads()
     taken: list[bool] = []
     real = F.scaled_dot_product_attention
     monkeypatch.setattr(
@@ -244,7 +250,7 @@ def test_masked_attention_on_a_gpu_is_never_cudnn_nor_math(
         "scaled_dot_product_attention",
         lambda *a, enable_gqa, **k: (taken.append(enable_gqa), real(*a, **k))[1],
     )
-    made = fused.fused(*inputs, seen, None, Variant(), None)
+    made = fused.fused(*inputs, seen, None, AttentionOptions(), None)
     torch.testing.assert_close(made, attention_reference(*inputs, seen))
     assert allowed == [fused.MASKED]
     assert taken == [False]
@@ -279,8 +285,8 @@ def test_keys_are_repeated_on_a_gpu_where_flash_attention_does_not_serve(
         torch.randn(1, n, 5, w, generator=random).to(dtype)
         for n, w in ((4, width), (2, width), (2, of_values))
     )
-    made = fused.fused(q, k, v, CAUSAL, None, Variant(), None)
-    wanted = attention_reference(q.double(), k.double(), v.double(), CAUSAL)
+    made = fused.fused(q, k, v, CAUSAL_MASK, None, AttentionOptions(), None)
+    wanted = attention_reference(q.double(), k.double(), v.double(), CAUSAL_MASK)
     torch.testing.assert_close(made.double(), wanted, rtol=2e-2, atol=2e-2)
     assert taken == [shares]
 
@@ -293,13 +299,15 @@ def test_dropped_probabilities_in_two_passes(
     """Values and gradients, with FlexAttention's contract written out: on a CPU it has no backward pass."""
     monkeypatch.setattr("torch.nn.attention.flex_attention.flex_attention", flex_by_products)
     monkeypatch.setattr("megatfm.ops.attention.flex.NARROW", 2)
-    inputs, variant = heads(), Variant(softcap=2.0, dropout=rate)
+    inputs, variant = heads(), AttentionOptions(softcap=2.0, dropout=rate)
     keys = torch.randint(-(2**62), 2**62, (B, N, T), generator=torch.Generator().manual_seed(2))
     score = torch.linspace(-1, 1, N, dtype=torch.float64).requires_grad_() if sinks else None
     wanted_of = [*inputs, *([score] if score is not None else [])]
-    seen = Seen(Full(causal=True), sequence())
+    seen = PatternMask(Full(causal=True), sequence())
     made = flex(*inputs, seen, None, variant, keys, score)
-    wanted = attention_reference(*inputs, Seen(Full(causal=True), sequence()), None, variant, keys, score)
+    wanted = attention_reference(
+        *inputs, PatternMask(Full(causal=True), sequence()), None, variant, keys, score
+    )
     torch.testing.assert_close(made, wanted, rtol=1e-11, atol=1e-12)
     y = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     for a, b in zip(*(torch.autograd.grad(x, wanted_of, y) for x in (made, wanted)), strict=True):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatfm.ops.attention import Given, Variant, attention_reference
+from megatfm.ops.attention import AttentionOptions, DenseMask, attention_reference
 from megatfm.ops.attention.blocks import blocked
 from megatfm.ops.attention.flex import flex
 from megatfm.ops.attention.fused import fused
@@ -64,7 +64,11 @@ def test_blind_queries(name: str, dtype: torch.dtype, bound: float) -> None:
         [q, k, v] if run is flex else [x.requires_grad_() for x in (q, k, v)]
     )  # flex has no gradients on a CPU
     out = run(
-        *inputs, Given(dense=mask[:, None], grain=4), bias, Variant(dropout=0.25 if drops else 0.0), rng_keys
+        *inputs,
+        DenseMask(dense=mask[:, None], grain=4),
+        bias,
+        AttentionOptions(dropout=0.25 if drops else 0.0),
+        rng_keys,
     )
     assert (out[0, :, BLIND] == 0).all()
     assert out.isfinite().all()

@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatfm.ops.cross_entropy import IGNORE, LogitVariant, cross_entropy, cross_entropy_reference
+from megatfm.ops.cross_entropy import IGNORE, LogitOptions, cross_entropy, cross_entropy_reference
 
 M, D, V = 13, 6, 29
-PLAIN = LogitVariant()
+PLAIN = LogitOptions()
 
 
 def inputs(dtype: torch.dtype, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -26,9 +26,9 @@ def inputs(dtype: torch.dtype, scale: float = 1.0) -> tuple[Tensor, Tensor, Tens
 @pytest.mark.parametrize("chunk", [1, 4, 12, 13, 14, 512])
 @pytest.mark.parametrize("scale", [1.0, 500.0])  # 500: exp would overflow
 @pytest.mark.parametrize(
-    "variant", [PLAIN, LogitVariant(2.5), LogitVariant(None, 0.1), LogitVariant(2.5, 0.1)]
+    "variant", [PLAIN, LogitOptions(2.5), LogitOptions(None, 0.1), LogitOptions(2.5, 0.1)]
 )
-def test_values_and_gradients(chunk: int, scale: float, variant: LogitVariant) -> None:
+def test_values_and_gradients(chunk: int, scale: float, variant: LogitOptions) -> None:
     hidden, weight, targets = inputs(torch.float64, scale)
     bias = None if variant == PLAIN else torch.linspace(-1, 1, V, dtype=torch.float64).requires_grad_()
     wanted = cross_entropy_reference(hidden, weight, targets, bias, variant)

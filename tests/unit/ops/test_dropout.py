@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megatfm.config import ModelConfig
 from megatfm.ops import dropout
-from megatfm.ops.dropout import GOLDEN, LEVELS
+from megatfm.ops.dropout import GOLDEN, RATE_STEPS
 
 WIDTHS = (29, 72, 160)
 """Numbers of places and channels that fill a vector of a CPU's and leave some over."""
@@ -15,9 +15,9 @@ WIDTHS = (29, 72, 160)
 def drawn(keys_B: Tensor) -> list[Tensor]:
     """What a compiled model draws, of places and channels that are counted within."""
     keys_BT = dropout.token_keys(keys_B, 5, torch.arange(WIDTHS[0]))
-    kept = [dropout.keep(keys_BT, width, LEVELS // 3) for width in WIDTHS]
+    kept = [dropout.keep(keys_BT, width, RATE_STEPS // 3) for width in WIDTHS]
     heads = torch.arange(WIDTHS[1])
-    return [keys_BT, dropout.mix(keys_B[:, None], heads), dropout.uniform(keys_B, WIDTHS[2]), *kept]
+    return [keys_BT, dropout.fold_in(keys_B[:, None], heads), dropout.uniform(keys_B, WIDTHS[2]), *kept]
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
@@ -42,9 +42,9 @@ def test_the_largest_rate_of_a_config_leaves_something() -> None:
     """One above it is refused, with the rate that would do."""
     most = 1 - 2**-16
     kept = dropout.dropout(torch.ones(2**18), most, torch.tensor(7))
-    assert set(kept.unique().tolist()) == {0.0, float(LEVELS)}
+    assert set(kept.unique().tolist()) == {0.0, float(RATE_STEPS)}
     base = {"vocab_size": 31, "d_model": 16, "n_layers": 1, "attention.n_heads": 2, "ffn.d_ff": 16}
     for key in ("dropout", "attention.dropout", "ffn.dropout", "drop_path"):
-        assert ModelConfig.of(**base, **{key: most})
+        assert ModelConfig.from_dotted(**base, **{key: most})
         with pytest.raises(ValueError, match=f"less than or equal to {most}"):
-            ModelConfig.of(**base, **{key: 0.999999})
+            ModelConfig.from_dotted(**base, **{key: 0.999999})

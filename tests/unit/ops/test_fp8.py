@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatfm.ops.fp8 import E4M3, E5M2, fp8_linear, product, scales
+from megatfm.ops.fp8 import E4M3, E5M2, compute_scales, fp8_linear, product
 
 M, K, N = 48, 64, 32
 HALF_STEP = {E4M3: 2.0**-4, E5M2: 2.0**-3}
@@ -24,7 +24,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 def test_scales_are_the_least_powers_of_two_that_fit(rowwise: bool) -> None:
     x = drawn(M, K)
     x[3] = 0
-    scale = scales(x, rowwise, 448.0)
+    scale = compute_scales(x, rowwise, 448.0)
     assert scale.shape == ((M, 1) if rowwise else (1, 1))
     assert (scale.frexp()[0] == 0.5).all()
     most = (x / scale).abs().amax(1 if rowwise else (0, 1))
@@ -36,7 +36,7 @@ def test_a_number_that_is_none_makes_what_it_touches_none() -> None:
     for value in (float("nan"), float("inf")):
         x = drawn(M, K).bfloat16()
         x[2, 5] = value
-        made = product(x, drawn(N, K).bfloat16(), True, E4M3, quick=False)
+        made = product(x, drawn(N, K).bfloat16(), True, E4M3, use_fast_accum=False)
         assert made[2].isnan().all()
         assert made[torch.arange(M) != 2].isfinite().all()
 
@@ -46,18 +46,20 @@ def test_a_number_that_is_none_makes_what_it_touches_none() -> None:
 def test_every_element_of_a_product_is_as_near_as_its_factors(rowwise: bool, kind: torch.dtype) -> None:
     """|l'r' − lr| ≤ (εₗ + εᵣ + εₗεᵣ)·|l||r|, and what is too small for a tensor's one scale."""
     left, right = drawn(M, K).bfloat16().double(), drawn(N, K, seed=1).bfloat16().double()
-    got = product(left, right, rowwise, kind, quick=False)
+    got = product(left, right, rowwise, kind, use_fast_accum=False)
     errors = (1 + HALF_STEP[kind]) * (1 + HALF_STEP[E4M3]) - 1
     bound = errors * left.abs() @ right.abs().T
     # Half the distance between subnormals of a factor, times the other.
     for x, other, of in ((left, right.T, kind), (right, left.T, E4M3)):
-        tiny = torch.finfo(of).smallest_normal * HALF_STEP[of] * scales(x, rowwise, torch.finfo(of).max)
+        tiny = (
+            torch.finfo(of).smallest_normal * HALF_STEP[of] * compute_scales(x, rowwise, torch.finfo(of).max)
+        )
         part = tiny.double().expand(x.shape) @ ((1 + errors) * other.abs())
         bound = bound + (part if x is left else part.T)
     assert ((got - left @ right.T).abs() <= bound).all()
     assert (got - left @ right.T).abs().max() > 1e-4 * bound.max(), "nothing was rounded"
     # torch's kernel multiplies the same numbers, and rounds what it made.
-    kernel = product(left.bfloat16(), right.bfloat16(), rowwise, kind, quick=False).double()
+    kernel = product(left.bfloat16(), right.bfloat16(), rowwise, kind, use_fast_accum=False).double()
     assert ((kernel - got).abs() <= 2**-7 * got.abs() + 2**-20 * left.abs() @ right.abs().T).all()
 
 

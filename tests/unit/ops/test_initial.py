@@ -13,7 +13,7 @@ from megatfm.ops.initial import (
     ROW_BLOCK,
     WORTH_THREADS,
     Constant,
-    Initial,
+    InitDistribution,
     Normal,
     TruncatedNormal,
     Uniform,
@@ -57,9 +57,9 @@ def test_a_box_is_a_slice_of_the_whole(shape: tuple[int, ...]) -> None:
                 assert box.is_contiguous()
 
 
-def at_once(initial: Initial, rows: int, width: tuple[int, ...], block: int) -> np.ndarray:
+def at_once(initial: InitDistribution, rows: int, width: tuple[int, ...], block: int) -> np.ndarray:
     """A block as it is defined: all of its numbers, and then those that are drawn anew, by one generator."""
-    generator = np.random.Generator(keyed.bits(7, "initial", NAME, block))
+    generator = np.random.Generator(keyed.bit_generator(7, "initial", NAME, block))
     if isinstance(initial, Uniform):
         return ((generator.random((rows, *width)) * 2 - 1) * initial.bound).astype(np.float32)
     values = generator.standard_normal((rows, *width), dtype=np.float32)
@@ -71,7 +71,7 @@ def at_once(initial: Initial, rows: int, width: tuple[int, ...], block: int) -> 
 @pytest.mark.parametrize("initial", [Normal(0.02), TruncatedNormal(0.02), Uniform(0.5)])
 @pytest.mark.parametrize("piece", [1, 100, 2**20])
 def test_rows_drawn_in_pieces_have_the_same_bits(
-    initial: Initial, piece: int, monkeypatch: pytest.MonkeyPatch
+    initial: InitDistribution, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Numbers of odd count, so that generators have half a draw left between pieces."""
     monkeypatch.setattr("megatfm.ops.initial.PIECE", piece)
@@ -127,22 +127,22 @@ def test_constants_and_empty_boxes() -> None:
 
 @pytest.mark.parametrize("initial", [Normal(0.02), TruncatedNormal(0.02), Uniform(0.5)])
 def test_threads_draw_the_same_bits_on_threads_of_their_own(
-    initial: Initial, monkeypatch: pytest.MonkeyPatch
+    initial: InitDistribution, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape, offsets, sizes = (6 * ROW_BLOCK + 7, 501), (100, 1), (4 * ROW_BLOCK + 90, 499)
     assert math.prod(sizes) >= WORTH_THREADS
     alone = draw(initial, 7, NAME, shape, offsets, sizes)
     drew: set[int] = set()
     together = threading.Barrier(2, timeout=30)  # passed only by two threads at a time
-    bits = keyed.bits
+    bits = keyed.bit_generator
 
-    def seen(*key: keyed.Part) -> np.random.Philox:
+    def seen(*key: keyed.KeyPart) -> np.random.Philox:
         if len(drew) < 2:
             drew.add(threading.get_ident())
             together.wait()
         return bits(*key)
 
-    monkeypatch.setattr(keyed, "bits", seen)
+    monkeypatch.setattr(keyed, "bit_generator", seen)
     assert torch.equal(draw(initial, 7, NAME, shape, offsets, sizes, threads=2), alone)
     assert len(drew) == 2
     assert threading.get_ident() not in drew

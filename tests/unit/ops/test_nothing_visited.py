@@ -6,19 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatfm.layers.attention.patterns import Pattern, Seen
-from megatfm.layers.attention.patterns.pattern import Span
+from megatfm.layers.attention.patterns import AttentionPattern, PatternMask
+from megatfm.layers.attention.patterns.pattern import BlockBounds
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.attention import Variant, blocks
+from megatfm.ops.attention import AttentionOptions, blocks
 from megatfm.ops.attention.blocks import backward, forward
-from megatfm.ops.attention.tiles import How
+from megatfm.ops.attention.tiles import BlockAttentionPlan
 
 
 def test_queries_that_see_no_key_get_zeros_and_give_no_gradient() -> None:
     random = torch.Generator().manual_seed(0)
     q, g = (torch.randn(2, 4, 8, 16, generator=random) for _ in range(2))
     k, v = (torch.randn(2, 2, 8, 16, generator=random) for _ in range(2))
-    how = How.of([], 8, 16, Variant(), zero=7)
+    how = BlockAttentionPlan.build([], 8, 16, AttentionOptions(), zero=7)
     out, lse = forward(q, k, v, None, how)
     assert (out == 0).all()
     assert (lse == -torch.inf).all()
@@ -26,18 +26,18 @@ def test_queries_that_see_no_key_get_zeros_and_give_no_gradient() -> None:
 
 
 @dataclass(frozen=True)
-class FirstQueriesOnly(Pattern):
+class FirstQueriesOnly(AttentionPattern):
     """The first queries see all keys, the others none, as a plugin may have it."""
 
     count: int
 
-    def sees(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
+    def mask_mod(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
         return (q < self.count) & (k >= 0)
 
-    def blocks(self, q: Span, k: Span, heads: Tensor) -> Tensor:
+    def block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
         return (q.first < self.count) & (k.first >= 0)
 
-    def whole(self, q: Span, k: Span, heads: Tensor) -> Tensor:
+    def full_block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
         return (q.last < self.count) & (k.first >= 0)
 
 
@@ -45,8 +45,8 @@ def test_blocks_that_see_all_beside_blocks_that_see_nothing(monkeypatch: pytest.
     monkeypatch.setattr(blocks, "SIZE", 8)
     random = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 2, 32, 4, generator=random).requires_grad_() for _ in range(3))
-    seen = Seen(FirstQueriesOnly(8), SequenceMetadata(torch.arange(32).expand(2, -1)))
-    out = blocks.blocked(q, k, v, seen, None, Variant(), None)
+    seen = PatternMask(FirstQueriesOnly(8), SequenceMetadata(torch.arange(32).expand(2, -1)))
+    out = blocks.blocked(q, k, v, seen, None, AttentionOptions(), None)
     assert (out[:, :, 8:] == 0).all()
     wanted = torch.nn.functional.scaled_dot_product_attention(q[:, :, :8], k, v)
     torch.testing.assert_close(out[:, :, :8], wanted)

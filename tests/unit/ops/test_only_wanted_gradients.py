@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatfm.ops.cross_entropy import cross_entropy
 from megatfm.ops.fp8 import fp8_linear
-from megatfm.ops.grouped import windowed_linear
+from megatfm.ops.grouped import bucketed_linear
 
 aten = torch.ops.aten
 PRODUCTS = {aten.mm.default, aten.mm.out, aten.addmm.out, aten.addmm_.default, aten._scaled_mm.default}
@@ -32,7 +32,7 @@ def loss_of(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def grouped(x: Tensor, weight: Tensor) -> Tensor:
-    return windowed_linear(x, weight.view(2, 16, -1), torch.tensor([20, 32], dtype=torch.int32))
+    return bucketed_linear(x, weight.view(2, 16, -1), torch.tensor([20, 32], dtype=torch.int32))
 
 
 # function: products forward, and for each gradient; a loss makes its gradients in the forward pass

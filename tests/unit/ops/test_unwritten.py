@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 
 from megatfm.layers.attention.patterns import (
+    AttentionPattern,
     BigBird,
     Chunked,
     Fixed,
     Full,
     Longformer,
-    Pattern,
-    Seen,
+    PatternMask,
     Strided,
     Window,
 )
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.attention import Case, Variant, attention_reference, blocks, choose
-from megatfm.ops.cross_entropy import LogitVariant, cross_entropy, cross_entropy_reference
+from megatfm.ops.attention import AttentionOptions, AttentionRequest, attention_reference, blocks, choose
+from megatfm.ops.cross_entropy import LogitOptions, cross_entropy, cross_entropy_reference
 from megatfm.ops.grouped import KERNELS, grouped_linear, kernel_for
 
 DTYPES = [torch.bfloat16, torch.float32]
@@ -64,7 +64,7 @@ def test_cross_entropy(rows: int, vocabulary: int, dtype: torch.dtype) -> None:
     hidden, weight = draw(rows, 48, dtype=dtype), draw(vocabulary, 48, dtype=dtype)
     targets, bias = torch.arange(rows) % vocabulary, draw(vocabulary, dtype=dtype)
     inputs = [x.requires_grad_() for x in (hidden, weight, bias)]
-    variant = LogitVariant(2.5, 0.1)
+    variant = LogitOptions(2.5, 0.1)
     exact = cross_entropy_reference(hidden.double(), weight.double(), targets, bias.double(), variant)
     for chunk in (33, 512):
         found = cross_entropy(hidden, weight, targets, bias, variant, chunk=chunk)
@@ -72,22 +72,24 @@ def test_cross_entropy(rows: int, vocabulary: int, dtype: torch.dtype) -> None:
         assert float(found.detach()) == pytest.approx(float(exact.detach()), rel=2e-2)
 
 
-def chosen(q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> Tensor:
-    return choose(Case.of(q, k, seen, Variant(), drops=False)).run(q, k, v, seen, None, Variant(), None)
+def chosen(q: Tensor, k: Tensor, v: Tensor, seen: PatternMask) -> Tensor:
+    return choose(AttentionRequest.from_inputs(q, k, seen, AttentionOptions(), drops=False)).run(
+        q, k, v, seen, None, AttentionOptions(), None
+    )
 
 
-def by_blocks(q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> Tensor:
-    return blocks.blocked(q, k, v, seen, None, Variant(), None)
+def by_blocks(q: Tensor, k: Tensor, v: Tensor, seen: PatternMask) -> Tensor:
+    return blocks.blocked(q, k, v, seen, None, AttentionOptions(), None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
 @pytest.mark.parametrize("function", [chosen, by_blocks, attention_reference])
-def test_attention(function: Callable[..., Tensor], pattern: Pattern, dtype: torch.dtype) -> None:
+def test_attention(function: Callable[..., Tensor], pattern: AttentionPattern, dtype: torch.dtype) -> None:
     q, k, v = (draw(B, n, T, H, dtype=dtype).requires_grad_() for n in (N, 2, 2))
     documents = torch.tensor([[0] * 19 + [1] * 41 + [-1] * 17, [0] * 24 + [1] * 53])
     for packed in (None, documents):
-        seen = Seen(pattern, SequenceMetadata(torch.arange(T).expand(B, T), packed))
+        seen = PatternMask(pattern, SequenceMetadata(torch.arange(T).expand(B, T), packed))
         finite(function(q, k, v, seen), [q, k, v])
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from megatfm.errors import MegatfmError
-from megatfm.parallel.agent_store import own_part
+from megatfm.parallel.agent_store import restart_store
 
 SOON = timedelta(seconds=20)
 
@@ -19,7 +19,7 @@ def start(store: dist.Store, world_size: int, ranks: range | None = None) -> lis
 
     def rank(number: int) -> dist.Store:
         came.wait()
-        return own_part(store, number, world_size, SOON)
+        return restart_store(store, number, world_size, SOON)
 
     numbers = list(ranks or range(world_size))
     with ThreadPoolExecutor(len(numbers)) as pool:
@@ -49,6 +49,6 @@ def test_what_a_start_left_that_died_while_meeting_is_no_answer() -> None:
 
 def test_ranks_that_do_not_come() -> None:
     store, at_once = dist.HashStore(), timedelta(seconds=0.2)
-    own_part(store, 0, 2, at_once)
+    restart_store(store, 0, 2, at_once)
     with pytest.raises(MegatfmError, match=r"rank 0 of 2 never came, within 0\.2 s"):
-        own_part(store, 1, 2, at_once)
+        restart_store(store, 1, 2, at_once)

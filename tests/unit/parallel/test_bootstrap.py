@@ -18,18 +18,18 @@ from torch.distributed import distributed_c10d as c10d
 from megatfm.errors import MegatfmError
 from megatfm.parallel.bootstrap import (
     TIMEOUTS,
-    _arrive,
     _own_address,
+    _wait_for_all_ranks,
     check_resolves,
-    initialise,
-    joined,
+    distributed_session,
+    init_distributed,
     shutdown,
 )
 from megatfm.parallel.process_environment import ProcessEnvironment
 
 
 def group_facts() -> tuple[int, int, bool]:
-    with joined() as rank:
+    with distributed_session() as rank:
         return rank.rank, rank.world_size, rank.is_main
 
 
@@ -42,7 +42,7 @@ def join_on_machines_of_two_gpus() -> tuple[str, timedelta, timedelta]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "device_count", lambda: 2)
-        with joined(collective_timeout=77) as rank:
+        with distributed_session(collective_timeout=77) as rank:
             inside = c10d.default_pg_timeout
         return str(rank.device), inside, c10d.default_pg_timeout
 
@@ -60,9 +60,9 @@ PROGRAM = """
 import os, sys
 import torch, torch.distributed as dist
 from megatfm.errors import MegatfmError
-from megatfm.parallel.bootstrap import initialise, shutdown
+from megatfm.parallel.bootstrap import init_distributed, shutdown
 try:
-    me = initialise(timeout=float(sys.argv[1]), device="cpu")
+    me = init_distributed(timeout=float(sys.argv[1]), device="cpu")
 except MegatfmError as error:
     os.write(1, f"{type(error).__name__}: {error}\\n".encode())
     sys.exit(error.exit_code)
@@ -146,14 +146,14 @@ def test_ranks_that_never_come(program: str) -> None:
 def test_the_time_that_rank_0_has_waited_already_counts() -> None:
     store, place = dist.HashStore(), ProcessEnvironment("torchrun", 0, 2)
     with pytest.raises(MegatfmError, match="rank 1 of 2 never came, within 1000 s"):
-        _arrive(store, place, timedelta(seconds=1000), time.monotonic() - 1001)
+        _wait_for_all_ranks(store, place, timedelta(seconds=1000), time.monotonic() - 1001)
 
 
 def test_a_last_count_that_does_not_come_is_told_by_the_store_s_own_reason() -> None:
     store, place = dist.HashStore(), ProcessEnvironment("torchrun", 0, 2)
     store.set("megatfm/here/1", "n2")
     with pytest.raises(dist.DistError):
-        _arrive(store, place, timedelta(seconds=0), time.monotonic())
+        _wait_for_all_ranks(store, place, timedelta(seconds=0), time.monotonic())
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_where_the_others_reach_rank_0(
 def test_groups_that_are_made_later_have_the_run_s_timeout() -> None:
     """Those that are split from another, too, for which torch asks the same function."""
     usual = [c10d._get_default_timeout(c10d.Backend(name)) for name in ("gloo", "nccl")]
-    initialise(timeout=5, device="cpu", collective_timeout=77)
+    init_distributed(timeout=5, device="cpu", collective_timeout=77)
     try:
         group = dist.new_group([0])
         assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
@@ -204,7 +204,7 @@ def test_groups_that_are_made_later_have_the_run_s_timeout() -> None:
 
 
 def test_initialise_here_and_leave() -> None:
-    assert initialise(timeout=5, device="cpu").launcher == "none"
+    assert init_distributed(timeout=5, device="cpu").launcher == "none"
     assert dist.get_world_size() == 1
     shutdown()
     assert not dist.is_initialized()

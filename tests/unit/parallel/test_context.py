@@ -11,20 +11,20 @@ from pydantic import ValidationError
 from megatfm.config import Config, ModelConfig, ParallelConfig, objective
 from megatfm.errors import UsageError
 from megatfm.layers.attention.patterns import (
+    AttentionPattern,
     BigBird,
     Chunked,
     Longformer,
-    Pattern,
-    Seen,
+    PatternMask,
     Window,
-    reached,
-    wide_queries,
+    global_query_indices,
+    reachable_keys,
 )
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 from megatfm.objectives import OBJECTIVES
-from megatfm.parallel.context import cut, folding, is_folded, refuse
-from megatfm.parallel.context_exchange import Contexts, places
+from megatfm.parallel.context import folding, is_folded, refuse, split_batch
+from megatfm.parallel.context_exchange import ContextParallel, token_indices
 from megatfm.verify.batch import random_batch
 from tests.parity import test_context, test_experts, test_families, test_patterns, test_traffic
 
@@ -36,21 +36,21 @@ def shipped(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Here:
-    """Stands for `Contexts`, on one of several ranks."""
+    """Stands for `ContextParallel`, on one of several ranks."""
 
     rank: int
     size: int
     folded: bool
 
-    def places(self, length: int) -> list[torch.Tensor]:
-        return [*places(length, self.size, self.folded)]
+    def token_indices(self, length: int) -> list[torch.Tensor]:
+        return [*token_indices(length, self.size, self.folded)]
 
 
 def kinds(config: ModelConfig) -> set[tuple[str, ...]]:
     """What of a model's blocks makes a difference to attention on parts of rows."""
     found = set()
     for depth in range(max(1, len(config.blocks))):
-        of_block = config.at(depth)
+        of_block = config.layer_config(depth)
         position = of_block.position.name
         added = position if position in ("alibi", "t5", "shaw") else "of each token by itself"
         attention = of_block.attention.name, of_block.attention.pattern.name
@@ -61,7 +61,7 @@ def kinds(config: ModelConfig) -> set[tuple[str, ...]]:
 def test_every_model_is_compared_with_one_device() -> None:
     models = {
         **test_families.MODELS,
-        **{name: ModelConfig.of(**model) for name, model in test_patterns.MODELS.items()},
+        **{name: ModelConfig.from_dotted(**model) for name, model in test_patterns.MODELS.items()},
         **test_experts.MODELS,
     }
     compared = set().union(*map(kinds, [*test_context.MODELS.values(), test_experts.MODELS["switch"]]))
@@ -73,8 +73,8 @@ def test_every_model_is_compared_with_one_device() -> None:
 
 def test_what_needs_whole_rows_is_refused_by_name() -> None:
     with torch.device("meta"):
-        model = build(test_families.MODELS["bert"].changed({"heads": {}}))
-    model.get_submodule("encoder.layers.0.ffn").context = None  # type: ignore[assignment]
+        model = build(test_families.MODELS["bert"].with_changes({"heads": {}}))
+    model.get_submodule("encoder.layers.0.ffn").cp_plan = None  # type: ignore[assignment]
     with pytest.raises(UsageError) as error:
         refuse(model)
     (line,) = str(error.value).splitlines()
@@ -104,7 +104,7 @@ def small(name: str) -> Config:
         "sentence_order": {"sentence": {}},
     }
     model = test_families.MODELS[FAMILY.get(name, "bert")]
-    model = model.changed(
+    model = model.with_changes(
         {"heads": heads.get(name, {}), "position.max_positions": 24} if name not in FAMILY else {}
     )
     return test_traffic.config_of(model, SECTIONS[name](), ParallelConfig(dp_shard=1))
@@ -120,7 +120,7 @@ def test_every_objective_s_fields_are_cut_token_by_token(name: str) -> None:
         model = build(config.model)
     refuse(model)
     folded = is_folded(model, config.data.sequence_length)
-    parts = [cut(batch, cast(Contexts, Here(rank, 3, folded))) for rank in range(3)]
+    parts = [split_batch(batch, cast(ContextParallel, Here(rank, 3, folded))) for rank in range(3)]
     for field, values in batch.items():
         side = "encoder_" if field.startswith("encoder_") else ""
         if values.dim() == 1:
@@ -134,13 +134,13 @@ def test_every_objective_s_fields_are_cut_token_by_token(name: str) -> None:
 def test_a_field_that_is_not_one_a_token_is_refused() -> None:
     batch = {"positions": torch.arange(8).expand(2, -1), "patches": torch.zeros(2, 5, 3)}
     with pytest.raises(UsageError, match=r"'patches' \[2, 5, 3\] has not one place for each of 8 tokens"):
-        cut(batch, cast(Contexts, Here(0, 2, folded=False)))
+        split_batch(batch, cast(ContextParallel, Here(0, 2, folded=False)))
 
 
 @pytest.mark.parametrize("folded", [False, True])
 def test_rows_are_dealt_whole_and_evenly(folded: bool) -> None:
     for length, ranks, unit in ((24, 2, 1), (25, 3, 1), (26, 3, 2), (64, 4, 4)):
-        dealt = places(length, ranks, folded, unit)
+        dealt = token_indices(length, ranks, folded, unit)
         assert torch.equal(torch.cat(dealt).sort().values, torch.arange(length))
         sizes = [len(each) for each in dealt]
         assert max(sizes) - min(sizes) <= (1 + folded) * unit
@@ -154,7 +154,7 @@ def test_rows_are_folded_where_later_tokens_see_more() -> None:
     folded = set()
     for name, sections in test_patterns.MODELS.items():
         with torch.device("meta"):
-            if is_folded(build(ModelConfig.of(sections)), 24):
+            if is_folded(build(ModelConfig.from_dotted(sections)), 24):
                 folded.add(name)
     assert folded == {
         "alternating", "strided", "fixed", "compressed", "local, compressed and experts",
@@ -167,11 +167,11 @@ def test_windows_as_wide_as_the_row_are_dealt_evenly() -> None:
     base = {"vocab_size": 31, "d_model": 16, "n_layers": 1, "attention.n_heads": 2, "ffn.d_ff": 16}
     for section in ({"name": "window", "width": 256}, {"name": "chunked", "size": 256}):
         with torch.device("meta"):
-            model = build(ModelConfig.of(**base, **{"attention.pattern": section}))
+            model = build(ModelConfig.from_dotted(**base, **{"attention.pattern": section}))
         assert [is_folded(model, length) for length in (32, 256, 257, 512)] == [True, True, False, False]
         is_folded_at = folding(model)
         for ranks in (2, 3, 5, 8):
-            pairs = {int((each + 1).sum()) for each in places(240, ranks, is_folded_at(240))}
+            pairs = {int((each + 1).sum()) for each in token_indices(240, ranks, is_folded_at(240))}
             assert len(pairs) == 1, (section, ranks)
 
 
@@ -179,7 +179,7 @@ def test_a_row_that_is_too_short_is_refused() -> None:
     with pytest.raises(
         UsageError, match=r"a row of 3 tokens can't be cut into 4 runs of at least 1 for parallel\.cp = 2"
     ):
-        places(3, 2, folded=True)
+        token_indices(3, 2, folded=True)
 
 
 @pytest.mark.parametrize(
@@ -194,15 +194,15 @@ def test_a_row_that_is_too_short_is_refused() -> None:
     ],
     ids=repr,
 )
-def test_what_is_fetched_does_not_grow_with_the_row(pattern: Pattern) -> None:
+def test_what_is_fetched_does_not_grow_with_the_row(pattern: AttentionPattern) -> None:
     """Nor the number of queries that are sent; and every key that a query sees is fetched, or the query is sent."""
     sent = []
     for length in (384, 768):
-        row, dealt = SequenceMetadata(torch.arange(length)[None]), places(length, 4, folded=False)
-        wide = wide_queries(pattern.within(length), row, dealt)
-        fetched = [reached(pattern.within(length), row, each) for each in dealt]
+        row, dealt = SequenceMetadata(torch.arange(length)[None]), token_indices(length, 4, folded=False)
+        wide = global_query_indices(pattern.simplify(length), row, dealt)
+        fetched = [reachable_keys(pattern.simplify(length), row, each) for each in dealt]
         sent.append((len(wide), [len(found) - length // 4 for found in fetched]))
-        mask = Seen(pattern, row, 0, 2).mask()
+        mask = PatternMask(pattern, row, 0, 2).mask()
         assert mask is not None
         for each, found in zip(dealt, fetched, strict=True):
             narrow = each[~torch.isin(each, wide)]
@@ -215,11 +215,11 @@ def test_what_is_fetched_does_not_grow_with_the_row(pattern: Pattern) -> None:
 def test_what_linformer_sums_does_not_grow_with_the_row() -> None:
     """Nor what travels for it, which is that."""
     with torch.device("meta"):
-        attn = build(ModelConfig.of(**test_patterns.MODELS["linformer"])).get_submodule(
+        attn = build(ModelConfig.from_dotted(**test_patterns.MODELS["linformer"])).get_submodule(
             "encoder.layers.0.attn"
         )
     rows = [SequenceMetadata(torch.arange(length)[None]) for length in (7, 12)]
-    short, long = (cast(Any, attn).sums_of(row) for row in rows)
+    short, long = (cast(Any, attn).reduced_numel(row) for row in rows)
     assert short == long == 2 * 3 * cast(Any, attn).head_dim, "keys and values of rank 3"
 
 
@@ -244,7 +244,7 @@ OBJECTIVE_OF = {
 
 def why_not(model: ModelConfig, axes: str, engine: str, *, compiled: bool) -> str:
     """What the line says where they don't go together, whatever comes first; empty where they do."""
-    kinds = [model.at(depth) for depth in range(max(1, len(model.blocks)))]
+    kinds = [model.layer_config(depth) for depth in range(max(1, len(model.blocks)))]
     if engine == "deepspeed" and axes == "replicas":
         return "set parallel.dp_replicate = 1, or parallel.engine = 'native'"
     if engine == "deepspeed" and compiled:
@@ -257,7 +257,7 @@ def why_not(model: ModelConfig, axes: str, engine: str, *, compiled: bool) -> st
 @pytest.mark.parametrize("name", test_patterns.MODELS)
 def test_every_pattern_with_every_layout_and_engine(name: str) -> None:
     """It is carried, or one line says the way out."""
-    model_config = ModelConfig.of(test_patterns.MODELS[name])
+    model_config = ModelConfig.from_dotted(test_patterns.MODELS[name])
     with torch.device("meta"):
         model = build(model_config)
     base = test_traffic.config_of(

@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 from megatfm.layers.attention.patterns import (
+    AttentionPattern,
     BigBird,
     Chunked,
     Fixed,
     Full,
     Longformer,
-    Pattern,
     Strided,
     Window,
-    reached,
-    wide_queries,
+    global_query_indices,
+    reachable_keys,
 )
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.parallel.context_exchange import Contexts, Wanted, is_little, places
+from megatfm.parallel.context_exchange import ContextParallel, FetchPlan, is_little, token_indices
 
 LENGTH, ROWS, HEADS = 61, 2, 4
 KINDS = {
@@ -34,7 +34,7 @@ KINDS = {
     "all padding": (61, 61),
 }
 
-EXACT: dict[str, Pattern] = {
+EXACT: dict[str, AttentionPattern] = {
     "full": Full(),
     "causal": Full(causal=True),
     "window as wide as the row": Window(60),
@@ -48,7 +48,7 @@ EXACT: dict[str, Pattern] = {
 }
 """Of these not one key too many is fetched."""
 
-MORE: dict[str, tuple[Pattern, float]] = {
+MORE: dict[str, tuple[AttentionPattern, float]] = {
     "window, step": (Window(21, 0, 3), 1.5),
     "bigbird": (BigBird(4, 2, 0, HEADS), 1.5),
     "bigbird, extra": (BigBird(4, 1, 5, HEADS), 1.5),
@@ -72,32 +72,32 @@ def rows_of(kind: str, random: np.random.Generator) -> SequenceMetadata:
     if kind == "all padding":
         documents[0] = -1
     sequence = SequenceMetadata(torch.zeros(ROWS, LENGTH, dtype=torch.int64), torch.from_numpy(documents))
-    return SequenceMetadata(sequence.document_places()[0], sequence.documents)
+    return SequenceMetadata(sequence.positions_in_document()[0], sequence.documents)
 
 
-def needed_by(pattern: Pattern, row: SequenceMetadata) -> Tensor:
+def needed_by(pattern: AttentionPattern, row: SequenceMetadata) -> Tensor:
     """Boolean [T, S]: whether a query that is no padding sees a key, in any row and head."""
     mask = pattern.mask(row, 0, HEADS if pattern.differs_by_head else 1)
     assert mask is not None
-    return (mask.expand(ROWS, -1, -1, -1) & row.real[:, None, :, None]).flatten(0, 1).any(0)
+    return (mask.expand(ROWS, -1, -1, -1) & row.non_padding_mask[:, None, :, None]).flatten(0, 1).any(0)
 
 
 @pytest.mark.parametrize("name", [*EXACT, *MORE])
 @pytest.mark.parametrize("prefix", [0, 2])
 def test_what_is_fetched_is_what_is_seen(name: str, prefix: int) -> None:
     pattern, bound = (EXACT[name], 1.0) if name in EXACT else MORE[name]
-    pattern = pattern.within(LENGTH)
+    pattern = pattern.simplify(LENGTH)
     fetched = wanted = 0
     for kind, ranks, folded, unit in product(KINDS, (2, 3, 5), (False, True), (1, 2)):
         row = rows_of(kind, np.random.default_rng(ranks))
         if prefix:
-            row.prefix = (row.positions < prefix) & row.real
-        needed, dealt = needed_by(pattern, row), places(LENGTH, ranks, folded, unit)
+            row.prefix = (row.positions < prefix) & row.non_padding_mask
+        needed, dealt = needed_by(pattern, row), token_indices(LENGTH, ranks, folded, unit)
         narrow = torch.ones(LENGTH, dtype=torch.bool)
-        narrow[wide_queries(pattern, row, dealt)] = False
+        narrow[global_query_indices(pattern, row, dealt)] = False
         for here in dealt:
             is_fetched = torch.zeros(LENGTH, dtype=torch.bool)
-            is_fetched[reached(pattern, row, here)] = True
+            is_fetched[reachable_keys(pattern, row, here)] = True
             assert is_fetched[here].all()
             is_needed = needed[here[narrow[here]]].any(0)
             assert not (is_needed & ~is_fetched).any(), f"{kind}, {ranks} ranks: keys that are seen stay away"
@@ -108,7 +108,7 @@ def test_what_is_fetched_is_what_is_seen(name: str, prefix: int) -> None:
 
 @dataclass(frozen=True)
 class Here:
-    """Stands for `Contexts` on one of several ranks."""
+    """Stands for `ContextParallel` on one of several ranks."""
 
     rank: int
     size: int
@@ -118,28 +118,28 @@ def test_a_fetch_is_little_below_half_of_what_goes_round() -> None:
     """By counting; and what one rank gives another is what that one gets of it."""
     littles = set()
     for kind, ranks, folded in product(KINDS, (2, 3, 5), (False, True)):
-        row, dealt = rows_of(kind, np.random.default_rng(ranks)), places(LENGTH, ranks, folded)
+        row, dealt = rows_of(kind, np.random.default_rng(ranks)), token_indices(LENGTH, ranks, folded)
         needed = needed_by(Full(causal=True), row)
         by_rank = [set(needed[at].any(0).nonzero()[:, 0].tolist()) - set(at.tolist()) for at in dealt]
-        needs = [reached(Full(causal=True), row, at) for at in dealt]
-        made = [Wanted.of(cast(Contexts, Here(rank, ranks)), dealt, needs) for rank in range(ranks)]
+        needs = [reachable_keys(Full(causal=True), row, at) for at in dealt]
+        made = [FetchPlan.of(cast(ContextParallel, Here(rank, ranks)), dealt, needs) for rank in range(ranks)]
         most = max(map(len, by_rank))
         littles.add(is_little(dealt, needs))
         assert is_little(dealt, needs) == (most < LENGTH * (ranks - 1) / ranks / 2)
         for rank, own in enumerate(made):
             assert (own.most, own.length) == (most, LENGTH)
-            assert {int(x) for gets in own.gets for x in gets} == by_rank[rank]
+            assert {int(x) for gets in own.recv_indices for x in gets} == by_rank[rank]
             for other in range(ranks):
-                assert torch.equal(dealt[other][made[other].gives[rank]], own.gets[other])
+                assert torch.equal(dealt[other][made[other].send_indices[rank]], own.recv_indices[other])
     assert littles == {True, False}
 
 
 def test_planning_a_long_row_asks_for_few_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two a run, however many there are."""
     asked = []
-    real = Window.reach
-    monkeypatch.setattr(Window, "reach", lambda *given: asked.append(given) or real(*given))
+    real = Window.key_ranges
+    monkeypatch.setattr(Window, "key_ranges", lambda *given: asked.append(given) or real(*given))
     length = 4096
     row = SequenceMetadata(torch.arange(length)[None] % 3, torch.arange(length)[None] // 3)
-    reached(Window(2), row, places(length, 8, folded=True)[3])
+    reachable_keys(Window(2), row, token_indices(length, 8, folded=True)[3])
     assert len(asked) <= 4

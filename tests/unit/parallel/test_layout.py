@@ -9,18 +9,18 @@ from torch import Tensor, nn
 from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.errors import UsageError
 from megatfm.models import build
-from megatfm.parallel.layout import Cut, Placement
+from megatfm.parallel.layout import Shard, TensorLayout
 from megatfm.parallel.mesh import axis_sizes, build_mesh
-from megatfm.parallel.plan import NO_ROW, lay, match
+from megatfm.parallel.plan import UNPLANNED, match, parallelize
 from megatfm.parallel.styles import COLUMN, ROW, SEQUENCE, WHOLE
 from tests.workers import Workers
 
 # --------------------------------------------------------------------------------------------------- placements
 
 
-def cut(shape: tuple[int, ...], dim: int, part: int, parts: int, *, uneven: bool = False) -> Placement:
+def cut(shape: tuple[int, ...], dim: int, part: int, parts: int, *, uneven: bool = False) -> TensorLayout:
     """A tensor that only tensor parallelism cuts."""
-    return Placement("w", shape, (Cut("tp", dim, part, parts, uneven),))
+    return TensorLayout("w", shape, (Shard("tp", dim, part, parts, uneven),))
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -39,12 +39,12 @@ def test_the_parts_make_up_the_tensor(dim: int) -> None:
 
 
 def test_a_whole_parameter_and_a_block_of_a_shard() -> None:
-    assert Placement("w", (6, 12)).region == ((0, 0), (6, 12))
-    assert Placement("b", ()).region == ((), ())
+    assert TensorLayout("w", (6, 12)).region == ((0, 0), (6, 12))
+    assert TensorLayout("b", ()).region == ((), ())
     second_column = cut((6, 12), 1, 1, 2)
-    assert second_column.inside((4, 0), (2, 6)) == ((4, 6), (2, 6))  # FSDP2's part of it, along dim 0
+    assert second_column.subregion((4, 0), (2, 6)) == ((4, 6), (2, 6))  # FSDP2's part of it, along dim 0
     last_row = cut((6, 12), 0, 2, 3)
-    assert last_row.inside((1, 0), (1, 12)) == ((5, 0), (1, 12))
+    assert last_row.subregion((1, 0), (1, 12)) == ((5, 0), (1, 12))
 
 
 def test_a_dim_that_does_not_divide() -> None:
@@ -71,7 +71,7 @@ def test_parts_of_unlike_size() -> None:
 
 
 class Block(nn.Module):
-    plan = (("up", "column"), ("down", "row"), ("norm", "sequence"), ("elsewhere.*", "whole"))
+    tp_plan = (("up", "column"), ("down", "row"), ("norm", "sequence"), ("elsewhere.*", "whole"))
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def test_a_plan_is_what_the_parts_say() -> None:
 
 def test_a_row_for_the_module_itself_is_for_it_alone() -> None:
     class Whole(Around):
-        plan = (("", "enter"), ("blocks.?", "whole input"), ("*.*.*", "whole"))
+        tp_plan = (("", "enter"), ("blocks.?", "whole input"), ("*.*.*", "whole"))
 
     assert {p: s.name for p, s in match(Whole(nn.Sequential(nn.Linear(2, 2)))).items()} == {
         "": "enter",
@@ -120,7 +120,7 @@ def test_a_parameter_without_a_row_is_told_with_the_row_to_add() -> None:
     ):
         match(Around(Block(), Mine()))
     styles = match(Around(Block(), Mine()), complete=False)
-    assert styles["blocks.1.blocks.0"] is NO_ROW
+    assert styles["blocks.1.blocks.0"] is UNPLANNED
     assert styles["blocks.0.up"] is COLUMN
 
 
@@ -144,16 +144,16 @@ def test_a_parameter_of_the_model_itself() -> None:
 
     with pytest.raises(UsageError, match=r'^scale has no style, .* class Scaled .* \(\("", STYLE\),\),'):
         match(Scaled())
-    Scaled.plan = (*Block.plan, ("", "whole"))
+    Scaled.tp_plan = (*Block.tp_plan, ("", "whole"))
     assert match(Scaled())[""] is WHOLE
 
 
 def test_two_styles_for_a_module_are_refused_and_the_same_one_twice_is_not() -> None:
     class Other(Around):
-        plan = (("blocks.0.up", "column"),)
+        tp_plan = (("blocks.0.up", "column"),)
 
     assert match(Other(Block()))["blocks.0.up"] is COLUMN
-    Other.plan = (("blocks.*.u*", "row"),)
+    Other.tp_plan = (("blocks.*.u*", "row"),)
     with pytest.raises(
         UsageError,
         match=r"^blocks\.0\.up has two styles in plans, 'row' of Other and 'column' of Block: keep one of these rows$",
@@ -163,7 +163,7 @@ def test_two_styles_for_a_module_are_refused_and_the_same_one_twice_is_not() -> 
 
 def test_a_style_that_there_is_not() -> None:
     class Wrong(Around):
-        plan = (("blocks.0", "colum"),)
+        tp_plan = (("blocks.0", "colum"),)
 
     with pytest.raises(
         UsageError, match=r"unknown style of a plan 'colum' \(did you mean 'column'\?\); there are: "
@@ -178,9 +178,9 @@ def lay_a_tie(second: str) -> str:
         del model.blocks
         model.second.weight = model.first.weight
     mesh = build_mesh(ParallelConfig(tp=2), 2, "cpu")
-    Around.plan = (("first", "vocabulary embedding"), ("second", second))
+    Around.tp_plan = (("first", "vocabulary embedding"), ("second", second))
     try:
-        layout = lay(model, mesh, sequence_parallel=True)
+        layout = parallelize(model, mesh, sequence_parallel=True)
     except UsageError as error:
         return str(error)
     assert model.first.weight is model.second.weight
@@ -200,13 +200,13 @@ class Scaled(nn.Linear):
 def lay_a_scalar(style: str) -> str:
     with torch.device("meta"):
         model = Around(Scaled())
-    Around.plan = (("blocks.0", style),)
+    Around.tp_plan = (("blocks.0", style),)
     mesh = build_mesh(ParallelConfig(tp=2), 2, "cpu")
     try:
-        layout = lay(model, mesh, sequence_parallel=True)
+        layout = parallelize(model, mesh, sequence_parallel=True)
     except UsageError as error:
         return str(error)
-    return f"{layout['blocks.0.scale'].sum_over} {tuple(model.blocks[0].weight.shape)}"
+    return f"{layout['blocks.0.scale'].partial_axes} {tuple(model.blocks[0].weight.shape)}"
 
 
 def test_a_tensor_of_too_few_dims_needs_a_style_that_knows_its_gradient(workers: Workers) -> None:
@@ -229,7 +229,7 @@ def test_tied_parameters_are_cut_once_or_refused(workers: Workers) -> None:
 
 def lay_decoder(
     vocabulary: int, sequence_parallel: bool
-) -> tuple[dict[str, Placement], dict[str, tuple[int, ...]], str]:
+) -> tuple[dict[str, TensorLayout], dict[str, tuple[int, ...]], str]:
     with torch.device("meta"):
         model = build(
             ModelConfig(
@@ -241,7 +241,7 @@ def lay_decoder(
             )
         )
     mesh = build_mesh(ParallelConfig(tp=2), 2, "cpu")
-    layout = lay(model, mesh, sequence_parallel=sequence_parallel)
+    layout = parallelize(model, mesh, sequence_parallel=sequence_parallel)
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
     return dict(layout), shapes, layout.table
 
@@ -251,8 +251,8 @@ def test_the_decoder_s_plan(workers: Workers, sequence_parallel: bool) -> None:
     ranks = workers.run(lay_decoder, 2, 10, sequence_parallel)
     for rank, (layout, shapes, table) in enumerate(ranks):
         assert shapes == {name: placement.region[1] for name, placement in layout.items()}
-        cuts = {name: p.cuts for name, p in layout.items() if p.cuts}
-        found = {name: (cut.dim, cut.part) for name, (cut,) in cuts.items() if cut.axis == "tp"}
+        cuts = {name: p.shards for name, p in layout.items() if p.shards}
+        found = {name: (cut.dim, cut.index) for name, (cut,) in cuts.items() if cut.axis == "tp"}
         assert found == {
             "decoder.embedding.tokens.weight": (0, rank),
             **{f"decoder.layers.0.attn.{w}.weight": (0, rank) for w in ("wq", "wk", "wv")},
@@ -260,7 +260,7 @@ def test_the_decoder_s_plan(workers: Workers, sequence_parallel: bool) -> None:
             **{f"decoder.layers.0.ffn.{w}.weight": (0, rank) for w in ("w_gate", "w_up")},
             "decoder.layers.0.ffn.w_down.weight": (1, rank),
         }
-        partial = {name for name, placement in layout.items() if placement.sum_over == ("tp",)}
+        partial = {name for name, placement in layout.items() if placement.partial_axes == ("tp",)}
         norms = {
             "decoder.norm.weight",
             *(f"decoder.layers.0.{s}_residual.norm.weight" for s in ("attn", "ffn")),
@@ -355,7 +355,7 @@ def coordinates() -> tuple[int, int, int, int, list[int], list[int]]:
     rank = torch.distributed.get_rank()
     neighbours = mesh.gather_objects(rank, ("dp_shard", "tp"))
     total = torch.tensor([rank])
-    mesh.sum(total, ("dp_replicate",))
+    mesh.all_reduce_(total, ("dp_replicate",))
     return (
         mesh.rank("dp_replicate"),
         mesh.rank("tp"),

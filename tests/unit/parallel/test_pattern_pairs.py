@@ -18,7 +18,7 @@ from megatfm.layers.attention.patterns import PATTERNS
 from megatfm.models import build
 from megatfm.parallel.context import refuse
 from megatfm.parallel.plan import match
-from megatfm.train.build import cut_model
+from megatfm.train.build import plan_pipeline_split
 from tests.parity import test_context, test_patterns
 from tests.parity.test_traffic import config_of
 from tests.unit.parallel.test_context import kinds
@@ -78,7 +78,7 @@ def accept(sections: dict[str, Any], way: str) -> None:
     if parallel.ep > 1:
         dense = {key: value for key, value in sections.items() if not key.startswith("ffn.")}
         sections = {**dense, "ffn": test_context.MOE}
-    model = ModelConfig.of(**sections)
+    model = ModelConfig.from_dotted(**sections)
     objective = MaskedObjective() if model.family == "encoder" else CausalObjective()
     config = config_of(model, objective, parallel.model_copy(update={"engine": "native"}))
     changed = {"precision": "fp32", "compile": way == "compiled"}
@@ -90,7 +90,7 @@ def accept(sections: dict[str, Any], way: str) -> None:
     if parallel.cp > 1:
         refuse(built)
     if parallel.pp > 1:
-        cut_model(config, built)
+        plan_pipeline_split(config, built)
 
 
 @cache
@@ -107,7 +107,7 @@ def _proven(way: str) -> Iterator[tuple[str, ...]]:
                     yield from kinds(test_context.MODELS[name])
     if way in ("zero", "tp", "pp"):
         for sections in test_patterns.MODELS.values():
-            yield from kinds(ModelConfig.of(sections))
+            yield from kinds(ModelConfig.from_dotted(sections))
 
 
 @pytest.mark.parametrize(("name", "way"), list(itertools.product(MODELS, WAYS)))
@@ -121,12 +121,15 @@ def test_a_pattern_is_refused_or_compared(name: str, way: str) -> None:
     accept(sections, way)
     if way == "ep":  # which positions there are is nothing to experts
         sections = {key: value for key, value in sections.items() if not key.startswith("position")}
-    of_attention = {kind for kind in kinds(ModelConfig.of(**sections)) if kind[0] == "attention"}
+    of_attention = {kind for kind in kinds(ModelConfig.from_dotted(**sections)) if kind[0] == "attention"}
     if way in AXES:
         assert of_attention <= proven(way)
 
 
 def test_every_pattern_is_here() -> None:
-    found = {ModelConfig.of(**sections).at(0).attention.pattern.name for sections in MODELS.values()}
+    found = {
+        ModelConfig.from_dotted(**sections).layer_config(0).attention.pattern.name
+        for sections in MODELS.values()
+    }
     shipped = {each for each in PATTERNS.names() if PATTERNS.get(each).__module__.startswith("megatfm.")}
     assert shipped <= found

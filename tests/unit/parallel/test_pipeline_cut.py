@@ -8,7 +8,7 @@ from torch import nn
 
 from megatfm.config import ModelConfig, load_config
 from megatfm.models import build
-from megatfm.parallel.pipeline_cut import Pipeline, cost, cut, keep
+from megatfm.parallel.pipeline_cut import Pipeline, cost, prune_to_stages, split_into_stages
 from tests.plugins import plugin
 
 SMALL = {"vocab_size": 96, "d_model": 16, "n_layers": 6, "attention.n_heads": 2, "ffn.d_ff": 32}
@@ -18,7 +18,7 @@ SMALL = {"vocab_size": 96, "d_model": 16, "n_layers": 6, "attention.n_heads": 2,
 def make() -> Callable[..., nn.Module]:
     def make(**options: object) -> nn.Module:
         with torch.device("meta"):
-            return build(ModelConfig.of({**SMALL, **options}))
+            return build(ModelConfig.from_dotted({**SMALL, **options}))
 
     return make
 
@@ -41,7 +41,7 @@ def test_a_large_vocabulary_is_a_stage_of_its_own() -> None:
     model = load_config("gpt2-124m", []).model
     with torch.device("meta"):
         whole = build(model)
-    pipeline = cut(whole, "1f1b", 4, 1, lengths={"tokens": 1024})
+    pipeline = split_into_stages(whole, "1f1b", 4, 1, lengths={"tokens": 1024})
     assert first_steps(pipeline) == ["decoder.embedding", "decoder.layers.4", "decoder.layers.8", "head"]
     assert max(stage.cost for stage in pipeline.stages) < 1.15 * min(stage.cost for stage in pipeline.stages)
 
@@ -56,7 +56,7 @@ def test_cuts_weigh_each_block_by_its_own_kind(make: Callable[..., nn.Module]) -
     costs = {point.name: cost(model, point, {"tokens": 10}) for point in model.split_points}
     assert costs["decoder.layers.0"] == 10 * (4 * 16 * 16 + 3 * 16 * 256) + 2 * 16 * 100
     assert costs["decoder.layers.3"] == 10 * (4 * 16 * 16 + 3 * 16 * 32) + 2 * 16 * (1 + 2 + 8 * 3)
-    pipeline = cut(model, "1f1b", 2, 1, lengths={"tokens": 10})
+    pipeline = split_into_stages(model, "1f1b", 2, 1, lengths={"tokens": 10})
     assert first_steps(pipeline)[1] == "decoder.layers.2", "half of the blocks would not be half of the cost"
 
 
@@ -70,30 +70,30 @@ def test_heads_of_masked_models_weigh_what_the_objective_predicts(make: Callable
 def test_a_stage_may_begin_with_any_head_that_costs_something(make: Callable[..., nn.Module]) -> None:
     """Of an encoder with a large vocabulary, the head of span boundaries too is a stage of its own."""
     model = make(family="encoder", n_layers=2, vocab_size=9600, heads={"boundary": {}})
-    pipeline = cut(model, "1f1b", 3, 1, lengths={"tokens": 32})
+    pipeline = split_into_stages(model, "1f1b", 3, 1, lengths={"tokens": 32})
     assert first_steps(pipeline) == ["encoder.embedding", "head", "boundary"]
 
 
 def test_what_travels_between_stages(make: Callable[..., nn.Module]) -> None:
     t5 = make(family="encoder_decoder", n_encoder_layers=2, **{"position.name": "t5"})
-    pipeline = cut(t5, "interleaved", 2, 2, lengths={"tokens": 8, "encoder_tokens": 8}, at=[
+    pipeline = split_into_stages(t5, "interleaved", 2, 2, lengths={"tokens": 8, "encoder_tokens": 8}, at=[
         "encoder.layers.1", "decoder.layers.2", "head",
     ])  # fmt: skip
-    assert [list(stage.takes) for stage in pipeline.stages] == [
+    assert [list(stage.inputs) for stage in pipeline.stages] == [
         [],
         ["encoder_hidden"],
         ["encoder_hidden", "hidden"],
         ["hidden"],
     ]
-    assert [list(stage.gives) for stage in pipeline.stages] == [
+    assert [list(stage.outputs) for stage in pipeline.stages] == [
         ["encoder_hidden"],
         ["encoder_hidden", "hidden"],
         ["hidden"],
         [],
     ]
-    assert pipeline.holders["encoder.embedding.tokens.weight"] == (0, 1)
-    assert pipeline.holders["decoder.position.weight"] == (0, 1)
-    assert pipeline.holders["decoder.layers.5.ffn.w_up.weight"] == (0,)
+    assert pipeline.parameter_ranks["encoder.embedding.tokens.weight"] == (0, 1)
+    assert pipeline.parameter_ranks["decoder.position.weight"] == (0, 1)
+    assert pipeline.parameter_ranks["decoder.layers.5.ffn.w_up.weight"] == (0,)
 
 
 @pytest.mark.parametrize("options", [
@@ -110,17 +110,17 @@ def test_a_rank_keeps_what_its_stages_use_under_the_same_names(
     kept: dict[str, list[int]] = {}
     for rank in range(2):
         model = make(**options)
-        pipeline = cut(
+        pipeline = split_into_stages(
             model, schedule, 2, 2 if schedule == "zbv" else 1, lengths={"tokens": 8, "encoder_tokens": 8}
         )
         shapes = {name: p.shape for name, p in model.named_parameters()}
-        keep(model, pipeline.mine(rank))
+        prune_to_stages(model, pipeline.stages_of(rank))
         for name, parameter in model.named_parameters():
             assert parameter.shape == shapes[name]
             kept.setdefault(name, []).append(rank)
-        for stage in pipeline.mine(rank):
+        for stage in pipeline.stages_of(rank):
             for point in stage.split_points:
                 for path in point.modules:
                     model.get_submodule(path)
     assert set(kept) == set(names)
-    assert {name: tuple(ranks) for name, ranks in kept.items()} == dict(pipeline.holders)
+    assert {name: tuple(ranks) for name, ranks in kept.items()} == dict(pipeline.parameter_ranks)

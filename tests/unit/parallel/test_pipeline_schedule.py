@@ -9,11 +9,11 @@ from megatfm.parallel.pipeline_schedule import (
     SPLITS_BACKWARD,
     V_SHAPED,
     Action,
+    add_send_recv,
     bubble,
-    orders,
+    build_schedule,
     simulate,
-    stage_ranks,
-    with_transfers,
+    stage_to_rank,
 )
 
 SCHEDULES = {
@@ -26,9 +26,9 @@ MICROBATCHES = (1, 2, 3, 5, 8, 11)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_each_pass_is_made_once_on_its_rank(schedule: str, ranks: int) -> None:
-    rank_of = stage_ranks(schedule, ranks, SCHEDULES[schedule])
+    rank_of = stage_to_rank(schedule, ranks, SCHEDULES[schedule])
     for microbatches in MICROBATCHES:
-        order_of = orders(schedule, ranks, SCHEDULES[schedule], microbatches)
+        order_of = build_schedule(schedule, ranks, SCHEDULES[schedule], microbatches)
         made = Counter(action for order in order_of for action in order)
         assert set(made.values()) == {1}
         for stage in range(len(rank_of)):
@@ -44,9 +44,9 @@ def test_each_pass_is_made_once_on_its_rank(schedule: str, ranks: int) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_two_ranks_meet_their_transfers_in_the_same_order(schedule: str, ranks: int) -> None:
     """As if each transfer waited for the other side, and no other could overtake it."""
-    rank_of = stage_ranks(schedule, ranks, SCHEDULES[schedule])
+    rank_of = stage_to_rank(schedule, ranks, SCHEDULES[schedule])
     for microbatches in MICROBATCHES:
-        plan = with_transfers(orders(schedule, ranks, SCHEDULES[schedule], microbatches), rank_of)
+        plan = add_send_recv(build_schedule(schedule, ranks, SCHEDULES[schedule], microbatches), rank_of)
         sent = Counter(kind for order in plan for _, kind, _ in order if " " in kind)
         crossed = sum(a != b for a, b in pairwise(rank_of)) * microbatches
         ways = ("send F", "recv F", "send B", "recv B")
@@ -70,7 +70,9 @@ def test_the_bubble_of_whole_backward_passes(schedule: str, ranks: int) -> None:
     virtual = SCHEDULES[schedule]
     for microbatches in (ranks, 2 * ranks, 4 * ranks):
         times = simulate(
-            orders(schedule, ranks, virtual, microbatches), stage_ranks(schedule, ranks, virtual), TIMES
+            build_schedule(schedule, ranks, virtual, microbatches),
+            stage_to_rank(schedule, ranks, virtual),
+            TIMES,
         )
         assert bubble(times) == pytest.approx((ranks - 1) / (virtual * microbatches + ranks - 1))
 
@@ -80,8 +82,8 @@ def test_the_bubble_of_split_backward_passes(ranks: int) -> None:
     """A rank waits (p − 1)·(T_F + T_I − T_W) between its first and last pass, and in zbv never (Qi et al. 2023)."""
 
     def waits(schedule: str, virtual: int) -> list[float]:
-        order_of = orders(schedule, ranks, virtual, 4 * ranks)
-        times = simulate(order_of, stage_ranks(schedule, ranks, virtual), TIMES)
+        order_of = build_schedule(schedule, ranks, virtual, 4 * ranks)
+        times = simulate(order_of, stage_to_rank(schedule, ranks, virtual), TIMES)
         return [rank.last - rank.first - rank.seconds for rank in times]
 
     assert max(waits("interleaved-zero-bubble", 1)) == (ranks - 1) * (1 + 1 - 1)
@@ -89,7 +91,7 @@ def test_the_bubble_of_split_backward_passes(ranks: int) -> None:
 
 
 def test_1f1b_holds_as_many_micro_batches_as_there_are_ranks_ahead() -> None:
-    for rank, order in enumerate(orders("1f1b", 4, 1, 12)):
+    for rank, order in enumerate(build_schedule("1f1b", 4, 1, 12)):
         held = most = 0
         for action in order:
             held += {"F": 1, "B": -1}[action.kind]
@@ -98,11 +100,11 @@ def test_1f1b_holds_as_many_micro_batches_as_there_are_ranks_ahead() -> None:
 
 
 def test_stages_of_a_v_go_down_and_up() -> None:
-    assert all(stage_ranks(schedule, 3, 2) == [0, 1, 2, 2, 1, 0] for schedule in V_SHAPED)
-    assert stage_ranks("interleaved", 2, 3) == [0, 1, 0, 1, 0, 1]
+    assert all(stage_to_rank(schedule, 3, 2) == [0, 1, 2, 2, 1, 0] for schedule in V_SHAPED)
+    assert stage_to_rank("interleaved", 2, 3) == [0, 1, 0, 1, 0, 1]
 
 
 def test_an_order_that_waits_for_ever_is_an_error() -> None:
     wrong = [[Action(0, "B", 0), Action(0, "F", 0)], [Action(1, "F", 0), Action(1, "B", 0)]]
     with pytest.raises(ValueError, match="waits for ever"):
-        with_transfers(wrong, [0, 1])
+        add_send_recv(wrong, [0, 1])

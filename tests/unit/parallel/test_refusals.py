@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from megatfm.config import load_config
-from megatfm.data.loader import check_batch
+from megatfm.data.loader import check_global_batch
 from megatfm.errors import UsageError
 from megatfm.models import build
 from megatfm.parallel.mesh import axis_sizes
 from megatfm.parallel.plan import _place, match
-from megatfm.train.build import cut_model
+from megatfm.train.build import plan_pipeline_split
 
 GPT = (
     "gpt2-124m",
@@ -44,14 +44,14 @@ def accept(base: Sequence[str], overrides: Sequence[str], processes: int | None)
     parallel = config.parallel
     ranks = parallel.pp * parallel.dp_replicate * parallel.dp_shard * parallel.tp
     sizes = axis_sizes(parallel, processes or ranks)
-    check_batch(
+    check_global_batch(
         config.train.global_batch, config.train.micro_batch, sizes["dp_replicate"] * sizes["dp_shard"]
     )
     with torch.device("meta"):
         model = build(config.model)
     for path, planned in match(model, complete=parallel.tp > 1).items():
         module = model.get_submodule(path)
-        style = planned.fitted(module, parallel.tp, parallel.expert_tp)
+        style = planned.resolve(module, parallel.tp, parallel.expert_tp)
         for key, tensor in module.named_parameters(recurse=False):
             for part in range(parallel.tp) if parallel.tp > 1 else ():
                 mesh: Any = SimpleNamespace(
@@ -59,7 +59,7 @@ def accept(base: Sequence[str], overrides: Sequence[str], processes: int | None)
                 )
                 _place(f"{path}.{key}", tensor, style, mesh, True)
     if parallel.pp > 1:
-        cut_model(config, model)
+        plan_pipeline_split(config, model)
 
 
 REFUSED: list[tuple[tuple[str, ...], list[str], int | None, str, list[str]]] = [

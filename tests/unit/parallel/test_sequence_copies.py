@@ -75,15 +75,17 @@ def test_collectives_along_the_sequence_copy_nothing(workers: Workers, rows: int
 def part(rows: int) -> tuple[list[int], list[int], list[list[float]]]:
     """What a rank has of tokens that are numbered through; what a gather makes of it; sums of rows."""
     from megatfm.parallel.mesh import TENSOR, build_mesh
-    from megatfm.parallel.style import Ranks
+    from megatfm.parallel.style import TensorParallelGroup
 
-    ranks = Ranks(build_mesh(ParallelConfig(tp=2), 2, "cpu").group(TENSOR), sequence_parallel=True)
+    ranks = TensorParallelGroup(
+        build_mesh(ParallelConfig(tp=2), 2, "cpu").group(TENSOR), sequence_parallel=True
+    )
     tokens_BT1 = torch.arange(rows * LENGTH).view(rows, LENGTH, 1).double()
-    own = ranks.own(tokens_BT1)
+    own = ranks.split_tokens(tokens_BT1)
     assert own.shape == (rows, LENGTH // 2, 1)
     return (
         own.flatten().int().tolist(),
-        ranks.whole(own).flatten().int().tolist(),
+        ranks.gather_replicated(own).flatten().int().tolist(),
         ranks.row_sums(own).tolist(),
     )
 

@@ -18,7 +18,7 @@ from tests.e2e.ranks import free_port
 PROGRAM = """
 import os, signal, sys
 from megatfm.parallel import sentinel
-sentinel.STOPPED_LOOKS = 3
+sentinel.STOPPED_POLLS = 3
 if len(sys.argv) > 3:
     sentinel.start()
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
@@ -26,8 +26,8 @@ if os.environ["RANK"] == sys.argv[1]:
     os.kill(os.getpid(), signal.SIGSTOP)
 os.kill(os.getpid(), int(sys.argv[2]))
 from megatfm.parallel import bootstrap, startup_watch
-startup_watch.STOPPED_LOOKS = startup_watch.ASKED_LOOKS = 3
-bootstrap.initialise(timeout=240, device="cpu")
+startup_watch.STOPPED_POLLS = startup_watch.SIGNALLED_POLLS = 3
+bootstrap.init_distributed(timeout=240, device="cpu")
 """
 Start = Callable[..., "subprocess.Popen[str]"]
 

@@ -13,7 +13,7 @@ from megatfm.config import load_config
 from megatfm.engines.registry import native
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.parallel.mesh import Mesh, build_mesh
-from megatfm.parallel.symmetric import share_memory
+from megatfm.parallel.symmetric import enable_symmetric_memory
 from megatfm.train import build
 from tests.workers import Workers
 
@@ -48,13 +48,13 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 def test_ranks_of_one_machine_open_it_once(opened: list[object]) -> None:
-    share_memory(mesh(), GPU)
+    enable_symmetric_memory(mesh(), GPU)
     assert opened == ["of tensors", 1]
 
 
 def test_a_cpu_has_none() -> None:
     with pytest.raises(UsageError, match=r"this run is on cpu: set parallel.async_tp = false"):
-        share_memory(mesh(), CPU)
+        enable_symmetric_memory(mesh(), CPU)
     setup: Any = SimpleNamespace(config=CONFIG, mesh=mesh(), device=CPU)
     with pytest.raises(UsageError, match=r"this run is on cpu"):
         native(setup)
@@ -65,13 +65,13 @@ def test_a_torch_without_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         UsageError, match=r"torch .* without NCCL, .* take torch 2\.11 or newer for CUDA, or set"
     ):
-        share_memory(mesh(), GPU)
+        enable_symmetric_memory(mesh(), GPU)
 
 
 def test_several_machines_are_refused(opened: list[object]) -> None:
     here = socket.gethostname()
     with pytest.raises(MegatfmError, match=rf"ranks is on .*{here}.*set parallel.async_tp = false"):
-        share_memory(mesh(here, "another"), GPU)
+        enable_symmetric_memory(mesh(here, "another"), GPU)
     assert not opened
 
 
@@ -83,7 +83,7 @@ def test_what_cannot_be_opened_is_said(opened: list[object], monkeypatch: pytest
 
     monkeypatch.setattr(memory, "get_symm_mem_workspace", fail)
     with pytest.raises(MegatfmError, match=r"read one another's memory here \(no peer access\): set"):
-        share_memory(mesh(), GPU)
+        enable_symmetric_memory(mesh(), GPU)
 
 
 def plan() -> str:

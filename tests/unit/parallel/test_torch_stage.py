@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from megatfm.config import ParallelConfig
 from megatfm.parallel import torch_stage
 from megatfm.parallel.mesh import build_mesh
-from megatfm.parallel.torch_stage import StageStandIn, planned_order, reduce_gradients
+from megatfm.parallel.torch_stage import FakeStage, reduce_gradients, torch_pipeline_order
 from tests.workers import Workers
 
 KINDS = (
@@ -21,10 +21,10 @@ KINDS = (
     schedules.ScheduleZBVZeroBubble,
     schedules.ScheduleDualPipeV,
 )
-PLACE = {field.name for field in fields(StageStandIn)}
+PLACE = {field.name for field in fields(FakeStage)}
 
 
-class Asked(StageStandIn):
+class Asked(FakeStage):
     """Notes what is read of it."""
 
     names: ClassVar[set[str]] = set()
@@ -39,8 +39,8 @@ class Asked(StageStandIn):
 def test_schedules_ask_for_a_stage_s_place(kind: Any) -> None:
     Asked.names.clear()
     at = (0, 3) if kind in KINDS[2:] else (0, 2)
-    stages: list[StageStandIn] = [Asked(stage_index=i, num_stages=4, group_size=2) for i in at]
-    order = planned_order(kind, stages, 4)
+    stages: list[FakeStage] = [Asked(stage_index=i, num_stages=4, group_size=2) for i in at]
+    order = torch_pipeline_order(kind, stages, 4)
     assert set(order) == {0, 1}
     assert "num_stages" in Asked.names
     assert Asked.names <= PLACE
@@ -57,11 +57,11 @@ def reduced() -> tuple[set[str], float]:
     model.set_gradient_divide_factor(1.0)
     model(torch.ones(1, 2)).sum().backward()
     Asked.names.clear()
-    torch_stage.StageStandIn = Asked  # type: ignore[misc]
+    torch_stage.FakeStage = Asked  # type: ignore[misc]
     try:
         reduce_gradients(model)
     finally:
-        torch_stage.StageStandIn = StageStandIn  # type: ignore[misc]
+        torch_stage.FakeStage = FakeStage  # type: ignore[misc]
     (gradient,) = (parameter.grad for parameter in model.parameters())
     return set(Asked.names), float(gradient.to_local().sum())
 

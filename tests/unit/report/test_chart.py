@@ -4,7 +4,7 @@ from itertools import accumulate
 
 import pytest
 
-from megatfm.report.chart import Level, Line, chart, number, smooth, thin_out
+from megatfm.report.chart import Level, Line, chart, format_number, smooth, thin_out
 from megatfm.report.run import Curve
 
 NAN = float("nan")
@@ -116,7 +116,7 @@ def test_smoothing_steps_over_what_is_not_finite() -> None:
     ],
 )
 def test_numbers_read_as_people_write_them(value: float, text: str) -> None:
-    assert number(value) == text
+    assert format_number(value) == text
 
 
 def test_the_page_s_script_gets_steps_and_values_as_they_were_recorded() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from megatfm.cli import main
 from megatfm.errors import UsageError
-from megatfm.report.compare import Comparison, names_of, write_comparison
+from megatfm.report.compare import Comparison, unique_names, write_comparison
 from tests.unit.report.conftest import write_run
 from tests.unit.report.test_browser import CHROMIUM
 from tests.unit.report.test_report import Page
@@ -84,9 +84,9 @@ def test_the_page_has_a_line_for_every_run_and_needs_nothing_from_outside(
 
 
 def test_runs_are_told_apart_by_as_little_as_does() -> None:
-    assert names_of([Path("/r/a"), Path("/r/b")]) == ["a", "b"]
-    assert names_of([Path("/x/runs/a"), Path("/y/runs/a")]) == ["x/runs/a", "y/runs/a"]
-    assert names_of([Path("/r/a"), Path("/r/a")]) == ["a", "a"]
+    assert unique_names([Path("/r/a"), Path("/r/b")]) == ["a", "b"]
+    assert unique_names([Path("/x/runs/a"), Path("/y/runs/a")]) == ["x/runs/a", "y/runs/a"]
+    assert unique_names([Path("/r/a"), Path("/r/a")]) == ["a", "a"]
 
 
 def test_one_run_is_no_comparison(runs: list[Path]) -> None:

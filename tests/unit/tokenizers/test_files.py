@@ -12,9 +12,9 @@ from megatfm.tokenizers import (
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
     Tokenizer,
-    files,
-    find,
+    find_tokenizer_file,
     load,
+    tokenizer_files,
     train_byte_bpe,
 )
 
@@ -28,7 +28,7 @@ def corpus(tmp_path: Path, model: bytes, tokenizer: Tokenizer) -> Path:
 
 
 def test_a_corpus_holds_a_model_and_its_description(corpus: Path, tokenizer: Tokenizer) -> None:
-    assert find(corpus) == corpus / "tokenizer.model"
+    assert find_tokenizer_file(corpus) == corpus / "tokenizer.model"
     for path in (corpus, str(corpus), corpus / "tokenizer.model"):
         loaded = load(path)
         assert isinstance(loaded, SentencePieceTokenizer)
@@ -40,8 +40,8 @@ def test_a_corpus_holds_a_model_and_its_description(corpus: Path, tokenizer: Tok
 @pytest.mark.parametrize("name", ["spiece.model", "sentencepiece.bpe.model", "tokenizer.model"])
 def test_models_go_by_several_names(tmp_path: Path, model: bytes, name: str) -> None:
     (tmp_path / name).write_bytes(model)
-    assert find(tmp_path) == tmp_path / name
-    assert list(files(tmp_path)) == ["tokenizer.model"]
+    assert find_tokenizer_file(tmp_path) == tmp_path / name
+    assert list(tokenizer_files(tmp_path)) == ["tokenizer.model"]
 
 
 def test_a_file_of_any_name_is_told_by_its_content(tmp_path: Path, model: bytes, texts: list[str]) -> None:
@@ -55,10 +55,10 @@ def test_a_file_of_any_name_is_told_by_its_content(tmp_path: Path, model: bytes,
 def test_a_json_may_begin_with_blanks_and_a_mark(tmp_path: Path, before: bytes, texts: list[str]) -> None:
     plain = train_byte_bpe(texts, vocab_size=400)
     (tmp_path / "tokenizer.json").write_bytes(plain)
-    hash, copied = load(tmp_path).hash, files(tmp_path)
+    hash, copied = load(tmp_path).hash, tokenizer_files(tmp_path)
     (tmp_path / "tokenizer.json").write_bytes(before + plain)
     assert load(tmp_path).hash == hash
-    assert files(tmp_path) == copied
+    assert tokenizer_files(tmp_path) == copied
     (tmp_path / "tokenizer.json").write_bytes(before)
     with pytest.raises(UsageError, match=r"tokenizer\.json"):
         load(tmp_path)
@@ -83,8 +83,8 @@ def test_a_folder_of_both_is_read_with_its_special_tokens(folders: dict[str, Pat
 def test_a_copy_is_the_same_tokenizer(folders: dict[str, Path], family: str, tmp_path: Path) -> None:
     """Written in the order that is given; while one is missing there is no tokenizer."""
     before = load(folders[family])
-    for name, content in files(folders[family] / "tokenizer.json").items():
-        assert find(tmp_path) is None
+    for name, content in tokenizer_files(folders[family] / "tokenizer.json").items():
+        assert find_tokenizer_file(tmp_path) is None
         (tmp_path / name).write_bytes(content)
     after = load(tmp_path)
     assert (after.hash, after.special) == (before.hash, before.special)
@@ -94,7 +94,7 @@ def test_a_config_without_its_tokens_is_not_overlooked(tmp_path: Path, model: by
     """A slow tokenizer's folder: its config adds tokens which the model lacks."""
     (tmp_path / "spiece.model").write_bytes(model)
     (tmp_path / "tokenizer_config.json").write_text('{"extra_ids": 100}')
-    assert find(tmp_path) is None
+    assert find_tokenizer_file(tmp_path) is None
     with pytest.raises(UsageError, match=r"no tokenizer\.json here: .*save_pretrained"):
         load(tmp_path)
     assert load(tmp_path / "spiece.model").sentinels
@@ -168,13 +168,13 @@ def test_a_vocab_json_with_its_merges_is_gpt2_s_or_roberta_s(
 
 def load_files(place: Path, copy: Path) -> Tokenizer:
     copy.mkdir()
-    for name, content in files(place).items():
+    for name, content in tokenizer_files(place).items():
         (copy / name).write_bytes(content)
     return load(copy)
 
 
 def test_nothing_there(tmp_path: Path) -> None:
-    assert find(tmp_path) is None
+    assert find_tokenizer_file(tmp_path) is None
     with pytest.raises(UsageError, match=r"no tokenizer.model or tokenizer.json here: .*megatfm prep"):
         load(tmp_path)
     with pytest.raises(UsageError, match=r"x\.json: can't read the tokenizer \(No such file"):

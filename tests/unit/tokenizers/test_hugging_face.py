@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatfm.errors import UsageError
-from megatfm.generate.text import TextStream
+from megatfm.generate.text import IncrementalDetokenizer
 from megatfm.tokenizers import HuggingFaceTokenizer, Tokenizer, load, train_byte_bpe
 from tests.unit.tokenizers.conftest import ODD
 
@@ -40,7 +40,7 @@ def test_real_text_has_the_ids_of_transformers(
         assert ours.encode(text).tolist() == ids
         decoded = theirs.decode(ids, clean_up_tokenization_spaces=False)
         assert ours.decode(ids) == decoded
-        stream = TextStream(ours)
+        stream = IncrementalDetokenizer(ours)
         assert "".join(stream.add([token]) for token in ids) + stream.end() == decoded
 
 
@@ -194,7 +194,7 @@ def test_each_way_to_lose_text_is_noticed(changed: Changed, way: str) -> None:
     tokenizer = changed(LOSES[way])
     assert not tokenizer.lossless
     assert tokenizer.byte_lengths() is None
-    stream, ids = TextStream(tokenizer), tokenizer.encode("still decoded  x!é\0").tolist()
+    stream, ids = IncrementalDetokenizer(tokenizer), tokenizer.encode("still decoded  x!é\0").tolist()
     assert stream.add(ids) + stream.end() == tokenizer.decode(ids)
 
 
@@ -216,8 +216,8 @@ CONFIG = {"eos_token": "<extra_1>", "bos_token": None, "mask_token": {"content":
 
 def test_roles_of_the_config_go_before_names_and_into_the_hash(changed: Changed) -> None:
     alone, told = changed(nothing), changed(nothing, json.dumps(CONFIG).encode())
-    assert told.piece(told.eos) == "<extra_1>"
-    assert told.piece(told.mask) == "<sep>"
+    assert told.id_to_piece(told.eos) == "<extra_1>"
+    assert told.id_to_piece(told.mask) == "<sep>"
     assert told.bos == alone.bos
     assert told.hash != alone.hash
     same = {"eos_token": "</s>", "chat_template": "anything", "model_max_length": 5}
@@ -230,7 +230,7 @@ def test_a_token_that_only_the_config_calls_special_is_special(changed: Changed)
 
     assert changed(change).mask is None
     told = changed(change, b'{"mask_token": "<mask>"}')
-    assert told.piece(told.mask) == "<mask>"
+    assert told.id_to_piece(told.mask) == "<mask>"
     assert told.mask not in told.encode("a <mask> b")
 
 

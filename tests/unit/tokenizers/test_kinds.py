@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatfm.errors import MegatfmError
-from megatfm.generate.text import TextStream
+from megatfm.generate.text import IncrementalDetokenizer
 from megatfm.tokenizers import Tokenizer
 from tests.unit.tokenizers.conftest import LOSSLESS, ODD, OWN
 
@@ -52,7 +52,7 @@ def test_reserved_ids_never_come_from_text(own: Own, kind: str, text: str) -> No
 def test_not_even_where_text_spells_their_names(own: Own, kind: str) -> None:
     tokenizer = own[kind]
     reserved = sorted(tokenizer.special.reserved - {tokenizer.unk})
-    spelled = " ".join(tokenizer.piece(token) for token in reserved)
+    spelled = " ".join(tokenizer.id_to_piece(token) for token in reserved)
     ids = tokenizer.encode(spelled)
     assert not set(ids.tolist()) & set(reserved)
     assert "".join(tokenizer.decode(ids).split()) == "".join(spelled.split()).lower() or tokenizer.lossless
@@ -65,10 +65,12 @@ def test_reserved_ids_are_where_they_are_said_to_be(own: Own, kind: str) -> None
     names["wordpiece"] = ("<s>", "</s>", "[PAD]", "[MASK]", "[CLS]", "[SEP]")
     roles = ("bos", "eos", "pad", "mask", "cls", "sep")
     for role, name in zip(roles, names.get(kind, names["sentencepiece"]), strict=True):
-        assert tokenizer.piece(getattr(tokenizer, role)) == name
-    assert [tokenizer.piece(token) for token in tokenizer.sentinels] == [f"<extra_{n}>" for n in range(8)]
+        assert tokenizer.id_to_piece(getattr(tokenizer, role)) == name
+    assert [tokenizer.id_to_piece(token) for token in tokenizer.sentinels] == [
+        f"<extra_{n}>" for n in range(8)
+    ]
     modes = {} if kind == "sentencepiece" else {"R": "<R>", "S": "<S>", "X": "<X>"}
-    assert {letter: tokenizer.piece(token) for letter, token in tokenizer.modes.items()} == modes
+    assert {letter: tokenizer.id_to_piece(token) for letter, token in tokenizer.modes.items()} == modes
     assert tokenizer.special.others == ()
     has_unknown = kind not in ("byte-bpe", "llama3")
     assert (tokenizer.unk is not None) == has_unknown
@@ -116,7 +118,7 @@ def test_streamed_text_is_decoded_text(own: Own, kind: str, text: str, cuts: lis
     """In whatever portions ids come, no portion holds half a character."""
     tokenizer = own[kind]
     ids = tokenizer.encode(text).tolist()
-    stream, shown = TextStream(tokenizer), ""
+    stream, shown = IncrementalDetokenizer(tokenizer), ""
     for size in [*cuts, len(ids)]:
         shown += stream.add(ids[:size])
         ids = ids[size:]
@@ -132,7 +134,7 @@ def test_streamed_ids_of_a_model_are_decoded_too(own: Own, kind: str, data: st.D
     tokenizer = own[kind]
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=20))
     ids = [token for token in ids if token not in tokenizer.special.reserved or token == tokenizer.unk]
-    stream = TextStream(tokenizer)
+    stream = IncrementalDetokenizer(tokenizer)
     assert marked(stream.add(ids) + stream.end()) == marked(tokenizer.decode(ids))
 
 
@@ -148,7 +150,7 @@ def test_a_continuation_is_decoded_as_part_of_its_text(own: Own, kind: str, text
     ids = tokenizer.encode(texts[0][:300]).tolist()
     for split in range(len(ids)):
         before = tokenizer.decode(ids[:split])
-        stream = TextStream(tokenizer, before=[tokenizer.bos, *ids[:split]])
+        stream = IncrementalDetokenizer(tokenizer, prompt_ids=[tokenizer.bos, *ids[:split]])
         assert before + stream.add(ids[split:]) + stream.end() == tokenizer.decode(ids)
 
 
@@ -167,7 +169,7 @@ def test_which_ids_begin_a_word(own: Own, kind: str) -> None:
     starts = tokenizer.word_starts()
     assert starts is not None
     assert starts.shape == (tokenizer.vocab_size,)
-    pieces = [tokenizer.piece(token) for token in range(tokenizer.vocab_size)]
+    pieces = [tokenizer.id_to_piece(token) for token in range(tokenizer.vocab_size)]
     begins, goes_on, breaks = WORDS[kind]
     assert starts[pieces.index(begins)]
     assert not starts[pieces.index(goes_on)]

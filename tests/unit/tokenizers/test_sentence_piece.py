@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatfm.errors import UsageError
-from megatfm.generate.text import TextStream
+from megatfm.generate.text import IncrementalDetokenizer
 from megatfm.tokenizers import SentencePieceTokenizer
 from tests.unit.tokenizers.conftest import LLAMA2, ODD, T5
 
@@ -35,7 +35,7 @@ def test_what_our_own_says_of_itself(tokenizer: SentencePieceTokenizer) -> None:
     assert (tokenizer.unk, tokenizer.bos, tokenizer.eos, tokenizer.pad) == (0, 1, 2, 3)
     assert (tokenizer.mask, tokenizer.cls, tokenizer.sep) == (4, 5, 6)
     assert tokenizer.sentinels == tuple(range(7, 15))
-    assert [tokenizer.piece(token) for token in (4, 7, 14)] == ["<mask>", "<extra_0>", "<extra_7>"]
+    assert [tokenizer.id_to_piece(token) for token in (4, 7, 14)] == ["<mask>", "<extra_0>", "<extra_7>"]
     assert tokenizer.vocab_size == 900
     # As it stands beside corpora that were prepared long ago.
     assert list(tokenizer.describe()) == ["kind", "blake3", "vocab_size", "reserved", "sentinels"]
@@ -59,7 +59,7 @@ def test_models_of_others_are_read_as_they_are(other: tuple[str, bytes], texts: 
         ids = plain.encode(text)
         assert ours.encode(text).tolist() == ids
         assert ours.decode(ids) == plain.decode(ids)
-        stream = TextStream(ours)
+        stream = IncrementalDetokenizer(ours)
         assert "".join(stream.add([token]) for token in ids) + stream.end() == plain.decode(ids)
     assert (ours.unk, ours.eos) == (plain.unk_id(), plain.eos_id())
     assert ours.bos == (plain.bos_id() if plain.bos_id() >= 0 else plain.eos_id())
@@ -106,7 +106,7 @@ def test_roles_are_found_among_control_and_user_defined_pieces(foreign: Foreign)
         user_defined_symbols=["[MASK]", "<extra_id_1>", "<extra_id_0>"],
     )
     ours = SentencePieceTokenizer(model)
-    pieces = {ours.piece(token): token for token in range(ours.vocab_size)}
+    pieces = {ours.id_to_piece(token): token for token in range(ours.vocab_size)}
     assert (ours.cls, ours.sep, ours.mask) == tuple(pieces[name] for name in ("[CLS]", "[SEP]", "[MASK]"))
     assert ours.sentinels == (pieces["<extra_id_0>"], pieces["<extra_id_1>"])
     plain = sentencepiece.SentencePieceProcessor(model_proto=model)

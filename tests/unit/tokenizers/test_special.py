@@ -3,7 +3,7 @@
 import pytest
 
 from megatfm.errors import UsageError
-from megatfm.tokenizers.special import candidates, find, names
+from megatfm.tokenizers.special import find_special_tokens, reserved_names, special_token_names
 
 
 def ids(text: str) -> dict[str, int]:
@@ -31,36 +31,39 @@ def ids(text: str) -> dict[str, int]:
     ],
 )
 def test_roles_by_name(tokens: str, expected: dict[str, object]) -> None:
-    found = find(ids(tokens), {}, "x")
+    found = find_special_tokens(ids(tokens), {}, "x")
     assert {name: getattr(found, name) for name in expected} == expected
     assert found.reserved == set(range(len(tokens.split())))
 
 
 def test_what_the_file_says_goes_before_usual_names() -> None:
-    found = find(ids("<s> </s> <stop> <blank>"), {"eos": "<stop>", "mask": "<blank>"}, "x")
+    found = find_special_tokens(ids("<s> </s> <stop> <blank>"), {"eos": "<stop>", "mask": "<blank>"}, "x")
     assert (found.bos, found.eos, found.mask, found.others) == (0, 2, 3, (1,))
 
 
 def test_a_token_that_ends_texts_is_not_unknown() -> None:
-    assert find(ids("<|endoftext|>"), {"unk": "<|endoftext|>", "eos": "<|endoftext|>"}, "x").unk is None
+    assert (
+        find_special_tokens(ids("<|endoftext|>"), {"unk": "<|endoftext|>", "eos": "<|endoftext|>"}, "x").unk
+        is None
+    )
 
 
 @pytest.mark.parametrize("tokens", ["", "<unk> <pad> <mask>"])
 def test_nothing_to_end_a_text_with_is_an_error(tokens: str) -> None:
     with pytest.raises(UsageError, match="x: no special token that could end a text"):
-        find(ids(tokens), {}, "x")
+        find_special_tokens(ids(tokens), {}, "x")
 
 
 def test_names_of_our_own() -> None:
     ours = "<s> </s> <pad> <mask> <cls> <sep> <extra_0> <extra_1> <R> <S> <X>"
-    assert " ".join(names(2, True)) == ours
-    assert names(0, False, without=("bos", "eos", "pad")) == ["<mask>", "<cls>", "<sep>"]
-    found = find({name: n for n, name in enumerate(names(2, True))}, {}, "x")
+    assert " ".join(reserved_names(2, True)) == ours
+    assert reserved_names(0, False, without=("bos", "eos", "pad")) == ["<mask>", "<cls>", "<sep>"]
+    found = find_special_tokens({name: n for n, name in enumerate(reserved_names(2, True))}, {}, "x")
     assert found.others == ()
 
 
 def test_candidates_are_what_could_be_reserved() -> None:
-    assert candidates(["a", "<s>", "<extra_id_7>", "▁<extra_3>", "<extra_>", "[NLU]", "<0x00>"]) == [
+    assert special_token_names(["a", "<s>", "<extra_id_7>", "▁<extra_3>", "<extra_>", "[NLU]", "<0x00>"]) == [
         "<s>",
         "<extra_id_7>",
         "▁<extra_3>",

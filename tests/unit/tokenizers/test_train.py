@@ -123,4 +123,4 @@ def test_what_goes_wrong_while_reading_is_raised_as_it_is(failure: BaseException
 
 
 def pieces(tokenizer: Tokenizer) -> list[str]:
-    return [tokenizer.piece(token) for token in range(tokenizer.vocab_size)]
+    return [tokenizer.id_to_piece(token) for token in range(tokenizer.vocab_size)]

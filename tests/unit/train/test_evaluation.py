@@ -114,7 +114,7 @@ def by_hand(folder: Path) -> tuple[float, int]:
     corpus, model = Corpus.open(folder / "validation"), model_of(folder)
     nats, count, place = 0.0, 0, 0
     for block in range(corpus.n_blocks):
-        for _, tokens in corpus.block(block):
+        for _, tokens in corpus.read_block(block):
             framed = [tokenizer.bos, *tokens.tolist(), tokenizer.eos]
             start = 0
             while start < len(framed) - 1:
@@ -227,7 +227,7 @@ def test_on_a_gpu_the_precision_is_not_left_to_a_race(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], choice: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr("megatfm.train.build.product_seconds", lambda *_: pytest.fail("tried"))
+    monkeypatch.setattr("megatfm.train.build.time_matmul", lambda *_: pytest.fail("tried"))
     assert choose_precision("auto", torch.device("cuda")) == choice
 
 
@@ -242,9 +242,8 @@ def test_every_token_stands_for_its_bytes(folder: Path) -> None:
 
 def test_a_corpus_behind_a_url_is_no_folder_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert _absolute("https://host/corpus") == "https://host/corpus"
-    assert _absolute("s3://bucket/corpus") == "s3://bucket/corpus"
-    assert _absolute("corpus") == str(tmp_path / "corpus")
+    sets = {"web": "https://host/corpus", "bucket": "s3://bucket/corpus"}
+    assert _absolute({**sets, "here": "corpus"}) == {**sets, "here": str(tmp_path / "corpus")}
 
 
 @pytest.mark.parametrize(

@@ -29,13 +29,13 @@ def test_what_is_drawn_after_a_resume_is_what_would_have_been(tmp_path: Path, dr
     generators.seed_all(3, 0)
     for _ in range(draws):
         draw()
-    path = checkpoint.save(tmp_path, 1, generators.state(0, CPU), {})
+    path = checkpoint.save(tmp_path, 1, generators.rng_state_dict(0, CPU), {})
     expected = [draw() for _ in range(3)]
     generators.seed_all(4, 0)
     assert draw() not in expected
-    room = generators.room(checkpoint.names(path), 0, 1, CPU)
+    room = generators.empty_rng_state_dict(checkpoint.names(path), 0, 1, CPU)
     checkpoint.load(path, room)
-    generators.set_state(room, 0, CPU)
+    generators.load_rng_state_dict(room, 0, CPU)
     assert [draw() for _ in range(3)] == expected
 
 
@@ -49,11 +49,13 @@ def test_ranks_and_seeds_differ_and_repeat() -> None:
 
 
 def test_those_of_other_ranks_are_not_taken() -> None:
-    names = [name for rank in range(2) for name in generators.state(rank, CPU)]
-    assert generators.room(names, 1, 2, CPU).keys() == generators.state(1, CPU).keys()
-    assert generators.room(names, 0, 1, CPU) == {}
-    assert generators.room(names, 0, 4, CPU) == {}
-    assert generators.room(["model.w"], 0, 1, CPU) == {}
+    names = [name for rank in range(2) for name in generators.rng_state_dict(rank, CPU)]
+    assert (
+        generators.empty_rng_state_dict(names, 1, 2, CPU).keys() == generators.rng_state_dict(1, CPU).keys()
+    )
+    assert generators.empty_rng_state_dict(names, 0, 1, CPU) == {}
+    assert generators.empty_rng_state_dict(names, 0, 4, CPU) == {}
+    assert generators.empty_rng_state_dict(["model.w"], 0, 1, CPU) == {}
     before = torch.get_rng_state()
-    generators.set_state({}, 0, CPU)
+    generators.load_rng_state_dict({}, 0, CPU)
     assert torch.equal(torch.get_rng_state(), before)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatfm import checkpoint
 from megatfm.config import ParallelConfig
 from megatfm.errors import UsageError
-from megatfm.train.init_from import load_weights, what_fits
+from megatfm.train.init_from import load_weights, match_weights
 from tests.parity.test_layouts import ADAMW, MODEL, make_engine
 from tests.workers import Workers
 
@@ -19,16 +19,16 @@ SOURCE = Path("runs/before")
 
 
 def test_all_are_taken_over_where_all_fit() -> None:
-    takeover = what_fits(STORED, STORED, [], SOURCE)
-    assert takeover.taken == STORED
-    assert not takeover.is_partial
+    takeover = match_weights(STORED, STORED, [], SOURCE)
+    assert takeover.loaded == STORED
+    assert not takeover.has_missing
     assert str(takeover) == "the weights of runs/before"
 
 
 def test_the_table_tells_what_is_taken_drawn_and_left() -> None:
     wanted = {**BODY, "topic.weight": (5, 8)}
-    takeover = what_fits(wanted, STORED, ["decoder.*"], SOURCE)
-    assert takeover.taken == BODY
+    takeover = match_weights(wanted, STORED, ["decoder.*"], SOURCE)
+    assert takeover.loaded == BODY
     assert str(takeover) == "2 of the 3 weights of runs/before"
     assert takeover.lines() == [
         "weights of runs/before",
@@ -43,10 +43,10 @@ def test_another_family_is_told_apart_from_other_sizes() -> None:
     with pytest.raises(
         UsageError, match=r"of another model\.family \(decoder, head; here encoder\): choose that"
     ):
-        what_fits(wanted, STORED, [], SOURCE)
+        match_weights(wanted, STORED, [], SOURCE)
     wider = {name: (*shape[:-1], 16) for name, shape in STORED.items()}
     with pytest.raises(UsageError, match=r"take the weights of a model of these sizes, or choose its sizes$"):
-        what_fits(wider, STORED, [], SOURCE)
+        match_weights(wider, STORED, [], SOURCE)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_another_family_is_told_apart_from_other_sizes() -> None:
 )
 def test_what_does_not_fit_is_named_with_a_way_out(wanted: dict, only: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        what_fits(wanted, STORED, only, SOURCE)
+        match_weights(wanted, STORED, only, SOURCE)
 
 
 def takes_what_rank_0_found(folder: Path) -> float:

@@ -11,7 +11,7 @@ import torch
 
 from megatfm import checkpoint
 from megatfm.checkpoint import Saver
-from megatfm.checkpoint.nodes import Nodes
+from megatfm.checkpoint.nodes import NodeTopology
 from megatfm.config import Config
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.train import resume
@@ -57,7 +57,7 @@ def state(values: dict[str, Any] = VALUES, **facts: Any) -> dict[str, Any]:
         precision="fp32",
         tokenizer="t",
         data=data,
-        trouble={},
+        loss_guard={},
         machines=HERE,
     )
     for key, value in facts.items():
@@ -66,7 +66,7 @@ def state(values: dict[str, Any] = VALUES, **facts: Any) -> dict[str, Any]:
 
 
 def test_the_same_run_goes_on() -> None:
-    assert resume.check(resume.ResumePoint(PATH, state()), state(), []) == []
+    assert resume.check_compatible(resume.ResumePoint(PATH, state()), state(), []) == []
 
 
 def test_a_factor_that_was_stored_as_a_number_is_the_word_of_today() -> None:
@@ -77,9 +77,9 @@ def test_a_factor_that_was_stored_as_a_number_is_the_word_of_today() -> None:
     other = change(number, "model.head", {"scale": 0.5})
     assert state(word)["config"]["model"]["head"]["scale"] == "d_model^-1/2"
     for one, two in ((word, number), (number, word)):
-        assert resume.check(resume.ResumePoint(PATH, state(one)), state(two), []) == []
+        assert resume.check_compatible(resume.ResumePoint(PATH, state(one)), state(two), []) == []
     with pytest.raises(UsageError, match=r"model\.head\.scale: 0\.5 → 0\.35"):
-        resume.check(resume.ResumePoint(PATH, state(other)), state(word), [])
+        resume.check_compatible(resume.ResumePoint(PATH, state(other)), state(word), [])
 
 
 CHANGES = {
@@ -96,17 +96,17 @@ def test_a_change_is_refused_with_a_diff_and_can_be_allowed(group: str) -> None:
     found = resume.ResumePoint(PATH, state())
     now = state(CHANGES[group])
     with pytest.raises(UsageError) as caught:
-        resume.check(found, now, [])
+        resume.check_compatible(found, now, [])
     message = str(caught.value)
     assert "\n" not in message
     assert message.startswith(f"{PATH}: was saved by a run that differs: ")
     assert message.endswith(f"accept the change with resume.allow={group}")
-    (line,) = resume.check(found, now, [group])
+    (line,) = resume.check_compatible(found, now, [group])
     assert line in message
     assert " → " in line
     others = [other for other in CHANGES if other != group]
     with pytest.raises(UsageError):
-        resume.check(found, now, others)
+        resume.check_compatible(found, now, others)
 
 
 def test_another_optimizer_can_not_go_on_with_the_state() -> None:
@@ -114,7 +114,7 @@ def test_another_optimizer_can_not_go_on_with_the_state() -> None:
     with pytest.raises(
         UsageError, match=r"optimizer\.name = 'adamw', with which 'lion' can't go on.*init_from"
     ):
-        resume.check(resume.ResumePoint(PATH, state()), now, ["optimizer"])
+        resume.check_compatible(resume.ResumePoint(PATH, state()), now, ["optimizer"])
 
 
 def test_a_branch_is_not_told_to_take_another_name() -> None:
@@ -127,7 +127,7 @@ def test_a_branch_is_not_told_to_take_another_name() -> None:
         ),
     ):
         with pytest.raises(UsageError, match=wanted) as caught:
-            resume.check(found, now, [], own=False)
+            resume.check_compatible(found, now, [], own=False)
         assert "another name" not in str(caught.value)
 
 
@@ -135,19 +135,21 @@ def test_a_branch_is_not_told_to_take_another_name() -> None:
 def test_another_precision_is_said_or_refused(was: str, now: str, goes_on: bool) -> None:
     found = resume.ResumePoint(PATH, state(precision=was))
     if goes_on:
-        allowed = resume.check(found, state(precision=now), [])
+        allowed = resume.check_compatible(found, state(precision=now), [])
         assert allowed == [f"precision: {was} → {now}"]
         assert resume.settings_of_skips_changed(allowed) == allowed
         return
     with pytest.raises(
         UsageError, match=r"'fp64', whose .* are float64; those of 'fp32' are float32: go on with"
     ):
-        resume.check(found, state(precision=now), ["model"])
+        resume.check_compatible(found, state(precision=now), ["model"])
 
 
 def test_the_diff_says_what_was_and_what_is() -> None:
     found = resume.ResumePoint(PATH, state())
-    assert resume.check(found, state(CHANGES["optimizer"]), ["optimizer"]) == ["optimizer.lr: 0.001 → 0.002"]
+    assert resume.check_compatible(found, state(CHANGES["optimizer"]), ["optimizer"]) == [
+        "optimizer.lr: 0.001 → 0.002"
+    ]
 
 
 def test_a_checkpoint_of_a_flat_model_section_says_where_its_keys_are_now() -> None:
@@ -155,7 +157,7 @@ def test_a_checkpoint_of_a_flat_model_section_says_where_its_keys_are_now() -> N
     with pytest.raises(
         UsageError, match=r"d_ff is model\.ffn\.d_ff now\): .* train\.init_from=.*step-00000005$"
     ):
-        resume.check(resume.ResumePoint(PATH, before), state(), ["model"])
+        resume.check_compatible(resume.ResumePoint(PATH, before), state(), ["model"])
 
 
 @pytest.mark.parametrize(
@@ -169,14 +171,14 @@ def test_a_checkpoint_of_a_flat_model_section_says_where_its_keys_are_now() -> N
 def test_other_data_and_another_tokenizer(facts: dict[str, Any], group: str) -> None:
     found, now = resume.ResumePoint(PATH, state()), state(**facts)
     with pytest.raises(UsageError, match=rf"resume\.allow={group}$"):
-        resume.check(found, now, [])
-    assert len(resume.check(found, now, [group])) == 1
+        resume.check_compatible(found, now, [])
+    assert len(resume.check_compatible(found, now, [group])) == 1
 
 
 def test_several_groups_are_asked_for_at_once_beside_what_is_allowed() -> None:
     now = state(change(CHANGES["seed"], "model.ffn.d_ff", 32), tokenizer="u")
     with pytest.raises(UsageError, match=r"train\.seed: 0 → 1.*resume\.allow=model,seed,tokenizer$"):
-        resume.check(resume.ResumePoint(PATH, state()), now, ["model"])
+        resume.check_compatible(resume.ResumePoint(PATH, state()), now, ["model"])
 
 
 @pytest.mark.parametrize(
@@ -191,25 +193,25 @@ def test_several_groups_are_asked_for_at_once_beside_what_is_allowed() -> None:
     ],
 )
 def test_what_changes_nothing_may_change(values: dict[str, Any]) -> None:
-    assert resume.check(resume.ResumePoint(PATH, state()), state(values), []) == []
+    assert resume.check_compatible(resume.ResumePoint(PATH, state()), state(values), []) == []
 
 
 def test_positions_move_and_facts_of_no_group_are_left_alone() -> None:
     now = state(data__position=99, data__epoch=3, megatfm="9.9", later__fact=1)
-    assert resume.check(resume.ResumePoint(PATH, state()), now, []) == []
-    assert resume.check(resume.ResumePoint(PATH, now), state(), []) == []
+    assert resume.check_compatible(resume.ResumePoint(PATH, state()), now, []) == []
+    assert resume.check_compatible(resume.ResumePoint(PATH, now), state(), []) == []
 
 
 def test_what_a_converted_checkpoint_never_had_is_said_once() -> None:
     converted = state()
     converted["data"], converted["tokenizer"] = {"position": 0}, None
     found = resume.ResumePoint(PATH, converted)
-    allowed = resume.check(found, state(), ["data", "tokenizer"])
+    allowed = resume.check_compatible(found, state(), ["data", "tokenizer"])
     assert allowed == ["data: none there", "tokenizer: none there"]
     with pytest.raises(
         UsageError, match=r"differs: data: none there; tokenizer: none there\. .*allow=data,tokenizer$"
     ):
-        resume.check(found, state(), [])
+        resume.check_compatible(found, state(), [])
 
 
 @pytest.mark.parametrize(
@@ -222,8 +224,8 @@ def test_a_key_that_an_older_version_did_not_have_counts_as_its_default(key: str
     for name in names[:-1]:
         table = table[name]
     del table[names[-1]]
-    assert resume.check(resume.ResumePoint(PATH, older), state(), []) == []
-    (line,) = resume.check(
+    assert resume.check_compatible(resume.ResumePoint(PATH, older), state(), []) == []
+    (line,) = resume.check_compatible(
         resume.ResumePoint(PATH, older), state(change(VALUES, "optimizer.clip", 2.0)), ["optimizer"]
     )
     assert line == "optimizer.clip: 1.0 → 2.0"
@@ -232,7 +234,7 @@ def test_a_key_that_an_older_version_did_not_have_counts_as_its_default(key: str
 def test_a_config_that_this_version_can_not_read_is_compared_as_it_was_stored() -> None:
     other = change(state(), "config.optimizer.gone", 3)
     with pytest.raises(UsageError, match=r"optimizer\.gone: 3 → None\. .*resume\.allow=optimizer$"):
-        resume.check(resume.ResumePoint(PATH, other), state(), [])
+        resume.check_compatible(resume.ResumePoint(PATH, other), state(), [])
 
 
 # ------------------------------------------------------------------------------------------------------- finding
@@ -240,7 +242,7 @@ def test_a_config_that_this_version_can_not_read_is_compared_as_it_was_stored() 
 
 def find(folder: Path) -> str:
     try:
-        found = resume.find(folder)
+        found = resume.find_resume_point(folder)
     except MegatfmError as error:
         return f"error: {error}"
     return f"{found.path.name} at {found.step}" if found else "nothing"
@@ -287,7 +289,7 @@ def test_node_local_checkpoints_are_asked_for_as_a_whole() -> None:
 def test_a_node_local_folder_is_an_absolute_path(tmp_path: Path, local: str) -> None:
     values = change(change(VALUES, "checkpoint.local", local), "checkpoint.local_every", 5)
     with pytest.raises(UsageError, match=r"checkpoint\.local = '.*' is .* here: give an absolute path"):
-        resume.meet_nodes(Config.model_validate(values), RunDirectory(tmp_path, 0))
+        resume.discover_nodes(Config.model_validate(values), RunDirectory(tmp_path, 0))
 
 
 def test_a_node_local_folder_is_named_once_per_run_directory(
@@ -298,7 +300,7 @@ def test_a_node_local_folder_is_named_once_per_run_directory(
     config = Config.model_validate(values)
     for name in "ab":
         (tmp_path / name).mkdir()
-    first, again, other = (resume.meet_nodes(config, RunDirectory(tmp_path / name, 0)) for name in "aab")
+    first, again, other = (resume.discover_nodes(config, RunDirectory(tmp_path / name, 0)) for name in "aab")
     assert first is not None
     assert first.folder.parent == tmp_path / "disk"
     assert again == first
@@ -306,8 +308,8 @@ def test_a_node_local_folder_is_named_once_per_run_directory(
     for planted in (b"../../elsewhere", b"\x80\x04}.", b""):
         (tmp_path / "a" / resume.LOCAL_ID).write_bytes(planted)
         with pytest.raises(MegatfmError, match=r"a/local-id: can't be read, or is damaged: remove it"):
-            resume.meet_nodes(config, RunDirectory(tmp_path / "a", 0))
-    assert resume.meet_nodes(Config.model_validate(VALUES), RunDirectory(tmp_path / "a", 0)) is None
+            resume.discover_nodes(config, RunDirectory(tmp_path / "a", 0))
+    assert resume.discover_nodes(Config.model_validate(VALUES), RunDirectory(tmp_path / "a", 0)) is None
 
 
 def test_another_kind_of_machine_is_told_and_goes_on() -> None:
@@ -316,13 +318,13 @@ def test_another_kind_of_machine_is_told_and_goes_on() -> None:
         "of_rank": [0, 0],
     }
     before, now = state(machines=there), state()
-    assert resume.check(resume.ResumePoint(PATH, before), now, []) == []
-    (line,) = resume.elsewhere(resume.ResumePoint(PATH, before), HERE)
+    assert resume.check_compatible(resume.ResumePoint(PATH, before), now, []) == []
+    (line,) = resume.hardware_changes(resume.ResumePoint(PATH, before), HERE)
     assert "threads: 4 → 1; instruction sets: without avx512f" in line
     assert "goes on, but not to the bit" in line
-    assert resume.elsewhere(resume.ResumePoint(PATH, now), HERE) == []
+    assert resume.hardware_changes(resume.ResumePoint(PATH, now), HERE) == []
     del before["machines"]  # of an earlier version
-    assert resume.elsewhere(resume.ResumePoint(PATH, before), HERE) == []
+    assert resume.hardware_changes(resume.ResumePoint(PATH, before), HERE) == []
 
 
 @pytest.mark.parametrize(
@@ -349,14 +351,14 @@ def test_a_state_that_no_run_has_written_is_named(key: str, value: object) -> No
     ],
 )
 def test_what_does_not_fit(stored: dict[str, list[int]], wanted: dict[str, list[int]], said: str) -> None:
-    assert resume.does_not_fit(stored, wanted) == said
+    assert resume.first_shape_mismatch(stored, wanted) == said
 
 
 @pytest.mark.parametrize("allow", [[], ["model"]])
 def test_an_allowance_that_would_fail_is_not_offered(allow: list[str]) -> None:
     found, now = resume.ResumePoint(PATH, state()), state(CHANGES["model"])
     with pytest.raises(UsageError) as caught:
-        resume.check(found, now, allow, unfit="a is [2] there alone")
+        resume.check_compatible(found, now, allow, unfit="a is [2] there alone")
     assert str(caught.value) == (
         f"{PATH}: was saved by a run that differs: model.ffn.d_ff: 16 → 32, so that its weights don't fit "
         "(a is [2] there alone), and no resume.allow makes them: give the run another name"
@@ -366,20 +368,20 @@ def test_an_allowance_that_would_fail_is_not_offered(allow: list[str]) -> None:
 def saved_on_nodes_around_a_rollback(folder: Path) -> list[str]:
     """A run saves steps 4 and 6 on the nodes, goes back to 3, and dies before it has removed them."""
     run = RunDirectory(folder / "run", 0)
-    nodes = Nodes.meet(folder / "node", None)
+    nodes = NodeTopology.discover(folder / "node", None)
     kept = {**state(), "tokens": 1}
-    with Saver(folder / "shared", local=folder / "node") as saver:
+    with Saver(folder / "shared", local_dir=folder / "node") as saver:
         for step in (4, 6):
             facts = {**kept, "step": step, "data": {**kept["data"], "position": 4 * step}}
-            saver.save(step, {"w": torch.ones(2)}, facts, on_nodes=True)
+            saver.save(step, {"w": torch.ones(2)}, facts, local=True)
     run.folder.mkdir()
-    before = resume.find(folder / "shared", nodes, run.decisions)
-    run.decisions.go_back(6, 3, 24)
-    after = resume.find(folder / "shared", nodes, run.decisions)
-    with Saver(folder / "shared", local=folder / "node") as saver:
+    before = resume.find_resume_point(folder / "shared", nodes, run.decisions)
+    run.decisions.record_rollback(6, 3, 24)
+    after = resume.find_resume_point(folder / "shared", nodes, run.decisions)
+    with Saver(folder / "shared", local_dir=folder / "node") as saver:
         facts = {**kept, "step": 4, "data": {**kept["data"], "position": 28}}
-        saver.save(4, {"w": torch.ones(2)}, facts, on_nodes=True)
-    again = resume.find(folder / "shared", nodes, run.decisions)
+        saver.save(4, {"w": torch.ones(2)}, facts, local=True)
+    again = resume.find_resume_point(folder / "shared", nodes, run.decisions)
     return [
         f"{found.step} at {found.state['data']['position']}" if found else "none"
         for found in (before, after, again)

@@ -11,14 +11,14 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, LRSc
 
 from megatfm.config import PluginSchedule, ScheduleConfig
 from megatfm.errors import UsageError
-from megatfm.train.schedules import factor
+from megatfm.train.schedules import schedule_factor
 
 SECTION: TypeAdapter[Any] = TypeAdapter(ScheduleConfig)
 
 
 def factors(steps: int, **config: object) -> list[float]:
     schedule = SECTION.validate_python(config)
-    return [factor(schedule, step, steps) for step in range(1, steps + 1)]
+    return [schedule_factor(schedule, step, steps) for step in range(1, steps + 1)]
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
@@ -106,4 +106,4 @@ def test_a_longer_wsd_run_shares_the_stable_part() -> None:
 
 def test_an_unknown_schedule_does_not_wait_for_the_end_of_warm_up() -> None:
     with pytest.raises(UsageError, match=r"unknown schedule 'cosin' \(did you mean 'cosine'\?\)"):
-        factor(PluginSchedule(name="cosin", warmup_steps=5), 1, 10)
+        schedule_factor(PluginSchedule(name="cosin", warmup_steps=5), 1, 10)

@@ -10,24 +10,24 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatfm.train.signals import ASK_TO_STOP, INTERRUPTED, StopSignals
+from megatfm.train.signals import INTERRUPTED, STOP_SIGNALS, StopSignals
 from tests.workers import Workers
 
 CPU = torch.device("cpu")
 
 
 def one_rank_is_asked(who: int, number: int) -> list[tuple[str | None, bool]]:
-    before = [signal.getsignal(name) for name in ASK_TO_STOP]
+    before = [signal.getsignal(name) for name in STOP_SIGNALS]
     with StopSignals(CPU) as signals:
         answers = [signals.agreed(busy=dist.get_rank() != who)]
         if dist.get_rank() == who:
             os.kill(os.getpid(), number)
         answers += [signals.agreed(), signals.agreed()]
-    assert [signal.getsignal(name) for name in ASK_TO_STOP] == before
+    assert [signal.getsignal(name) for name in STOP_SIGNALS] == before
     return answers
 
 
-@pytest.mark.parametrize("name", ASK_TO_STOP)
+@pytest.mark.parametrize("name", STOP_SIGNALS)
 def test_all_ranks_agree_when_one_gets_the_signal(workers: Workers, name: signal.Signals) -> None:
     assert (
         workers.run(one_rank_is_asked, 2, 1, name)
@@ -48,7 +48,7 @@ def test_ranks_that_got_different_ones_name_the_same(workers: Workers) -> None:
 
 def test_only_a_second_interrupt_interrupts() -> None:
     with StopSignals(CPU):
-        for first in (*ASK_TO_STOP, signal.SIGTERM, signal.SIGUSR1):
+        for first in (*STOP_SIGNALS, signal.SIGTERM, signal.SIGUSR1):
             signal.raise_signal(first)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
@@ -89,17 +89,17 @@ def fail_inside() -> None:
 
 
 def test_handlers_are_given_back_after_an_error() -> None:
-    before = [signal.getsignal(name) for name in ASK_TO_STOP]
+    before = [signal.getsignal(name) for name in STOP_SIGNALS]
     with pytest.raises(ZeroDivisionError):
         fail_inside()
-    assert [signal.getsignal(name) for name in ASK_TO_STOP] == before
+    assert [signal.getsignal(name) for name in STOP_SIGNALS] == before
 
 
 def test_outside_the_main_thread_a_run_goes_without_signals_and_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """`megatfm.fit` in a thread of a notebook or a service."""
-    before = [signal.getsignal(name) for name in ASK_TO_STOP]
+    before = [signal.getsignal(name) for name in STOP_SIGNALS]
     failed: list[BaseException] = []
 
     def enter() -> None:
@@ -115,4 +115,4 @@ def test_outside_the_main_thread_a_run_goes_without_signals_and_says_so(
     assert not thread.is_alive()
     assert not failed
     assert "not in the main thread" in caplog.text
-    assert [signal.getsignal(name) for name in ASK_TO_STOP] == before
+    assert [signal.getsignal(name) for name in STOP_SIGNALS] == before

@@ -25,7 +25,7 @@ def test_rows_in_parts_are_the_same(name: str, overrides: list[str]) -> None:
     config = load_config(name, [f"parallel.cp={parts}", "parallel.dp_shard=1", *overrides])
     comparison = verify(config, "short")
     assert not comparison.wrong
-    assert not comparison.misses
+    assert not comparison.traffic_mismatches
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_rows_in_parts_are_the_same(name: str, overrides: list[str]) -> None:
 def test_rare_cases_are_the_same(name: str, overrides: list[str], documents: Documents) -> None:
     comparison = verify(load_config(name, overrides), documents)
     assert not comparison.wrong
-    assert not comparison.misses
+    assert not comparison.traffic_mismatches
 
 
 def test_a_generator_s_heads_are_dealt_too() -> None:

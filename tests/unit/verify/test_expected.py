@@ -18,11 +18,11 @@ from torch import nn
 from megatfm.layers.ffn import FFN, FFNS
 from megatfm.parallel.styles import ROW, STYLES
 
-STYLES.register("NAME")(replace(ROW, name="NAME", sends=SENDS))
+STYLES.register("NAME")(replace(ROW, name="NAME", communication=SENDS))
 
 @FFNS.register("NAME")
 class Other(FFN):
-    plan = (*(row for row in FFN.plan if row[0] != "w_down"), ("w_down", "NAME"))
+    tp_plan = (*(row for row in FFN.tp_plan if row[0] != "w_down"), ("w_down", "NAME"))
 """
 
 
@@ -31,7 +31,7 @@ class Other(FFN):
     [
         (("output summed",), "", False),
         ((), "", True),
-        (None, "the style 'silent' doesn't say what it sends (`sends`)", False),
+        (None, "the style 'silent' doesn't say what it sends (`communication`)", False),
     ],
     ids=["told", "wrong", "silent"],
 )
@@ -57,4 +57,4 @@ def test_a_style_of_a_plugin(
     assert unpredicted(config) == ({"tp": why} if why else {})
     found = verify(config)
     assert not found.wrong
-    assert bool(found.misses) == misses
+    assert bool(found.traffic_mismatches) == misses

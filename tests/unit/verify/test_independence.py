@@ -16,10 +16,10 @@ import megatfm.layers
 import megatfm.models
 from megatfm.config import Config, load_config
 from megatfm.parallel.context import is_folded
-from megatfm.parallel.context_exchange import places
-from megatfm.train.build import build_model, cut_model
+from megatfm.parallel.context_exchange import token_indices
+from megatfm.train.build import build_model, plan_pipeline_split
 from megatfm.verify import expected
-from megatfm.verify.expected_context import RowsCut, deal
+from megatfm.verify.expected_context import ContextShards, deal
 from megatfm.verify.expected_pipeline import divide
 from megatfm.verify.module_cuts import KINDS, ROWS
 from megatfm.verify.shrink import shrink
@@ -34,7 +34,8 @@ FILES = [
 ]
 CHECKED = ("megatfm.parallel", "megatfm.layers", "megatfm.engines.native")
 """Rooms that cause the traffic."""
-THEIRS = {"reach", "reached", "wide", "sums_of", "places_of", "within", "grows", "plan_of", "steps_of"}
+THEIRS = {"key_ranges", "reached", "reachable_keys", "wide", "global_queries", "global_query_indices"}
+THEIRS |= {"reduced_numel", "token_indices", "simplify", "has_uneven_work", "plan_fetch", "fetch_plan"}
 """Names by which these rooms say themselves what is sent."""
 
 
@@ -58,10 +59,10 @@ def modules_of(package: ModuleType) -> list[ModuleType]:
 
 def test_the_table_has_all_classes_that_cut_or_send() -> None:
     classes = {
-        name: kind.plan
+        name: kind.tp_plan
         for module in (*modules_of(megatfm.layers), *modules_of(megatfm.models))
         for name, kind in inspect.getmembers(module, inspect.isclass)
-        if "plan" in vars(kind) and kind.__module__ == module.__name__
+        if "tp_plan" in vars(kind) and kind.__module__ == module.__name__
     }
     silent = {"keys of own tokens", "keys of own part"}
     missing = {name for name, rows in classes.items() if {kind for _, kind in rows} - silent} - ROWS.keys()
@@ -73,7 +74,7 @@ def test_the_table_has_all_classes_that_cut_or_send() -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_rows_are_dealt_as_the_ranks_deal_them(ranks: int) -> None:
     for length, folded, unit in itertools.product((31, 64), (False, True), (1, 3)):
-        ours, theirs = deal(length, ranks, unit, folded=folded), places(length, ranks, folded, unit)
+        ours, theirs = deal(length, ranks, unit, folded=folded), token_indices(length, ranks, folded, unit)
         assert all(np.array_equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
@@ -89,11 +90,13 @@ def test_stages_are_those_of_the_engine(name: str) -> None:
         config = small(name, f"parallel.pp={ranks}", f"parallel.schedule={schedule}", "parallel.dp_shard=1")
         with torch.device("meta"):
             model = build_model(config)
-        ours, theirs = divide(config, model), cut_model(config, model)
-        assert [len(stage.steps) for stage in ours.stages] == [len(stage.steps) for stage in theirs.stages]
+        ours, theirs = divide(config, model), plan_pipeline_split(config, model)
+        assert [len(stage.split_points) for stage in ours.stages] == [
+            len(stage.split_points) for stage in theirs.stages
+        ]
         for one, other in zip(ours.stages, theirs.stages, strict=True):
-            assert (one.rank, one.takes, one.returns) == (other.rank, other.takes, other.returns)
-        assert ours.holders == theirs.holders
+            assert (one.rank, one.takes, one.returns) == (other.rank, other.inputs, other.inputs_with_grad)
+        assert ours.holders == theirs.parameter_ranks
 
 
 def test_rows_are_folded_where_the_ranks_fold_them() -> None:
@@ -111,5 +114,5 @@ def test_rows_are_folded_where_the_ranks_fold_them() -> None:
         model = build_model(config)
         tokens = np.zeros((4, 64), np.int64)
         batch = {"positions": tokens, "encoder_positions": tokens}
-        rank_0 = RowsCut(config, model, batch)._dealt[""][0]
+        rank_0 = ContextShards(config, model, batch)._positions_by_rank[""][0]
         assert is_folded(model, 64) == (rank_0[-1] == 63)

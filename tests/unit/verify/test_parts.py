@@ -9,9 +9,9 @@ from megatfm.commands.verify import DOCUMENTS
 from megatfm.config import AdamWConfig, Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from megatfm.errors import UsageError
 from megatfm.verify.batch import KINDS_OF_DOCUMENTS, random_batch
-from megatfm.verify.rank import Answer
+from megatfm.verify.rank import RankResult
 from megatfm.verify.shrink import shrink
-from megatfm.verify.traffic import Flow, Traffic
+from megatfm.verify.traffic import CollectiveTraffic, TrafficCounter
 from megatfm.verify.verify import gradient_differences
 
 
@@ -106,12 +106,12 @@ def test_rows_are_filled_with_the_kind_of_documents_that_is_asked_for() -> None:
     assert DOCUMENTS == KINDS_OF_DOCUMENTS, "the command says them again, to be quick"
 
 
-def answer(blocks: dict[str, tuple[tuple[int, ...], torch.Tensor]]) -> Answer:
+def answer(blocks: dict[str, tuple[tuple[int, ...], torch.Tensor]]) -> RankResult:
     boxes = {
         name: [((offsets, tuple(block.shape)), block.double().numpy())]
         for name, (offsets, block) in blocks.items()
     }
-    return Answer(loss=1.0, grad_norm=1.0, blocks=boxes, flows=[])
+    return RankResult(loss=1.0, grad_norm=1.0, blocks=boxes, flows=[])
 
 
 def test_differences_of_cut_and_replicated_gradients() -> None:
@@ -143,11 +143,11 @@ def test_an_element_that_no_rank_holds_is_wrong() -> None:
     assert gradient_differences({"w": gradient}, [answer({"w": ((0,), gradient[:3])})])[0].is_wrong
 
 
-def count_collectives() -> list[Flow]:
+def count_collectives() -> list[CollectiveTraffic]:
     world = dist.group.WORLD
     ops = torch.ops._c10d_functional
     rows = torch.ones(6, 2)
-    with Traffic({world.group_name: "everybody"}) as traffic:
+    with TrafficCounter({world.group_name: "everybody"}) as traffic:
         dist.all_reduce(torch.ones(5))
         ops.wait_tensor(ops.all_reduce(torch.ones(4), "sum", world.group_name))
         ops.wait_tensor(ops.all_gather_into_tensor(rows, 2, world.group_name))
@@ -158,11 +158,11 @@ def count_collectives() -> list[Flow]:
     return traffic.flows()
 
 
-def count_coalesced() -> list[Flow]:
+def count_coalesced() -> list[CollectiveTraffic]:
     world = dist.group.WORLD
     ops = torch.ops._c10d_functional
     rows, more = torch.ones(6, 2), torch.ones(2, 4)
-    with Traffic({world.group_name: "everybody"}) as traffic:
+    with TrafficCounter({world.group_name: "everybody"}) as traffic:
         for one in (
             *ops.all_reduce_coalesced([rows, more], "sum", world.group_name),
             *ops.all_gather_into_tensor_coalesced([rows, more], 2, world.group_name),
@@ -176,9 +176,9 @@ def test_tensors_that_go_together_count_as_those_that_go_alone(workers) -> None:
     """12 and 8 elements of float32 between two ranks."""
     for flows in workers.run(count_coalesced, 2):
         assert flows == [
-            Flow("everybody", "all_gather", 1, 80),
-            Flow("everybody", "all_reduce", 1, 80),
-            Flow("everybody", "reduce_scatter", 1, 40),
+            CollectiveTraffic("everybody", "all_gather", 1, 80),
+            CollectiveTraffic("everybody", "all_reduce", 1, 80),
+            CollectiveTraffic("everybody", "reduce_scatter", 1, 40),
         ]
 
 
@@ -186,8 +186,8 @@ def test_bytes_are_those_of_a_ring(workers) -> None:
     """Two ranks, float32: all-reduces of 5 and 4 elements, the others of 6 rows of 2."""
     for flows in workers.run(count_collectives, 2):
         assert flows == [
-            Flow("everybody", "all_gather", 1, 48),
-            Flow("everybody", "all_reduce", 2, 20 + 16),
-            Flow("everybody", "all_to_all", 1, 32),
-            Flow("everybody", "reduce_scatter", 1, 24),
+            CollectiveTraffic("everybody", "all_gather", 1, 48),
+            CollectiveTraffic("everybody", "all_reduce", 2, 20 + 16),
+            CollectiveTraffic("everybody", "all_to_all", 1, 32),
+            CollectiveTraffic("everybody", "reduce_scatter", 1, 24),
         ]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatfm.config import load_config
-from megatfm.layers.attention.core import Core
+from megatfm.layers.attention.core import DotProductAttention
 from megatfm.models import build
 from megatfm.verify.batch import random_batch
 from megatfm.verify.reference import reference_step
@@ -23,8 +23,8 @@ def test_every_kind_is_kept_and_small() -> None:
     }
     small, _ = shrink(load_config("quickstart", [f"{key}={value}" for key, value in options.items()]))
     assert small.model.n_layers == 3
-    assert [small.model.kind(depth) for depth in range(3)] == ["a", "a", "b"]
-    b = small.model.at(2)
+    assert [small.model.layer_type_at(depth) for depth in range(3)] == ["a", "a", "b"]
+    b = small.model.layer_config(2)
     assert (b.attention.n_heads, b.attention.kv_heads) == (16, 4)
     assert b.ffn.d_ff < 100
     assert max(parameter.numel() for parameter in build(small.model).parameters()) < 100_000
@@ -48,9 +48,13 @@ def test_patterns_shrink_with_the_row(name: str) -> None:
     assert PATTERNS[name] in changes
     assert not any("{" in change for change in changes), "changes are said key by key"
     with torch.device("meta"):
-        patterns = {module.pattern for module in build(small.model).modules() if isinstance(module, Core)}
+        patterns = {
+            module.pattern
+            for module in build(small.model).modules()
+            if isinstance(module, DotProductAttention)
+        }
     assert small.data.sequence_length is not None
-    assert any(pattern.within(small.data.sequence_length).plain is None for pattern in patterns)
+    assert any(pattern.simplify(small.data.sequence_length).builtin_mask is None for pattern in patterns)
 
 
 SIZES = {

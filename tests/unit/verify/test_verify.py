@@ -11,7 +11,7 @@ import tomli_w
 from megatfm.commands.verify import add_arguments, main
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.verify import ranks
-from megatfm.verify.traffic import Flow
+from megatfm.verify.traffic import CollectiveTraffic
 from megatfm.verify.verify import Comparison, verify
 
 CONFIG = {
@@ -46,11 +46,11 @@ def adjoint_dropped():
     collectives._Copy.backward = staticmethod(lambda ctx, gradient: (gradient, None))
 
 def tie_not_summed():
-    ties.Ties.sum = lambda self, gradients: None
+    ties.TiedParameters.all_reduce_gradients = lambda self, gradients: None
 
 def needless_transfer():
     import torch, torch.distributed as dist
-    real = pipelined.StagePasses.step
+    real = pipelined.PipelineForwardBackward.step
     def step(self, *args):
         found = real(self, *args)
         if self._rank == 0:
@@ -58,38 +58,38 @@ def needless_transfer():
         else:
             dist.recv(torch.zeros(8), group=self._group, group_src=0)
         return found
-    pipelined.StagePasses.step = step
+    pipelined.PipelineForwardBackward.step = step
 
 def needless_sum():
-    real = native.sum_partial
+    real = native.all_reduce_partial_gradients
     def twice(gradients, layout, mesh):
         real(gradients, layout, mesh)
-        mesh.sum(gradients["head.weight"].new_zeros(3), ("tp",))
-    native.sum_partial = twice
+        mesh.all_reduce_(gradients["head.weight"].new_zeros(3), ("tp",))
+    native.all_reduce_partial_gradients = twice
 
 def needless_reduction():
     real = fully_sharded.FullySharded.begin
-    fully_sharded.FullySharded.begin = lambda data, last: real(data, True)
+    fully_sharded.FullySharded.begin = lambda data, is_last: real(data, True)
 
 def frozen_weights_are_gathered():
     real = replicated.Replicated.weights_changed
     replicated.Replicated.weights_changed = lambda data, frozen=False: real(data, True)
 
 def frozen_gradients_travel():
-    real = replicated.Replicated._dealt
+    real = replicated.Replicated._assign
     def dealt(data, parameters, layout):
         for parameter in parameters.values():
             parameter.requires_grad_(True)
         return real(data, data._parameters if not hasattr(data, "_buckets") else {}, layout)
-    replicated.Replicated._dealt = dealt
+    replicated.Replicated._assign = dealt
 
 def reach_misses_a_key():
     import megatfm.layers.attention.core as core
-    real = core.reached
+    real = core.reachable_keys
     def reached(*args):
         found = real(*args)
         return found if found is None else found[1:]
-    core.reached = reached
+    core.reachable_keys = reached
 
 def weights_are_multiplied():
     import torch
@@ -104,7 +104,7 @@ def weights_are_multiplied():
 
 def nothing_is_banded():
     from megatfm.ops.attention import bands, tiles
-    tiles.How.is_banded = property(lambda how: all(isinstance(visit, bands.Band) for visit in how.visits))
+    tiles.BlockAttentionPlan.is_banded = property(lambda how: all(isinstance(visit, bands.Band) for visit in how.steps))
 
 def on_rank_1(act):
     original = native.NativeEngine.forward_backward
@@ -172,7 +172,9 @@ def test_tensor_parallelism_is_the_same_and_moves_what_it_should(
     half = 2 * (4 * model.n_layers + 2) * residual // 1
     flows = {flow.collective: flow for flow in comparison.flows if flow.axis == "tp"}
     loss = 2 * 4 * (2 * 64) * 8  # in both micro-batches one message of four numbers a token
-    assert flows["all_gather"] == Flow("tp", "all_gather", 2 * (4 * model.n_layers + 2) + 2, half + loss)
+    assert flows["all_gather"] == CollectiveTraffic(
+        "tp", "all_gather", 2 * (4 * model.n_layers + 2) + 2, half + loss
+    )
     assert flows["reduce_scatter"].sent_bytes == half
 
 
@@ -207,7 +209,9 @@ def test_pipelines_are_the_same_and_send_what_they_should(
     assert comparison.config.model.n_layers == 4
     # Each rank is before one boundary and after another; three micro-batches of two rows.
     sent = 2 * 6 * 64 * comparison.config.model.d_model * 8 // 2
-    assert [flow for flow in comparison.flows if flow.collective == "send"] == [Flow("pp", "send", 6, sent)]
+    assert [flow for flow in comparison.flows if flow.collective == "send"] == [
+        CollectiveTraffic("pp", "send", 6, sent)
+    ]
     assert comparison.expected["pp", "send"] == (6, sent)
     assert {axis for axis, _ in comparison.expected} == {"pp", "tp"}
     assert [(flow.axis, flow.collective) for flow in comparison.flows] == sorted(comparison.expected)
@@ -266,7 +270,7 @@ def test_a_window_that_misses_a_key_of_another_rank_is_found(
     layout = ["parallel.cp=2", window, "--documents", "one"]
     assert run_command(tmp_path, *layout) == 0
     assert run_command(tmp_path, plant("reach_misses_a_key"), *layout) == 1
-    assert all(comparison.misses for comparison in comparisons[1:])
+    assert all(comparison.traffic_mismatches for comparison in comparisons[1:])
     assert any("attn" in one.name for one in comparisons[1].wrong)
     assert "model.attention.pattern.width 32 → 16" in capsys.readouterr().out
 
@@ -309,7 +313,7 @@ def test_traffic_of_frozen_weights_is_found(
     sharing = ["parallel.dp_shard=2", "parallel.zero=1", 'train.freeze=["decoder.layers.0.*"]']
     assert run_command(tmp_path, plant(fault), *sharing) == 1
     [comparison] = comparisons
-    assert any(f"rank 0, {collective} over dp_shard" in line for line in comparison.misses)
+    assert any(f"rank 0, {collective} over dp_shard" in line for line in comparison.traffic_mismatches)
 
 
 def test_a_hanging_rank_is_named_within_seconds(tmp_path: Path, plant, monkeypatch) -> None:

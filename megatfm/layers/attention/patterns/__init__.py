@@ -2,33 +2,33 @@
 
 from megatfm.layers.attention.patterns.bigbird import BigBird
 from megatfm.layers.attention.patterns.chunked import Chunked
-from megatfm.layers.attention.patterns.compressed import Compressed
+from megatfm.layers.attention.patterns.compressed import MemoryCompressedPattern
 from megatfm.layers.attention.patterns.fixed import Fixed
 from megatfm.layers.attention.patterns.full import Full, require_full
 from megatfm.layers.attention.patterns.longformer import Longformer
-from megatfm.layers.attention.patterns.memory import Memory
-from megatfm.layers.attention.patterns.pattern import Pattern, Span
-from megatfm.layers.attention.patterns.reach import reached, wide_queries
+from megatfm.layers.attention.patterns.memory import CrossAttentionPattern
+from megatfm.layers.attention.patterns.pattern import AttentionPattern, BlockBounds
+from megatfm.layers.attention.patterns.reach import global_query_indices, reachable_keys
 from megatfm.layers.attention.patterns.registry import PATTERNS
-from megatfm.layers.attention.patterns.seen import Seen
+from megatfm.layers.attention.patterns.seen import PatternMask
 from megatfm.layers.attention.patterns.strided import Strided
 from megatfm.layers.attention.patterns.window import Window
 
 __all__ = [
     "PATTERNS",
+    "AttentionPattern",
     "BigBird",
+    "BlockBounds",
     "Chunked",
-    "Compressed",
+    "CrossAttentionPattern",
     "Fixed",
     "Full",
     "Longformer",
-    "Memory",
-    "Pattern",
-    "Seen",
-    "Span",
+    "MemoryCompressedPattern",
+    "PatternMask",
     "Strided",
     "Window",
-    "reached",
+    "global_query_indices",
+    "reachable_keys",
     "require_full",
-    "wide_queries",
 ]

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatfm.config import BigBirdPatternConfig, ModelConfig, expect
+from megatfm.config import BigBirdPatternConfig, ModelConfig, require_variant
 from megatfm.errors import UsageError
-from megatfm.layers.attention.patterns.pattern import Pattern, Runs, Span
+from megatfm.layers.attention.patterns.pattern import AttentionPattern, BlockBounds, Ranges
 from megatfm.layers.attention.patterns.registry import PATTERNS
 from megatfm.ops.compiled import constant_when_compiled
 from megatfm.ops.moved import moved
@@ -18,12 +18,12 @@ from megatfm.ops.moved import moved
 TABLES = 2**10
 """So many tables of random blocks are kept, one for each layer and length."""
 
-LOOKED_AT = 9
+MAX_BLOCKS_CHECKED = 9
 """A block of a kernel that lies in more blocks of the pattern than these is taken to see all."""
 
 
 @dataclass(frozen=True)
-class BigBird(Pattern):
+class BigBird(AttentionPattern):
     """Keys of the blocks before, of and after the query's; of `n_random` random blocks; of the first and last block.
 
     The first and last block's queries see all. With `extra` (the paper's ETC) so many first tokens stand for those
@@ -39,59 +39,59 @@ class BigBird(Pattern):
     causal: bool = False
     layer: int = 0
     rows: int = 0
-    drawn: Tensor | None = field(default=None, compare=False, repr=False)
+    rng_keys: Tensor | None = field(default=None, compare=False, repr=False)
 
     @property
     def differs_by_head(self) -> bool:
         return self.n_random > 0
 
     @property
-    def grain(self) -> int | None:
+    def block_size(self) -> int | None:
         return self.block
 
     @property
-    def of_length(self) -> bool:
+    def depends_on_length(self) -> bool:
         return not self.causal
 
-    def reach(self, first: int, last: int, length: int) -> Runs:
+    def key_ranges(self, first: int, last: int, length: int) -> Ranges:
         size, end = self.block, -(-length // self.block) * self.block
         near = (first // size - 1) * size, (-(-last // size) + 1) * size
-        ahead = 0, max(self.extra or size, size * self._short if self.n_random else 0)
+        ahead = 0, max(self.extra or size, size * self._full_below_blocks if self.n_random else 0)
         if self.causal:
             return (near[0], last), (0, min(last, ahead[1]))
-        if length <= self._short * size:
+        if length <= self._full_below_blocks * size:
             return ((0, length),)
         return (near, ahead) if self.extra else (near, ahead, (end - size, end))
 
-    def wide(self, length: int) -> Runs:
+    def global_queries(self, length: int) -> Ranges:
         size, end = self.block, -(-length // self.block) * self.block
-        if self.causal or length <= self._short * size:
+        if self.causal or length <= self._full_below_blocks * size:
             return ()
         return ((0, self.extra),) if self.extra else ((0, size), (end - size, length))
 
-    def within(self, length: int) -> Self:
+    def simplify(self, length: int) -> Self:
         rows = -(-length // self.block)
         if not self.n_random or rows == self.rows:
             return self
-        return replace(self, rows=rows, drawn=random_blocks(rows, self.n_heads, self.n_random, self.layer))
+        return replace(self, rows=rows, rng_keys=random_blocks(rows, self.n_heads, self.n_random, self.layer))
 
     def at_depth(self, depth: int) -> Self:
         return replace(self, layer=depth)
 
-    def sees(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
-        return self.sees_of(q, k, heads, q.max() + 1)
+    def mask_mod(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
+        return self.mask_mod_for_lengths(q, k, heads, q.max() + 1)
 
-    def sees_of(self, q: Tensor, k: Tensor, heads: Tensor, lengths: Tensor) -> Tensor:
+    def mask_mod_for_lengths(self, q: Tensor, k: Tensor, heads: Tensor, lengths: Tensor) -> Tensor:
         seen = self._blocks_see(q // self.block, k // self.block, heads, lengths)
         if self.extra:
             seen = seen | (q < self.extra) | (k < self.extra)
         return seen & (k <= q) if self.causal else seen
 
-    def blocks(self, q: Span, k: Span, heads: Tensor) -> Tensor:
+    def block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
         (q0, q1), (k0, k1) = ((x.first // self.block, x.last // self.block) for x in (q, k))
         seen = (k1 >= q0 - 1) & (k0 <= q1 + 1)
         # A block of a kernel that lies in many blocks of the pattern, or in documents of several lengths, may see all.
-        seen = seen | (q1 - q0 >= LOOKED_AT) | (q.shortest != q.longest)
+        seen = seen | (q1 - q0 >= MAX_BLOCKS_CHECKED) | (q.shortest != q.longest)
         if self.extra:
             seen = seen | (q.first < self.extra) | (k.first < self.extra)
         else:
@@ -100,20 +100,20 @@ class BigBird(Pattern):
         if not (self.causal or self.extra):
             seen = seen | (q0 == 0) | (q1 >= count - 1) | (k1 >= count - 1)
         if not self.causal:
-            seen = seen | (count <= self._short)
-        for step in range(min(LOOKED_AT, int((q1 - q0).max()) + 1)):
-            for drawn in self._drawn(torch.minimum(q0 + step, q1), heads):
+            seen = seen | (count <= self._full_below_blocks)
+        for step in range(min(MAX_BLOCKS_CHECKED, int((q1 - q0).max()) + 1)):
+            for drawn in self._random_blocks_of(torch.minimum(q0 + step, q1), heads):
                 seen = seen | ((k0 <= drawn) & (drawn <= k1))
         return seen & (k.first <= q.last) if self.causal else seen
 
-    def whole(self, q: Span, k: Span, heads: Tensor) -> Tensor:
+    def full_block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
         (q0, q1), (k0, k1) = ((x.first // self.block, x.last // self.block) for x in (q, k))
         seen = self._blocks_see(q0, k0, heads, q.longest)
         seen = seen & (q0 == q1) & (k0 == k1) & (q.shortest == q.longest)
         return seen & (k.last <= q.first) if self.causal else seen
 
     @property
-    def _short(self) -> int:
+    def _full_below_blocks(self) -> int:
         """Blocks of documents that are seen whole."""
         return 5 + 2 * self.n_random
 
@@ -124,15 +124,15 @@ class BigBird(Pattern):
             seen = seen | (k == 0)
         if not (self.causal or self.extra):
             seen = seen | (q == 0) | (q == count - 1) | (k == count - 1)
-        for drawn in self._drawn(q, heads):
+        for drawn in self._random_blocks_of(q, heads):
             seen = seen | (k == drawn)
-        return seen if self.causal else seen | (count <= self._short)
+        return seen if self.causal else seen | (count <= self._full_below_blocks)
 
-    def _drawn(self, q: Tensor, heads: Tensor) -> tuple[Tensor, ...]:
+    def _random_blocks_of(self, q: Tensor, heads: Tensor) -> tuple[Tensor, ...]:
         """The random blocks of these blocks, one by one."""
         if not self.n_random:
             return ()
-        table = self.drawn
+        table = self.rng_keys
         if table is None:
             table = random_blocks(int(q.max()) + 1, self.n_heads, self.n_random, self.layer)
         return moved(table, q.device)[heads, q].unbind(-1)
@@ -164,7 +164,7 @@ def _draw(rows: int, n_heads: int, n_random: int, seed: int) -> Tensor:
 @PATTERNS.register("bigbird")
 def bigbird(config: ModelConfig, causal: bool) -> BigBird:
     """ITC, the paper's form without additional tokens; with `extra`, ETC."""
-    options = expect(config.attention.pattern, BigBirdPatternConfig, "model.attention.pattern")
+    options = require_variant(config.attention.pattern, BigBirdPatternConfig, "model.attention.pattern")
     if options.random > 64:
         raise UsageError(
             f"model.attention.pattern.random = {options.random}: more than 64 random blocks are no sparse pattern: "

@@ -4,44 +4,44 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatfm.config import ChunkedPatternConfig, ModelConfig, expect
+from megatfm.config import ChunkedPatternConfig, ModelConfig, require_variant
 from megatfm.layers.attention.patterns.full import Full
-from megatfm.layers.attention.patterns.pattern import Pattern, Runs, Span
+from megatfm.layers.attention.patterns.pattern import AttentionPattern, BlockBounds, Ranges
 from megatfm.layers.attention.patterns.registry import PATTERNS
-from megatfm.ops.attention.bands import Sides
+from megatfm.ops.attention.bands import BandLimits
 
 
 @dataclass(frozen=True)
-class Chunked(Pattern):
+class Chunked(AttentionPattern):
     """Keys of the query's chunk of `size` tokens; causal: no later ones."""
 
     size: int
     causal: bool
 
     @property
-    def sides(self) -> Sides:
-        return Sides(None, 0 if self.causal else None, self.size)
+    def band(self) -> BandLimits:
+        return BandLimits(None, 0 if self.causal else None, self.size)
 
     @property
-    def keeps(self) -> int | None:
+    def cache_window(self) -> int | None:
         return self.size - 1 if self.causal else None
 
-    def reach(self, first: int, last: int, length: int) -> Runs:
+    def key_ranges(self, first: int, last: int, length: int) -> Ranges:
         end = last if self.causal else -(-last // self.size) * self.size
         return ((first // self.size * self.size, end),)
 
-    def within(self, length: int) -> Pattern:
+    def simplify(self, length: int) -> AttentionPattern:
         return Full(self.causal) if self.size >= length else self
 
-    def sees(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
+    def mask_mod(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
         same = q // self.size == k // self.size
         return same & (k <= q) if self.causal else same
 
-    def blocks(self, q: Span, k: Span, heads: Tensor) -> Tensor:
+    def block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
         same = (k.last // self.size >= q.first // self.size) & (k.first // self.size <= q.last // self.size)
         return same & (k.first <= q.last) if self.causal else same
 
-    def whole(self, q: Span, k: Span, heads: Tensor) -> Tensor:
+    def full_block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
         chunk = q.first // self.size
         same = (
             (q.last // self.size == chunk) & (k.first // self.size == chunk) & (k.last // self.size == chunk)
@@ -58,5 +58,5 @@ class Chunked(Pattern):
 @PATTERNS.register("chunked")
 def chunked(config: ModelConfig, causal: bool) -> Chunked:
     """Chunks count from the beginning of each document."""
-    options = expect(config.attention.pattern, ChunkedPatternConfig, "model.attention.pattern")
+    options = require_variant(config.attention.pattern, ChunkedPatternConfig, "model.attention.pattern")
     return Chunked(options.size, causal)

@@ -4,20 +4,20 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatfm.layers.attention.patterns.pattern import Pattern
+from megatfm.layers.attention.patterns.pattern import AttentionPattern
 
 
 @dataclass(frozen=True)
-class Compressed(Pattern):
+class MemoryCompressedPattern(AttentionPattern):
     """A query sees the first token and whole stretches of `factor` tokens before it, each of which is one key."""
 
     factor: int
 
     @property
-    def grows(self) -> bool:
+    def has_uneven_work(self) -> bool:
         return True
 
-    def sees(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
+    def mask_mod(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
         """Whether a token is in what a query sees."""
         return ((k == 0) & (q >= 0)) | ((k // self.factor + 1) * self.factor <= q)
 

@@ -4,14 +4,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatfm.config import FixedPatternConfig, ModelConfig, expect
+from megatfm.config import FixedPatternConfig, ModelConfig, require_variant
 from megatfm.errors import UsageError
-from megatfm.layers.attention.patterns.pattern import Pattern, Span
+from megatfm.layers.attention.patterns.pattern import AttentionPattern, BlockBounds
 from megatfm.layers.attention.patterns.registry import PATTERNS
 
 
 @dataclass(frozen=True)
-class Fixed(Pattern):
+class Fixed(AttentionPattern):
     """Keys of the query's stretch of `stride` tokens, and the last `summary` of each; causal: no later ones."""
 
     stride: int
@@ -19,24 +19,24 @@ class Fixed(Pattern):
     causal: bool
 
     @property
-    def grows(self) -> bool:
+    def has_uneven_work(self) -> bool:
         return self.causal
 
     @property
     def sees_later(self) -> bool:
         return not self.causal
 
-    def sees(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
+    def mask_mod(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
         seen = (q // self.stride == k // self.stride) | (k % self.stride >= self.stride - self.summary)
         return seen & (k <= q) if self.causal else seen
 
-    def blocks(self, q: Span, k: Span, heads: Tensor) -> Tensor:
+    def block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
         first, last = k.first // self.stride, k.last // self.stride
         ends = (last > first) | (k.last % self.stride >= self.stride - self.summary)
         seen = ends | ((last >= q.first // self.stride) & (first <= q.last // self.stride))
         return seen & (k.first <= q.last) if self.causal else seen
 
-    def whole(self, q: Span, k: Span, heads: Tensor) -> Tensor:
+    def full_block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
         own = q.first // self.stride
         seen = (
             (q.last // self.stride == own) & (k.first // self.stride == own) & (k.last // self.stride == own)
@@ -47,7 +47,7 @@ class Fixed(Pattern):
 @PATTERNS.register("fixed")
 def fixed(config: ModelConfig, causal: bool) -> Fixed:
     """Both of the paper's heads in one, its "merged" form."""
-    options = expect(config.attention.pattern, FixedPatternConfig, "model.attention.pattern")
+    options = require_variant(config.attention.pattern, FixedPatternConfig, "model.attention.pattern")
     if options.summary >= options.stride:
         raise UsageError(
             f"model.attention.pattern.summary = {options.summary} is all of stride = {options.stride}: that is full "

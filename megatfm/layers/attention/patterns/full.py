@@ -6,20 +6,20 @@ from torch import Tensor
 
 from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
-from megatfm.layers.attention.patterns.pattern import Pattern, Span
+from megatfm.layers.attention.patterns.pattern import AttentionPattern, BlockBounds
 from megatfm.layers.attention.patterns.registry import PATTERNS
-from megatfm.ops.attention import Plain
-from megatfm.ops.attention.bands import Sides
+from megatfm.ops.attention import BuiltinMask
+from megatfm.ops.attention.bands import BandLimits
 
 
 @dataclass(frozen=True)
-class Full(Pattern):
+class Full(AttentionPattern):
     """All keys, or no later ones."""
 
     causal: bool = False
 
     @property
-    def plain(self) -> Plain:
+    def builtin_mask(self) -> BuiltinMask:
         return "causal" if self.causal else "all"
 
     @property
@@ -31,17 +31,17 @@ class Full(Pattern):
         return True
 
     @property
-    def sides(self) -> Sides:
-        return Sides(None, 0 if self.causal else None)
+    def band(self) -> BandLimits:
+        return BandLimits(None, 0 if self.causal else None)
 
-    def sees(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
+    def mask_mod(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
         return k <= q if self.causal else (q == q) & (k == k)
 
-    def blocks(self, q: Span, k: Span, heads: Tensor) -> Tensor:
-        return k.first <= q.last if self.causal else super().blocks(q, k, heads)
+    def block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
+        return k.first <= q.last if self.causal else super().block_mask(q, k, heads)
 
-    def whole(self, q: Span, k: Span, heads: Tensor) -> Tensor:
-        return k.last <= q.first if self.causal else super().blocks(q, k, heads)
+    def full_block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
+        return k.last <= q.first if self.causal else super().block_mask(q, k, heads)
 
     def pairs(self, length: int, n_heads: int = 1) -> float:
         return length * (length + 1) / 2 if self.causal else length * length

@@ -4,51 +4,51 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatfm.config import LongformerPatternConfig, ModelConfig, expect
+from megatfm.config import LongformerPatternConfig, ModelConfig, require_variant
 from megatfm.errors import UsageError
-from megatfm.layers.attention.patterns.pattern import Pattern, Runs, Span
+from megatfm.layers.attention.patterns.pattern import AttentionPattern, BlockBounds, Ranges
 from megatfm.layers.attention.patterns.registry import PATTERNS
-from megatfm.ops.attention.bands import Sides
+from megatfm.ops.attention.bands import BandLimits
 
 
 @dataclass(frozen=True)
-class Longformer(Pattern):
+class Longformer(AttentionPattern):
     """Keys up to `side` tokens away, and those at the places `tokens`, whose queries see all."""
 
     side: int
     tokens: tuple[int, ...]
 
     @property
-    def sides(self) -> Sides:
-        return Sides(self.side, self.side, tokens=tuple(sorted(set(self.tokens))))
+    def band(self) -> BandLimits:
+        return BandLimits(self.side, self.side, global_tokens=tuple(sorted(set(self.tokens))))
 
-    def reach(self, first: int, last: int, length: int) -> Runs:
+    def key_ranges(self, first: int, last: int, length: int) -> Ranges:
         return (first - self.side, last + self.side), *((token, token + 1) for token in self.tokens)
 
-    def wide(self, length: int) -> Runs:
+    def global_queries(self, length: int) -> Ranges:
         return tuple((token, token + 1) for token in self.tokens)
 
-    def sees(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
+    def mask_mod(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
         seen = (q - k).abs() <= self.side
         for token in self.tokens:
             seen = seen | (q == token) | (k == token)
         return seen
 
-    def blocks(self, q: Span, k: Span, heads: Tensor) -> Tensor:
+    def block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
         seen = (k.last >= q.first - self.side) & (k.first <= q.last + self.side)
         for token in self.tokens:
             for x in (q, k):
                 seen = seen | ((x.first <= token) & (token <= x.last))
         return seen
 
-    def whole(self, q: Span, k: Span, heads: Tensor) -> Tensor:
+    def full_block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
         return (k.first >= q.last - self.side) & (k.last <= q.first + self.side)
 
 
 @PATTERNS.register("longformer")
 def longformer(config: ModelConfig, causal: bool) -> Longformer:
     """Of encoders: what sees all leaks what is later."""
-    options = expect(config.attention.pattern, LongformerPatternConfig, "model.attention.pattern")
+    options = require_variant(config.attention.pattern, LongformerPatternConfig, "model.attention.pattern")
     if causal:
         raise UsageError(
             "model.attention.pattern.name = 'longformer' has tokens that see all, later ones too: a decoder can't "

@@ -4,21 +4,21 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatfm.layers.attention.patterns.pattern import Pattern
-from megatfm.ops.attention import Plain
+from megatfm.layers.attention.patterns.pattern import AttentionPattern
+from megatfm.ops.attention import BuiltinMask
 
 
 @dataclass(frozen=True)
-class Memory(Pattern):
+class CrossAttentionPattern(AttentionPattern):
     """The whole memory."""
 
     @property
-    def plain(self) -> Plain:
+    def builtin_mask(self) -> BuiltinMask:
         return "all"
 
     @property
-    def of_memory(self) -> bool:
+    def is_cross_attention(self) -> bool:
         return True
 
-    def sees(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
+    def mask_mod(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
         return (q == q) & (k == k)

@@ -8,14 +8,14 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from megatfm.cost import Cost, Tokens
-from megatfm.layers.sequence import ALL, SequenceMetadata
-from megatfm.ops.attention import Plain
-from megatfm.ops.attention.bands import Sides
+from megatfm.cost import Cost, TokenCounts
+from megatfm.layers.sequence import ALL_QUERIES, SequenceMetadata
+from megatfm.ops.attention import BuiltinMask
+from megatfm.ops.attention.bands import BandLimits
 
 # B batch, T queries, S keys, n heads that differ (or 1), Q and J blocks of queries and of keys
 
-Runs = Sequence[tuple[int, int]]
+Ranges = Sequence[tuple[int, int]]
 
 BLOCK = 64
 """Pairs are counted by blocks of so many tokens, unless a pattern has a grain."""
@@ -24,7 +24,7 @@ COUNTED = 512
 
 
 @dataclass(frozen=True)
-class Span:
+class BlockBounds:
     """The first and the last place of each block, int64 that broadcast to [B or 1, 1, Q, J].
 
     shortest, longest: of the documents that its tokens belong to, for patterns of a length.
@@ -37,7 +37,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Pattern:
+class AttentionPattern:
     """Which tokens of its own document a query sees. Frozen: its fields are its options, and equal ones share a mask.
 
     A new pattern says `sees`; one that leaves whole blocks out says `blocks` too, so that kernels skip those. Tokens of
@@ -45,19 +45,19 @@ class Pattern:
     """
 
     @property
-    def plain(self) -> Plain | None:
+    def builtin_mask(self) -> BuiltinMask | None:
         """The word that kernels have for it, where there is one."""
         return None
 
     @property
-    def grows(self) -> bool:
+    def has_uneven_work(self) -> bool:
         """Whether later queries see more than earlier ones, so that parts of a row are unequal work."""
-        return self.plain == "causal"
+        return self.builtin_mask == "causal"
 
     @property
     def sees_later(self) -> bool:
         """Whether a query may see keys after it, but for tokens of a prefix."""
-        return self.plain != "causal"
+        return self.builtin_mask != "causal"
 
     @property
     def window(self) -> tuple[int, int] | None:
@@ -70,7 +70,7 @@ class Pattern:
         return False
 
     @property
-    def grain(self) -> int | None:
+    def block_size(self) -> int | None:
         """Tokens of the blocks that it is made of, where it is: kernels then look at blocks of this size."""
         return None
 
@@ -80,60 +80,60 @@ class Pattern:
         return False
 
     @property
-    def of_length(self) -> bool:
-        """Whether it depends on the document's length: then `sees_of` says what `sees` says for others."""
+    def depends_on_length(self) -> bool:
+        """Whether it depends on the document's length: then `mask_mod_for_lengths` says what `sees` says for others."""
         return False
 
     @property
-    def sides(self) -> Sides | None:
+    def band(self) -> BandLimits | None:
         """How far a query sees to both sides, where that says it all: kernels then need no table of blocks."""
         return None
 
     @property
-    def of_memory(self) -> bool:
+    def is_cross_attention(self) -> bool:
         """Whether keys are a memory's tokens and not those of the queries' own row."""
         return False
 
     @property
-    def keeps(self) -> int | None:
+    def cache_window(self) -> int | None:
         """Of how many tokens before a new one a cache has to keep keys and values; None: of all."""
         return None
 
     @property
-    def keeps_first(self) -> int:
+    def n_initial_kept(self) -> int:
         """And of how many of its document's first tokens."""
         return 0
 
-    def reach(self, first: int, last: int, length: int) -> Runs | None:
+    def key_ranges(self, first: int, last: int, length: int) -> Ranges | None:
         """The keys that queries from place `first` up to `last`, not with it, may see in a document of `length` tokens:
         runs (begin, end), which may lie beyond its ends; None: they may be anywhere in it, or before `last` where no
         later keys are seen (`sees_later`). `wide` queries are left out."""
         return None
 
-    def wide(self, length: int) -> Runs:
+    def global_queries(self, length: int) -> Ranges:
         """The few queries of a document of so many tokens that may see all of it: runs (begin, end)."""
         return ()
 
-    def sees(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
+    def mask_mod(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
         """Whether the query at place q of a document sees the key at its place k; boolean [B or 1, n or 1, T, S].
 
         int64 that broadcast to that; heads [1, n, 1, 1]: their numbers. Places count from 0.
         """
         raise NotImplementedError
 
-    def sees_of(self, q: Tensor, k: Tensor, heads: Tensor, lengths: Tensor) -> Tensor:
+    def mask_mod_for_lengths(self, q: Tensor, k: Tensor, heads: Tensor, lengths: Tensor) -> Tensor:
         """The same, in documents of these lengths, int64 that broadcast."""
-        return self.sees(q, k, heads)
+        return self.mask_mod(q, k, heads)
 
-    def blocks(self, q: Span, k: Span, heads: Tensor) -> Tensor:
+    def block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
         """Whether any query of one block may see any key of another, [B or 1, n or 1, Q, J]; may say so too often."""
         return (q.first <= q.last) & (k.first <= k.last)
 
-    def whole(self, q: Span, k: Span, heads: Tensor) -> Tensor:
+    def full_block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
         """Whether all queries of one block see all keys of another, as `blocks`; may say so too rarely."""
         return (q.first > q.last) & (k.first > k.last)
 
-    def within(self, length: int) -> "Pattern":
+    def simplify(self, length: int) -> "AttentionPattern":
         """The same for rows of up to so many tokens: a plainer pattern, where that says it."""
         return self
 
@@ -144,74 +144,77 @@ class Pattern:
     def pairs(self, length: int, n_heads: int = 1) -> float:
         """Pairs of query and key that are seen in a document of `length` tokens, on average over the heads."""
         n_heads = n_heads if self.differs_by_head else 1
-        size, lengths = self.grain or BLOCK, torch.tensor(length)
+        size, lengths = self.block_size or BLOCK, torch.tensor(length)
         starts, within, heads = (
             torch.arange(0, length, size),
             torch.arange(size),
             _heads(0, n_heads, lengths.device),
         )
         ends = (starts + size).clamp(max=length) - 1
-        of_k, seen = Span(starts, ends, lengths, lengths), 0
+        of_k, seen = BlockBounds(starts, ends, lengths, lengths), 0
         for first, last in zip(starts.split(BLOCK), ends.split(BLOCK), strict=True):
             of_q, shape = (
-                Span(first[:, None], last[:, None], lengths, lengths),
+                BlockBounds(first[:, None], last[:, None], lengths, lengths),
                 (1, n_heads, len(first), len(starts)),
             )
-            some = self.blocks(of_q, of_k, heads).expand(shape)
-            whole = some & self.whole(of_q, of_k, heads).expand(shape)
+            some = self.block_mask(of_q, of_k, heads).expand(shape)
+            whole = some & self.full_block_mask(of_q, of_k, heads).expand(shape)
             seen += int((whole * (last - first + 1)[:, None] * (ends - starts + 1)).sum())
             partly = (some & ~whole).nonzero()[:, 1:, None, None]
             for part in partly.split(COUNTED) if len(partly) else ():
                 head, q, k = part.unbind(1)
                 at_q, at_k = first[q] + within[:, None], starts[k] + within
-                found = self.sees_of(at_q, at_k, head, lengths)
+                found = self.mask_mod_for_lengths(at_q, at_k, head, lengths)
                 seen += int((found & (at_q < length) & (at_k < length)).sum())
         return seen / n_heads
 
-    def cost(self, tokens: Tokens, channels: float, n_heads: int = 1) -> Cost:
+    def cost(self, tokens: TokenCounts, channels: float, n_heads: int = 1) -> Cost:
         """Of the scores and of the sums of values. channels: of both, over all heads.
 
         It follows from `pairs`; but of attention that kernels have a word for, all pairs count, and of causal ones half
         of them are seen, as is usual.
         """
-        if self.plain is None:
+        if self.builtin_mask is None:
             pairs = seen = _pairs(self, round(tokens.n), n_heads)
         else:
-            pairs = tokens.n * (tokens.memory if self.of_memory else tokens.n)
-            seen = pairs / 2 if self.plain == "causal" else pairs
-        return Cost(attention=channels * pairs, seen=channels * seen)
+            pairs = tokens.n * (tokens.encoder_tokens if self.is_cross_attention else tokens.n)
+            seen = pairs / 2 if self.builtin_mask == "causal" else pairs
+        return Cost(attention_macs=channels * pairs, visible_attention_macs=channels * seen)
 
-    def is_plain(self, sequence: SequenceMetadata) -> bool:
+    def is_builtin(self, sequence: SequenceMetadata) -> bool:
         """Whether `plain` says all of it for a sequence."""
-        alone = sequence.document_numbers(of_memory=self.of_memory) is None
+        alone = sequence.document_ids(of_memory=self.is_cross_attention) is None
         return alone and (
-            self.plain == "all"
+            self.builtin_mask == "all"
             or (
-                self.plain == "causal" and sequence.is_whole and sequence.opened is None and not sequence.past
+                self.builtin_mask == "causal"
+                and sequence.is_full_sequence
+                and sequence.prefix_mask is None
+                and not sequence.cached_length
             )
         )
 
     def mask(
-        self, sequence: SequenceMetadata, first_head: int = 0, n_heads: int = 1, rows: slice = ALL
+        self, sequence: SequenceMetadata, first_head: int = 0, n_heads: int = 1, rows: slice = ALL_QUERIES
     ) -> Tensor | None:
         """Boolean [B or 1, n or 1, T, S], true where a query looks; None where `plain` says the same.
 
         `sequence.mask(pattern)` makes it once for all layers. rows: of some of the queries alone.
         """
-        if self.is_plain(sequence):
+        if self.is_builtin(sequence):
             return None
-        same_B1TS = sequence.same_document(of_memory=self.of_memory, rows=rows)
-        if self.plain == "all":
+        same_B1TS = sequence.same_document(of_memory=self.is_cross_attention, rows=rows)
+        if self.builtin_mask == "all":
             return same_B1TS
         q, k = self.places(sequence)
         heads, lengths = _heads(first_head, n_heads, q.device), self.lengths(sequence)
         lengths = (lengths[:, rows] if lengths.shape[1] > 1 else lengths)[:, None, :, None]
-        seen = self.sees_of(q[:, None, rows, None], k[:, None, None, :], heads, lengths)
-        if sequence.opened is not None:
-            seen = seen | sequence.opened[:, None, None, :]
+        seen = self.mask_mod_for_lengths(q[:, None, rows, None], k[:, None, None, :], heads, lengths)
+        if sequence.prefix_mask is not None:
+            seen = seen | sequence.prefix_mask[:, None, None, :]
         return seen if same_B1TS is None else same_B1TS & seen
 
-    def table(
+    def block_table(
         self,
         sequence: SequenceMetadata,
         size: int,
@@ -226,36 +229,36 @@ class Pattern:
         """
         q, k = self.places(sequence)
         lengths, heads = self.lengths(sequence), _heads(first_head, n_heads, q.device)
-        of_q, of_k = span(q, size, -1, lengths), span(k, size, -2)
-        seen = self.whole(of_q, of_k, heads) if whole else self.blocks(of_q, of_k, heads)
-        if sequence.opened is not None:
-            opened = span(sequence.opened.long(), size, -2)
+        of_q, of_k = block_bounds(q, size, -1, lengths), block_bounds(k, size, -2)
+        seen = self.full_block_mask(of_q, of_k, heads) if whole else self.block_mask(of_q, of_k, heads)
+        if sequence.prefix_mask is not None:
+            opened = block_bounds(sequence.prefix_mask.long(), size, -2)
             seen = seen | (opened.first if whole else opened.last).bool()
-        numbers = sequence.document_numbers(of_memory=self.of_memory)
+        numbers = sequence.document_ids(of_memory=self.is_cross_attention)
         if numbers is None:
             return seen
-        of_q, of_k = span(numbers[0], size, -1), span(numbers[1], size, -2)
+        of_q, of_k = block_bounds(numbers[0], size, -1), block_bounds(numbers[1], size, -2)
         if whole:
             return seen & (of_q.first == of_q.last) & (of_k.first == of_k.last) & (of_q.first == of_k.first)
         return seen & (of_k.first <= of_q.last) & (of_k.last >= of_q.first)
 
     def lengths(self, sequence: SequenceMetadata) -> Tensor:
         """Of the queries' documents [B or 1, T or 1]; whatever they are, where that makes no difference."""
-        if not self.of_length or sequence.document_numbers() is None:
+        if not self.depends_on_length or sequence.document_ids() is None:
             return torch.full((1, 1), sequence.length, device=sequence.indices.device)
         return sequence.document_lengths()
 
     def places(self, sequence: SequenceMetadata) -> tuple[Tensor, Tensor]:
         """Of queries [B or 1, T] and keys [B or 1, S]: in the row where that says the same, else in the document."""
-        if self.of_memory and sequence.memory is not None:
+        if self.is_cross_attention and sequence.memory is not None:
             return sequence.indices[None], sequence.memory.key_indices[None]
-        if self.is_relative or sequence.document_numbers() is None:
+        if self.is_relative or sequence.document_ids() is None:
             return sequence.indices[None], sequence.key_indices[None]
-        return sequence.document_places()
+        return sequence.positions_in_document()
 
 
 @cache
-def _pairs(pattern: Pattern, length: int, n_heads: int) -> float:
+def _pairs(pattern: AttentionPattern, length: int, n_heads: int) -> float:
     """`pairs`, which may look at each of them, once for all layers."""
     return pattern.pairs(length, n_heads)
 
@@ -264,12 +267,12 @@ def _heads(first: int, n: int, device: torch.device) -> Tensor:
     return torch.arange(first, first + n, device=device)[None, :, None, None]
 
 
-def span(values: Tensor, size: int, dim: int, lengths: Tensor | None = None) -> Span:
+def block_bounds(values: Tensor, size: int, dim: int, lengths: Tensor | None = None) -> BlockBounds:
     """The least and the greatest value [B or 1, L] of each block, with the other side's dim beside it."""
     first, last = _bounds(values, size, dim)
     if lengths is None:
-        return Span(first, last, first, last)
-    return Span(first, last, *_bounds(lengths.expand(len(lengths), values.shape[1]), size, dim))
+        return BlockBounds(first, last, first, last)
+    return BlockBounds(first, last, *_bounds(lengths.expand(len(lengths), values.shape[1]), size, dim))
 
 
 def _bounds(values: Tensor, size: int, dim: int) -> tuple[Tensor, Tensor]:

@@ -9,20 +9,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatfm.layers.attention.patterns.pattern import Pattern, Runs
+from megatfm.layers.attention.patterns.pattern import AttentionPattern, Ranges
 from megatfm.layers.sequence import SequenceMetadata
 
 # B batch, T tokens
 
 
-def reached(pattern: Pattern, row: SequenceMetadata, places: Tensor) -> Tensor:
+def reachable_keys(pattern: AttentionPattern, row: SequenceMetadata, places: Tensor) -> Tensor:
     """The places that queries at `places` may look at in any of the rows, ascending, these among them.
 
     All of them in the host's memory (`SequenceMetadata.on_host`). Padding, which only padding sees, is not looked for
     beyond `places`.
     """
     found = np.zeros(row.length, np.bool_)
-    opened = None if row.opened is None else row.opened.numpy()
+    opened = None if row.prefix_mask is None else row.prefix_mask.numpy()
     at = places.numpy()
     found[at] = True
     for run in np.split(at, np.flatnonzero(np.diff(at) > 1) + 1):
@@ -36,24 +36,26 @@ def reached(pattern: Pattern, row: SequenceMetadata, places: Tensor) -> Tensor:
     return torch.from_numpy(np.flatnonzero(found))
 
 
-def _runs(pattern: Pattern, first: int, last: int, length: int) -> Runs:
+def _runs(pattern: AttentionPattern, first: int, last: int, length: int) -> Ranges:
     """As `Pattern.reach`, of patterns that look anywhere, too."""
-    runs = pattern.reach(first, last, length)
+    runs = pattern.key_ranges(first, last, length)
     if runs is not None:
         return runs
     return ((0, length if pattern.sees_later else last),)
 
 
-def wide_queries(pattern: Pattern, row: SequenceMetadata, dealt: Sequence[Tensor]) -> Tensor:
+def global_query_indices(
+    pattern: AttentionPattern, row: SequenceMetadata, indices_by_rank: Sequence[Tensor]
+) -> Tensor:
     """The places of wide queries in any of the rows, ascending, of documents that lie on several ranks. dealt: places
     by rank, in the host's memory as the row."""
     found, rank_of = np.zeros(row.length, np.bool_), np.zeros(row.length, np.int64)
-    for rank, places in enumerate(dealt):
+    for rank, places in enumerate(indices_by_rank):
         rank_of[places.numpy()] = rank
-    for bounds, padding in _documents(row) if pattern.wide(row.length) else ():
+    for bounds, padding in _documents(row) if pattern.global_queries(row.length) else ():
         for (start, end), is_padding in zip(pairwise(bounds.tolist()), padding, strict=True):
             if not is_padding and (rank_of[start:end] != rank_of[start]).any():
-                for begin, beyond in pattern.wide(end - start):
+                for begin, beyond in pattern.global_queries(end - start):
                     found[start + begin : min(start + beyond, end)] = True
     return torch.from_numpy(np.flatnonzero(found))
 
@@ -63,11 +65,11 @@ Documents = list[tuple[NDArray[np.int64], NDArray[np.bool_]]]
 
 
 def _documents(row: SequenceMetadata) -> Documents:
-    return row.once("bounds of documents", lambda: _find_documents(row))
+    return row.cached("bounds of documents", lambda: _find_documents(row))
 
 
 def _find_documents(row: SequenceMetadata) -> Documents:
-    numbers = row.document_numbers()
+    numbers = row.document_ids()
     if numbers is None:
         return [(np.array([0, row.length]), np.zeros(1, np.bool_))] * len(row.positions)
     found = []

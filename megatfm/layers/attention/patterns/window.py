@@ -5,16 +5,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatfm.config import ModelConfig, WindowPatternConfig, expect
+from megatfm.config import ModelConfig, WindowPatternConfig, require_variant
 from megatfm.errors import UsageError
 from megatfm.layers.attention.patterns.full import Full
-from megatfm.layers.attention.patterns.pattern import Pattern, Runs, Span
+from megatfm.layers.attention.patterns.pattern import AttentionPattern, BlockBounds, Ranges
 from megatfm.layers.attention.patterns.registry import PATTERNS
-from megatfm.ops.attention.bands import Sides
+from megatfm.ops.attention.bands import BandLimits
 
 
 @dataclass(frozen=True)
-class Window(Pattern):
+class Window(AttentionPattern):
     """Every `step`-th key from `left` tokens before the query to `right` after it, and the document's `first` ones.
 
     first: of causal windows only. Two sides, left and right, are multiples of `step`.
@@ -34,40 +34,40 @@ class Window(Pattern):
         return not self.first
 
     @property
-    def sides(self) -> Sides | None:
-        return None if self.first or self.step > 1 else Sides(self.left, self.right)
+    def band(self) -> BandLimits | None:
+        return None if self.first or self.step > 1 else BandLimits(self.left, self.right)
 
     @property
-    def keeps(self) -> int | None:
+    def cache_window(self) -> int | None:
         return None if self.right else self.left
 
     @property
-    def keeps_first(self) -> int:
+    def n_initial_kept(self) -> int:
         return self.first
 
-    def reach(self, first: int, last: int, length: int) -> Runs:
+    def key_ranges(self, first: int, last: int, length: int) -> Ranges:
         return (first - self.left, last + self.right), (0, min(self.first, last))
 
-    def within(self, length: int) -> Pattern:
+    def simplify(self, length: int) -> AttentionPattern:
         causal = self.right == 0
         everything = self.step == 1 and self.left >= length - 1 and (causal or self.right >= length - 1)
         return Full(causal) if everything else self
 
-    def sees(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
+    def mask_mod(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
         near = (k >= q - self.left) & (k <= q + self.right)
         if self.step > 1:
             near = near & ((q - k) % self.step == 0)
         return near | ((k < self.first) & (k <= q)) if self.first else near
 
-    def blocks(self, q: Span, k: Span, heads: Tensor) -> Tensor:
+    def block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
         # How far back the nearest and the farthest pair lie, and whether a step lies between.
         least, most = (q.first - k.last).clamp(min=-self.right), (q.last - k.first).clamp(max=self.left)
         near = most // self.step * self.step >= least
         return near | ((k.first < self.first) & (k.first <= q.last)) if self.first else near
 
-    def whole(self, q: Span, k: Span, heads: Tensor) -> Tensor:
+    def full_block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
         if self.step > 1:
-            return super().whole(q, k, heads)
+            return super().full_block_mask(q, k, heads)
         near = (k.first >= q.last - self.left) & (k.last <= q.first + self.right)
         return near | ((k.last < self.first) & (k.last <= q.first)) if self.first else near
 
@@ -86,7 +86,7 @@ class Window(Pattern):
 @PATTERNS.register("window")
 def window(config: ModelConfig, causal: bool) -> Window:
     """`width` tokens up to the query in decoders; in encoders the query and half of `width` on each side."""
-    options = expect(config.attention.pattern, WindowPatternConfig, "model.attention.pattern")
+    options = require_variant(config.attention.pattern, WindowPatternConfig, "model.attention.pattern")
     if causal:
         return Window((options.width - 1) * options.step, 0, options.step, options.first)
     if options.first:

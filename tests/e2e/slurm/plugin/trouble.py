@@ -10,13 +10,13 @@ import socket
 import time
 from pathlib import Path
 
-from megatfm.data import Loader
+from megatfm.data import DataLoader
 
 FOLDER = Path(os.environ["TROUBLE"])
 RANK = os.environ.get("SLURM_PROCID") or os.environ.get("RANK") or "0"
 RESTARTED = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
 
-_next = Loader.__next__
+_next = DataLoader.__next__
 _steps = 0
 
 
@@ -42,4 +42,4 @@ def next_with_trouble(loader):
     return _next(loader)
 
 
-Loader.__next__ = next_with_trouble
+DataLoader.__next__ = next_with_trouble

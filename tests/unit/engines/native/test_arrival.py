@@ -8,7 +8,7 @@ from megatfm.config import ParallelConfig
 from megatfm.engines.native import replicated
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.native.replicated import Replicated
-from megatfm.parallel.blocks import blocks
+from megatfm.parallel.blocks import transformer_blocks
 from tests.parity.test_layouts import ADAMW, CAUSAL, TIED, global_batch, make_engine, microbatches
 from tests.workers import Workers
 
@@ -24,14 +24,14 @@ def trained(engine: NativeEngine) -> list[dict[str, Tensor]]:
 
 
 def compare() -> None:
-    model, parallel = TIED.changed({"n_layers": 4}), ParallelConfig(dp_shard=2, zero=1)
+    model, parallel = TIED.with_changes({"n_layers": 4}), ParallelConfig(dp_shard=2, zero=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replicated, "BUCKET_ELEMENTS", 5000)
         engine = make_engine(model, parallel, ADAMW, precision="fp32")
         data, under_way = engine.data, []
         assert isinstance(data, Replicated)
-        for block in blocks(engine.model):
-            block.register_forward_pre_hook(lambda *_: under_way.append(len(data._arriving)))
+        for block in transformer_blocks(engine.model):
+            block.register_forward_pre_hook(lambda *_: under_way.append(len(data._pending_parameters)))
         arriving = trained(engine)
         first, second = (
             under_way[-8:-4],
@@ -39,10 +39,10 @@ def compare() -> None:
         )  # the last step's micro-batches, before each of four blocks
         assert first[0] > first[1] > first[2] > first[3] == 0, first
         assert not any(second)
-        assert len(data._arriving) == len(data._buckets)
+        assert len(data._pending_parameters) == len(data._buckets)
         evaluated = engine.evaluate(microbatches(engine, global_batch(seed=9)), CAUSAL).loss
-        patch.setattr(Replicated, "_await_in", lambda *_: None)
-        arrive = Replicated._arrive
+        patch.setattr(Replicated, "_register_parameter_waits", lambda *_: None)
+        arrive = Replicated._finish_parameter_sync
         changed = Replicated.weights_changed
 
         def at_once(self: Replicated, frozen: bool = False) -> None:
@@ -58,7 +58,7 @@ def compare() -> None:
 
 def read_by_hand() -> None:
     """What an objective, a diagnostic or a notebook does between steps: a part runs alone, or weights are looked at."""
-    model = TIED.changed({"n_layers": 4})
+    model = TIED.with_changes({"n_layers": 4})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replicated, "BUCKET_ELEMENTS", 5000)
         engine = make_engine(model, ParallelConfig(dp_shard=2, zero=1), ADAMW, precision="fp32")
@@ -66,8 +66,8 @@ def read_by_hand() -> None:
         assert isinstance(data, Replicated)
         engine.forward_backward(microbatches(engine, global_batch(seed=1)), CAUSAL)
         engine.step(1e-2, clip=1.0)
-        assert len(data._arriving) == len(data._buckets) > 4
-        attention = list(blocks(module))[3].attn
+        assert len(data._pending_parameters) == len(data._buckets) > 4
+        attention = list(transformer_blocks(module))[3].attn
         names = [
             name for name, p in module.named_parameters() if any(p is own for own in attention.parameters())
         ]
@@ -78,7 +78,7 @@ def read_by_hand() -> None:
                     part(torch.zeros(1, weight.shape[1]))
         early = {name: module.get_parameter(name).clone() for name in names}
         moved = dict(engine.model.named_parameters())
-        assert not data._arriving
+        assert not data._pending_parameters
         assert names
         for name in names:
             assert torch.equal(early[name], moved[name]), name

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatfm.config import ModelConfig, load_config
-from megatfm.engines.native.engine import SHAPES, compile_all
-from megatfm.engines.registry import compiles, leaves_attention
+from megatfm.engines.native.engine import RECOMPILE_LIMIT, compile_all
+from megatfm.engines.registry import leaves_attention, should_compile
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
 from megatfm.ops.attention import kernels, rows
@@ -38,8 +38,8 @@ def test_blocks_are_compiled_on_gpus_where_nothing_is_in_the_way(
     overrides: list[str], on_gpu: bool, on_cpu: bool
 ) -> None:
     config = load_config("quickstart", overrides)
-    assert compiles(config, GPU) is on_gpu
-    assert compiles(config, CPU) is on_cpu
+    assert should_compile(config, GPU) is on_gpu
+    assert should_compile(config, CPU) is on_cpu
 
 
 def test_attention_of_long_rows_is_left_as_it_is_on_cpus() -> None:
@@ -63,7 +63,7 @@ def test_attention_that_is_left_goes_by_blocks(monkeypatch: pytest.MonkeyPatch, 
     """With the gradients of a mask of all pairs."""
     torch._dynamo.reset()
     sizes = {"vocab_size": 20, "d_model": 16, "n_layers": 1, "attention.n_heads": 4, "ffn.d_ff": 24}
-    model = build(ModelConfig.of({**sizes, **LEFT[name]})).double().train()
+    model = build(ModelConfig.from_dotted({**sizes, **LEFT[name]})).double().train()
     initialise(model, 3)
     inputs = batch("decoder", prefix=False)
     by_mask, served, real = gradients(model, inputs), [], nn.Module.compile
@@ -87,7 +87,7 @@ def test_attention_that_is_left_goes_by_blocks(monkeypatch: pytest.MonkeyPatch, 
 def test_attention_that_is_left_goes_by_some_queries(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """With the gradients of all at once."""
     torch._dynamo.reset()
-    config = ModelConfig.of({**test_rows_of_scores.SIZES, **test_rows_of_scores.MODELS[name]})
+    config = ModelConfig.from_dotted({**test_rows_of_scores.SIZES, **test_rows_of_scores.MODELS[name]})
     inputs = test_rows_of_scores.inputs_of(config.family, prefix=False)
     model = build(config).double().train()
     initialise(model, 3)
@@ -95,7 +95,7 @@ def test_attention_that_is_left_goes_by_some_queries(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         rows, "checkpoint", lambda *given, **how: (pieces.append(given), checkpoint(*given, **how))[1]
     )
-    monkeypatch.setattr(rows, "AT_ONCE", 1)
+    monkeypatch.setattr(rows, "MAX_SCORES", 1)
     monkeypatch.setattr(nn.Module, "compile", lambda self, **given: real(self, **given, backend="eager"))
     stack = model.decoder if config.family == "decoder" else model.encoder
     compile_all(stack.layers.values(), autotune=False, whole=False)
@@ -130,7 +130,7 @@ def in_lengths() -> list[int]:
         block(torch.ones(length, 4))
         made.append(counter.frame_count)
     assert options == {"fullgraph": True, "dynamic": False}
-    assert torch._dynamo.config.recompile_limit >= SHAPES
+    assert torch._dynamo.config.recompile_limit >= RECOMPILE_LIMIT
     torch._dynamo.reset()
     return made
 

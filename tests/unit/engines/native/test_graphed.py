@@ -15,11 +15,11 @@ from torch.utils._pytree import tree_leaves
 from megatfm.config import Config, ModelConfig, ParallelConfig, load_config
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.native.graphed import GraphedModel, Run
-from megatfm.engines.registry import recorder
+from megatfm.engines.registry import make_graph_capture
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.models import build
 from megatfm.parallel.mesh import build_mesh
-from megatfm.parallel.plan import lay
+from megatfm.parallel.plan import parallelize
 from megatfm.train.optimizers import optimizer_groups
 from tests.parity.test_layouts import ADAMW, CAUSAL, MODEL, TIED, global_batch, make_engine, microbatches
 from tests.unit.engines.native.test_host_reads import Waits
@@ -83,9 +83,15 @@ def graphed(config: ModelConfig, precision: str, recorder: Taped) -> NativeEngin
         model = build(config)
     groups = optimizer_groups(ADAMW, model)
     return NativeEngine(
-        model, lay(model, mesh, sequence_parallel=True), mesh, device=torch.device("cpu"), precision=precision, seed=7,
-        optimizers=groups, graphs=recorder,
-    )  # fmt: skip
+        model,
+        parallelize(model, mesh, sequence_parallel=True),
+        mesh,
+        device=torch.device("cpu"),
+        precision=precision,
+        seed=7,
+        optimizers=groups,
+        graphs=recorder,
+    )
 
 
 def steps(engine: NativeEngine) -> list[dict[str, Any]]:
@@ -95,10 +101,16 @@ def steps(engine: NativeEngine) -> list[dict[str, Any]]:
         batch = global_batch(seed=number, length=8 if number == 3 else 12)
         batch["keys"] = torch.arange(len(batch["tokens"])) + 100 * number
         parts = microbatches(engine, batch)
-        sums = engine.forward_backward(parts, CAUSAL, watch=number == 2)
-        if number in (2, 3):  # added to what was asked for, and recorded
-            other = microbatches(engine, {**global_batch(seed=9, length=12), "keys": torch.arange(8)})
-            engine.forward_backward(other, CAUSAL)
+        other = microbatches(engine, {**global_batch(seed=9, length=12), "keys": torch.arange(8)})
+        if number == 2:  # watched, so not replayed; then dropped, and replayed
+            watched = engine.forward_backward(parts, CAUSAL, record_activations=True)
+            dropped = {f"dropped {name}": tensor.clone() for name, tensor in engine.gradients().items()}
+            found.append({"watched": watched.loss, **dropped})
+            engine.zero_grad()
+            parts = other
+        elif number == 3:  # two shapes in one step
+            parts = [*parts, *other]
+        sums = engine.forward_backward(parts, CAUSAL)
         gradients = {name: tensor.clone() for name, tensor in engine.gradients().items()}
         found.append({"loss": sums.loss, "norm": engine.step(1e-2, 0.3, skip=number == 1), **gradients})
     found.append({"evaluated": engine.evaluate(parts, CAUSAL).loss})
@@ -106,7 +118,7 @@ def steps(engine: NativeEngine) -> list[dict[str, Any]]:
     return found
 
 
-DROPPED = TIED.changed({"dropout": 0.1, "attention.dropout": 0.1})
+DROPPED = TIED.with_changes({"dropout": 0.1, "attention.dropout": 0.1})
 
 
 def compare() -> None:
@@ -135,6 +147,7 @@ def record_too_many() -> str:
         engine = graphed(MODEL, "fp32", Taped())
         for length in (8, 12, 8, 12):
             engine.forward_backward(microbatches(engine, global_batch(seed=0, length=length)), CAUSAL)
+            engine.zero_grad()
         with pytest.raises(MegatfmError) as error:
             engine.forward_backward(microbatches(engine, global_batch(seed=0, length=10)), CAUSAL)
     return str(error.value)
@@ -148,12 +161,12 @@ def test_graphs_of_endless_shapes_are_refused(workers: Workers) -> None:
 
 def refused(config: Config) -> str:
     with pytest.raises(UsageError) as error:
-        recorder(config, torch.device("cpu"))
+        make_graph_capture(config, torch.device("cpu"))
     return f"{error.value} ({dist.get_world_size()})"
 
 
 def test_a_cpu_has_no_graphs(workers: Workers) -> None:
-    assert recorder(load_config("quickstart", []), torch.device("cpu")) is None
+    assert make_graph_capture(load_config("quickstart", []), torch.device("cpu")) is None
     (said,) = workers.run(refused, 1, load_config("quickstart", ["train.cuda_graphs=true"]))
     assert "for one process on a GPU, and this run has 1 on cpu: set train.cuda_graphs = false" in said
 
@@ -163,9 +176,9 @@ class Counting(nn.Module):
 
     observed: Mapping[str, Tensor] = MappingProxyType({})
 
-    def observe(self, counts: Any) -> None: ...
+    def accumulate_counts(self, counts: Any) -> None: ...
     def update(self, observed: Any) -> None: ...
-    def forget(self) -> None: ...
+    def reset_counts(self) -> None: ...
 
 
 def test_a_module_that_counts_is_refused() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatfm.config import ModelConfig, ParallelConfig
-from megatfm.engines.losses import HostReads
+from megatfm.engines.losses import DeferredReads
 from megatfm.layers.moe import dispatch
 from tests.parity.test_layouts import ADAMW, CAUSAL, TIED, global_batch, make_engine, microbatches
 from tests.workers import Workers
@@ -18,7 +18,7 @@ WAITS = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten
 """Operators whose result the host needs before it can go on: a number, or a shape that depends on values."""
 METHODS = ("tolist", "cpu", "numpy")
 """Of tensors, which bring all of their values to the host and show up as no operator."""
-MOE = TIED.changed({"ffn": {"name": "moe", "n_experts": 4, "top_k": 2, "d_ff": 48}})
+MOE = TIED.with_changes({"ffn": {"name": "moe", "n_experts": 4, "top_k": 2, "d_ff": 48}})
 
 
 class Waits(TorchDispatchMode):
@@ -43,15 +43,15 @@ def waits_of_a_step(
     itself, as a GPU does, whose rows of experts nobody looks at."""
     engine = make_engine(model, parallel, ADAMW, precision=precision)
     if early:
-        engine.early = list(engine.optimizers)
+        engine.skipping_optimizers = list(engine.optimizers)
     batches = [microbatches(engine, global_batch(seed=step)) for step in range(2)]
-    reads, real, asked = [], HostReads.read, []
+    reads, real, asked = [], DeferredReads.read, []
 
     def noted(name: str) -> Callable[..., Any]:
         method = getattr(Tensor, name)
         return lambda self, *given: (asked.append(name), method(self, *given))[1]
 
-    def read(self: HostReads) -> None:
+    def read(self: DeferredReads) -> None:
         reads.append(1)
         before = len(asked)
         real(self)
@@ -61,11 +61,11 @@ def waits_of_a_step(
         reads.clear()
         asked.clear()
         with pytest.MonkeyPatch.context() as patch, Waits() as waits:
-            patch.setattr(HostReads, "read", read)
+            patch.setattr(DeferredReads, "read", read)
             for name in METHODS:
                 patch.setattr(Tensor, name, noted(name))
             if early:
-                patch.setattr(dispatch, "asks_for_values", lambda _: False)
+                patch.setattr(dispatch, "is_host_readable", lambda _: False)
             stats = engine.forward_backward(batch, CAUSAL)
             engine.step(1e-2, clip=1e-3)
             assert stats.loss > 0

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from megatfm.config import ParallelConfig
-from megatfm.engines.losses import HostReads
+from megatfm.engines.losses import DeferredReads
 from megatfm.engines.native import engine as native
 from megatfm.layers import sequence
 from megatfm.layers.attention.patterns import bigbird
@@ -49,7 +49,7 @@ class Device(Waits):
             return values
         there = values.clone()
         self.put([there])
-        return moved.remembered(there, values)
+        return moved.remember_host_copy(there, values)
 
     def here(self, *given: Any) -> dict[str, Tensor]:
         """In the place of `here`: what comes before the move is the host's."""
@@ -68,7 +68,7 @@ class Device(Waits):
         return made
 
 
-HERE, MOVED, READ = native.here, moved.moved, HostReads.read
+HERE, MOVED, READ = native.local_batch, moved.moved, DeferredReads.read
 
 
 def waits_of_rows(name: str, parallel: ParallelConfig, known: bool) -> list[str]:
@@ -93,10 +93,10 @@ def waits_of_rows(name: str, parallel: ParallelConfig, known: bool) -> list[str]
             ):  # it moves to where the queries are
                 patch.setattr(module, "moved", device.moved)
         for module in (moved, sequence):
-            patch.setattr(module, "at_hand", lambda x: not device.holds(x))
-        patch.setattr(native, "here", device.here)
+            patch.setattr(module, "is_on_host", lambda x: not device.holds(x))
+        patch.setattr(native, "local_batch", device.here)
         if not known:
-            patch.setattr(moved, "remembered", lambda there, _: there)
+            patch.setattr(moved, "remember_host_copy", lambda there, _: there)
         sums = engine.forward_backward(microbatches(engine, batch), objective)
         found = [*device.found, *asked]
     assert sums.loss == pytest.approx(loss, rel=1e-12)

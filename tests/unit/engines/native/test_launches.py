@@ -10,7 +10,7 @@ from megatfm.config import ModelConfig, ParallelConfig
 from tests.parity.test_layouts import ADAMW, CAUSAL, MODEL, global_batch, make_engine, microbatches
 from tests.workers import Workers
 
-GPT2 = MODEL.changed(
+GPT2 = MODEL.with_changes(
     {
         "attention": {"n_heads": 4, "bias": True},
         "ffn": {"d_ff": 80, "activation": "gelu_tanh", "bias": True},
@@ -54,7 +54,7 @@ def launches(
     """Of the second step: forward and backward; clipping and the optimizer's step. early: decided on the device."""
     engine = make_engine(model, parallel, ADAMW, precision=precision)
     if early:
-        engine.early = list(engine.optimizers)
+        engine.skipping_optimizers = list(engine.optimizers)
     for seed in range(2):
         batch = microbatches(engine, global_batch(seed=seed))
         with Launches() as passes:
@@ -79,7 +79,8 @@ change makes them fewer, lower them here. `torch.compile` fuses most of a block'
 def test_a_step_asks_for_no_more_than_its_budget(workers: Workers, model: str, precision: str) -> None:
     config = {"gpt2": GPT2, "llama": MODEL}[model]
     (two,), (four,) = (
-        workers.run(launches, 1, config.changed({"n_layers": n}), ParallelConfig(), precision) for n in (2, 4)
+        workers.run(launches, 1, config.with_changes({"n_layers": n}), ParallelConfig(), precision)
+        for n in (2, 4)
     )
     block, step = BUDGETS[model, precision]
     assert (four[0].total() - two[0].total()) / (2 * MICRO_BATCHES) <= block, four[0] - two[0]
@@ -93,6 +94,6 @@ EARLY = 34
 @pytest.mark.parametrize("layers", [2, 4])
 def test_a_step_that_the_device_decides_on_asks_for_little_more(workers: Workers, layers: int) -> None:
     """Whether the loss is finite, the factor of the gradients, and step counts that are set back."""
-    config = MODEL.changed({"n_layers": layers})
+    config = MODEL.with_changes({"n_layers": layers})
     ((_, step),) = workers.run(launches, 1, config, ParallelConfig(), "bf16", True)
     assert step.total() <= EARLY, step

@@ -15,7 +15,7 @@ from megatfm.engines.native.engine import NativeEngine
 from megatfm.errors import MegatfmError
 from megatfm.parallel.mesh import Mesh
 from tests.parity import test_pipelines as pipelines
-from tests.parity.test_families import PassOn
+from tests.parity.test_families import PassThroughObjective
 from tests.parity.test_layouts import (
     ADAMW,
     CAUSAL,
@@ -92,8 +92,8 @@ def test_a_gradient_that_is_not_finite_on_one_rank_changes_nothing_on_any(
     workers.run(one_bad_gradient, 2, value)
 
 
-def tensor_of(part: checkpoint.Box | Tensor) -> Tensor:
-    return part.tensor if isinstance(part, checkpoint.Box) else part
+def tensor_of(part: checkpoint.ShardedTensor | Tensor) -> Tensor:
+    return part.tensor if isinstance(part, checkpoint.ShardedTensor) else part
 
 
 def train_and_save(
@@ -191,7 +191,9 @@ def train_without_sentences(layouts: list[ParallelConfig]) -> None:
         with pytest.raises(
             MegatfmError, match=r"no loss depends on sentence\.\S+, .* \(4 of the weights here\)"
         ):
-            engine.forward_backward(pipelines.microbatches(engine, batch), PassOn(["masked", "boundary"]))
+            engine.forward_backward(
+                pipelines.microbatches(engine, batch), PassThroughObjective(["masked", "boundary"])
+            )
 
 
 def test_weights_that_no_loss_depends_on_are_named(workers: Workers) -> None:
@@ -251,14 +253,16 @@ def misused(parallel: ParallelConfig) -> None:
         engine.evaluate([], CAUSAL)
     counted: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        genuine = Mesh.sum
-        patch.setattr(Mesh, "sum", lambda *args: (counted.append(1), genuine(*args))[1])
+        genuine = Mesh.all_reduce_
+        patch.setattr(Mesh, "all_reduce_", lambda *args: (counted.append(1), genuine(*args))[1])
         several = microbatches(engine, batch)
         whole = engine.evaluate(several * 3, CAUSAL)
         three = len(counted)
         engine.evaluate(several, CAUSAL)
     assert len(counted) - three == three, "as often for one batch as for three"
-    assert whole.counts == {name: 3 * n for name, n in engine.evaluate(several, CAUSAL).counts.items()}
+    assert whole.target_counts == {
+        name: 3 * n for name, n in engine.evaluate(several, CAUSAL).target_counts.items()
+    }
 
 
 def test_a_pass_is_followed_by_its_step_and_an_evaluation_has_batches(workers: Workers) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 from megatfm.config import ParallelConfig
 from megatfm.engines.native import replicated
 from megatfm.engines.native.replicated import Replicated
-from megatfm.verify.traffic import Flow, Traffic
+from megatfm.verify.traffic import CollectiveTraffic, TrafficCounter
 from tests.parity.test_layouts import ADAMW, CAUSAL, TIED, global_batch, make_engine, microbatches
 from tests.workers import Workers
 
@@ -18,7 +18,7 @@ LAYOUTS = [
 ]
 
 
-def one_step(parallel: ParallelConfig) -> tuple[dict[str, Tensor], list[Flow], int]:
+def one_step(parallel: ParallelConfig) -> tuple[dict[str, Tensor], list[CollectiveTraffic], int]:
     """Gradients, traffic, and how many buckets were on their way when the last backward pass was over."""
     engine = make_engine(TIED, parallel, ADAMW)
     data = engine.data
@@ -26,11 +26,11 @@ def one_step(parallel: ParallelConfig) -> tuple[dict[str, Tensor], list[Flow], i
     sent, reduce = [0], data.reduce
 
     def note() -> None:
-        sent[0] = len(data._flying)
+        sent[0] = len(data._pending_gradients)
         reduce()
 
     data.reduce = note  # type: ignore[method-assign]
-    with Traffic({}) as traffic:
+    with TrafficCounter({}) as traffic:
         engine.forward_backward(microbatches(engine, global_batch(seed=4)), CAUSAL)
     return engine.gradients(), traffic.flows(), sent[0]
 
@@ -42,7 +42,9 @@ def compare() -> None:
             early, flows, sent = one_step(parallel)
             assert sent >= 3, "of the layers, while that of the embedding is not there yet"
             with pytest.MonkeyPatch.context() as late:
-                late.setattr(Replicated, "begin", lambda self, last: self.begin_pipeline(keep_whole=False))
+                late.setattr(
+                    Replicated, "begin", lambda self, is_last: self.start_pipeline_step(keep_unsharded=False)
+                )
                 afterwards, same_flows, none = one_step(parallel)
             assert (none, flows) == (0, same_flows)
             for name, gradient in early.items():
@@ -56,7 +58,7 @@ def test_the_same_gradients_to_the_bit(workers: Workers) -> None:
 def two_backward_passes() -> None:
     engine = make_engine(TIED, LAYOUTS[0], ADAMW)
     parameter = engine.model.get_parameter("decoder.norm.weight")
-    engine.data.begin(last=True)
+    engine.data.begin(is_last=True)
     for other in engine.model.parameters():
         other.square().sum().backward()
     with pytest.raises(RuntimeError, match="a gradient came after its bucket was sent"):

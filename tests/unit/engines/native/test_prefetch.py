@@ -11,14 +11,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
 
 from megatfm.config import ParallelConfig
-from megatfm.engines.native.data_parallel import Sharing
+from megatfm.engines.native.data_parallel import ZeroOptions
 from megatfm.engines.native.engine import NativeEngine
-from megatfm.parallel.blocks import blocks
+from megatfm.parallel.blocks import transformer_blocks
 from tests.parity.test_layouts import ADAMW, CAUSAL, MODEL, global_batch, make_engine, microbatches
 from tests.workers import Workers
 
 LAYERS = 5
-DEEP = MODEL.changed({"n_layers": LAYERS})
+DEEP = MODEL.with_changes({"n_layers": LAYERS})
 
 
 def order(prefetch: int, recomputed: str) -> tuple[list[str], dict[str, Tensor], float]:
@@ -31,13 +31,15 @@ def order(prefetch: int, recomputed: str) -> tuple[list[str], dict[str, Tensor],
 
     def noted(params: Any, *rest: Any) -> Any:
         module = params[0]._module_info.module
-        found.extend(f"g{n}" for n, block in enumerate(blocks(engine.model)) if module in block.modules())
+        found.extend(
+            f"g{n}" for n, block in enumerate(transformer_blocks(engine.model)) if module in block.modules()
+        )
         return gather(params, *rest)
 
     def runs(what: str) -> Any:
         return lambda *_: found.append(what)
 
-    for n, block in enumerate(blocks(engine.model)):
+    for n, block in enumerate(transformer_blocks(engine.model)):
         block.register_forward_pre_hook(runs(f"f{n}"))
         # Of a part of it, as nothing says which comes first of several hooks that wait for one gradient.
         block.get_submodule("ffn").register_full_backward_pre_hook(runs(f"b{n}"))
@@ -64,7 +66,7 @@ def both_ways(ahead: int, by_itself: int) -> Iterator[str]:
 def compare(recomputed: str) -> None:
     expected: tuple[dict[str, Tensor], float] | None = None
     assert ParallelConfig().prefetch is None
-    assert [Sharing().ahead(device) for device in ("cpu", "cuda")] == [0, 1]
+    assert [ZeroOptions().prefetch_depth(device) for device in ("cpu", "cuda")] == [0, 1]
     for ahead in (0, 1, 2):
         found, gradients, evaluated = order(ahead, recomputed)
         assert found == list(both_ways(ahead, max(ahead, 1))), (ahead, found)

@@ -3,7 +3,7 @@
 import pytest
 
 from megatfm.config import ParallelConfig
-from megatfm.verify.traffic import Traffic
+from megatfm.verify.traffic import TrafficCounter
 from tests.parity.test_layouts import (
     ADAMW,
     CAUSAL,
@@ -32,7 +32,7 @@ def reduced(parallel: ParallelConfig) -> tuple[float, int]:
     batch = global_batch(seed=4)
     _, expected = one_device_gradients(one_device(TIED), batch)
     engine = make_engine(TIED, parallel, ADAMW, precision="fp32")
-    with Traffic({}) as traffic:
+    with TrafficCounter({}) as traffic:
         engine.forward_backward(microbatches(engine, batch), CAUSAL)
     off = norm = 0.0
     for name, gradient in engine.gradients().items():

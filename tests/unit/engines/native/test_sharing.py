@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatfm.config import AdamWConfig, ParallelConfig
 from megatfm.engines.interface import Batch
-from megatfm.engines.native.buckets import deal
+from megatfm.engines.native.buckets import assign_buckets
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.native.replicated import Replicated
 from megatfm.models import build
@@ -34,7 +34,7 @@ def optimizer_tensors(engine: NativeEngine) -> list[Tensor]:
 class Weighing:
     """The objective, which notes the weights that the model has in memory between a forward and a backward pass."""
 
-    weights, counts = CAUSAL.weights, CAUSAL.counts
+    loss_weights, target_counts = CAUSAL.loss_weights, CAUSAL.target_counts
     seen = 0
 
     def __call__(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -52,13 +52,13 @@ def held(parallel: ParallelConfig) -> dict[str, int]:
     engine.step(1e-2, clip=1.0)
     whole = [0]
     if isinstance(engine.data, Replicated):
-        send = engine.data._send_next
+        send = engine.data._start_next_reduction
 
         def weigh_gradients() -> None:  # all are there: they go in one bucket
             whole[0] = bytes_of([p.grad for p in engine.model.parameters()])
             send()
 
-        engine.data._send_next = weigh_gradients  # type: ignore[method-assign]
+        engine.data._start_next_reduction = weigh_gradients  # type: ignore[method-assign]
     engine.forward_backward(microbatches(engine, batch), objective)
     return {
         "computed": objective.seen,
@@ -139,17 +139,17 @@ def test_packing_and_unpacking_lose_nothing(
 ) -> None:
     tensors = {name: torch.rand(shape) for name, shape in shapes.items()}
     back = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    buckets = list(deal(shapes, ranks, most))
+    buckets = list(assign_buckets(shapes, ranks, most))
     assert [name for bucket in buckets for name in bucket.shapes] == list(shapes)
     for bucket in buckets:
         assert len(bucket.shapes) == 1 or sum(torch.Size(s).numel() for s in bucket.shapes.values()) <= most
         buffer = bucket.pack(tensors, torch.empty(0))
         for rank in range(ranks):
-            for name, block in bucket.unpack_own(buffer[rank], rank).items():
+            for name, block in bucket.unpack_shard(buffer[rank], rank).items():
                 first, rows = bucket.rows(name, rank)
                 assert torch.equal(block, tensors[name][first : first + rows])
             own = {n: tensors[n][slice(*_span(bucket.rows(n, rank)))] for n in bucket.shapes}
-            assert torch.equal(bucket.pack_own(own, torch.empty(0)), buffer[rank])
+            assert torch.equal(bucket.pack_shard(own, torch.empty(0)), buffer[rank])
         bucket.unpack(buffer, back)
     assert all(torch.equal(tensor, back[name]) for name, tensor in tensors.items())
 

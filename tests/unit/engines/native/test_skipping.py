@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatfm import checkpoint
 from megatfm.config import AdamWConfig, OptimizerSection, ParallelConfig
-from megatfm.engines.losses import HostReads
+from megatfm.engines.losses import DeferredReads
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.optimizers import ElementwiseOptimizer
 from tests.parity.test_layouts import (
@@ -29,7 +29,7 @@ STEPS = ("gradient", "", "clipped", "loss", "", "asked", "clipped", "")
 
 def early(engine: NativeEngine) -> NativeEngine:
     """As an engine on a GPU decides."""
-    engine.early = [each for each in engine.optimizers if each.can_skip]
+    engine.skipping_optimizers = [each for each in engine.optimizers if each.can_skip]
     return engine
 
 
@@ -41,7 +41,7 @@ def take(engine: NativeEngine, steps: tuple[str, ...], first: int = 0) -> list[f
         if kind == "gradient":
             next(iter(engine.gradients().values())).view(-1)[:1] = torch.inf
         if kind == "loss":
-            engine.passed[1][0] = torch.nan
+            engine.pending_losses[1][0] = torch.nan
         norms.append(engine.step(1e-2, 1e-3 if kind == "clipped" else 1e3, skip=kind == "asked"))
     return norms
 
@@ -75,7 +75,7 @@ def compare(parallel: ParallelConfig, optimizer: OptimizerSection, precision: st
         found = bits(engine)
         assert found.keys() == wanted.keys()
         assert [name for name in wanted if not torch.equal(wanted[name], found[name])] == []
-    return len(device.early)
+    return len(device.skipping_optimizers)
 
 
 def compare_all(cases: list[tuple[ParallelConfig, OptimizerSection, str]], folder: Path) -> list[int]:
@@ -99,10 +99,10 @@ def order_of_a_step() -> list[str]:
     said: list[str] = []
     take(engine, ("",))
     engine.forward_backward(microbatches(engine, global_batch(seed=1)), CAUSAL)
-    send, read = HostReads.send, HostReads.read
+    send, read = DeferredReads.start_copy, DeferredReads.read
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HostReads, "send", lambda self: (said.append("sent"), send(self)))
-        patch.setattr(HostReads, "read", lambda self: (said.append("read"), read(self)))
+        patch.setattr(DeferredReads, "start_copy", lambda self: (said.append("sent"), send(self)))
+        patch.setattr(DeferredReads, "read", lambda self: (said.append("read"), read(self)))
         for each in engine.optimizers:
             kind = "AdamW" if isinstance(each, ElementwiseOptimizer) else "Muon"
             step = each.step

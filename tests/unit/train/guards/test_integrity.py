@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megatfm.config import ParallelConfig
 from megatfm.engines.interface import Batch
 from megatfm.errors import MegatfmError
-from megatfm.train.guards.integrity import compare_replicas, forward_backward
+from megatfm.train.guards.integrity import compare_replicas, forward_backward_with_replay
 from tests.parity.test_layouts import ADAMW, CAUSAL, MODEL, global_batch, make_engine
 from tests.workers import Workers
 
@@ -63,7 +63,7 @@ def test_a_flipped_bit_is_named_under_every_stage(workers: Workers) -> None:
 class Drawing:
     """An objective that a plugin might bring: it draws from the global generators."""
 
-    weights, counts = CAUSAL.weights, CAUSAL.counts
+    loss_weights, target_counts = CAUSAL.loss_weights, CAUSAL.target_counts
 
     def __call__(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         factor = 1.0 + torch.rand(()) + random.random() + float(np.random.rand())
@@ -76,7 +76,9 @@ def replayed_with_draws() -> list[float]:
     rows = {key: value[2 * dist.get_rank() :][:2] for key, value in global_batch(seed=1).items()}
     losses = []
     for step in (1, 2, 3):
-        losses.append(forward_backward(engine, [rows], Drawing(), step, replay_every=step % 2).loss)
+        losses.append(
+            forward_backward_with_replay(engine, [rows], Drawing(), step, replay_every=step % 2).loss
+        )
         engine.zero_grad()
     return losses
 

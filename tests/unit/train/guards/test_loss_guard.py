@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from megatfm.config import ResilienceConfig
-from megatfm.engines.interface import Sums
+from megatfm.engines.interface import LossTotals
 from megatfm.engines.loss_scale import LossScale
 from megatfm.errors import MegatfmError
 from megatfm.train.guards.loss_guard import LossGuard
-from megatfm.train.record.decisions import DECISIONS, Decisions
+from megatfm.train.record.decisions import DECISIONS, DecisionLog
 
 
 class Engine:
@@ -32,12 +32,12 @@ class Engine:
 
 
 def guard(path: Path, **settings: Any) -> LossGuard:
-    return LossGuard(ResilienceConfig(**settings), 1.0, Decisions(path / DECISIONS, is_writer=True))
+    return LossGuard(ResilienceConfig(**settings), 1.0, DecisionLog(path / DECISIONS, is_writer=True))
 
 
 def carried_out(kept: LossGuard, engine: Engine, step: int, loss: float, gradient: float) -> bool:
     engine.gradient, engine.loss = torch.tensor([gradient]), loss
-    stats = Sums({"causal": 1.0}, lambda: [loss, 1.0])
+    stats = LossTotals({"causal": 1.0}, lambda: [loss, 1.0])
     norm, said = kept.guarded_step(engine, step, stats, 0.1)  # type: ignore[arg-type]
     assert (said is None) == math.isfinite(norm)
     return said is None
@@ -54,10 +54,10 @@ def test_what_is_not_finite_leaves_the_weights_and_is_counted(
     kept.observe(2.0)
     before = engine.weight
     assert not carried_out(kept, engine, 2, loss, gradient)
-    assert (engine.weight, kept.in_a_row, kept.skipped) == (before, 1, 1)
+    assert (engine.weight, kept.consecutive_skips, kept.skipped) == (before, 1, 1)
     assert carried_out(kept, engine, 3, 2.0, 1.0)
     kept.observe(2.0)
-    assert (kept.in_a_row, kept.skipped) == (0, 1)
+    assert (kept.consecutive_skips, kept.skipped) == (0, 1)
     assert engine.weight < before
     line = json.loads((tmp_path / DECISIONS).read_text())
     assert {key: line[key] for key in line if key != "check"} == {"decision": "skip", "step": 2}
@@ -78,7 +78,7 @@ def test_float16_may_halve_its_scale_as_often_as_it_takes_to_settle(tmp_path: Pa
     for number in range(24):
         assert engine.loss_scale.value == 2.0 ** (24 - number)
         assert not carried_out(kept, engine, number + 1, 2.0, math.inf)
-    assert (kept.in_a_row, kept.skipped) == (0, 0)
+    assert (kept.consecutive_skips, kept.skipped) == (0, 0)
     assert not (tmp_path / DECISIONS).exists()
     for number in (25, 26):
         assert not carried_out(kept, engine, number, 2.0, math.inf)
@@ -90,7 +90,7 @@ def test_a_loss_that_is_not_finite_counts_whatever_the_scale(tmp_path: Path) -> 
     kept, engine = guard(tmp_path, max_skipped=2), Engine()
     engine.loss_scale = LossScale()
     assert not carried_out(kept, engine, 1, math.nan, 1.0)
-    assert (kept.in_a_row, kept.decisions.skips) == (1, {1})
+    assert (kept.consecutive_skips, kept.decisions.skips) == (1, {1})
 
 
 def test_too_many_in_a_row_end_the_run(tmp_path: Path) -> None:
@@ -184,23 +184,23 @@ def test_a_rollback_voids_what_was_decided_about_other_data(tmp_path: Path) -> N
     decisions = kept.decisions
     for step in (3, 7):
         decisions.skip(step)
-    decisions.go_back(9, 4, 90)
-    assert (decisions.skips, decisions.data_skips) == ({3}, {4: 90})
+    decisions.record_rollback(9, 4, 90)
+    assert (decisions.skips, decisions.data_resume_positions) == ({3}, {4: 90})
     decisions.skip(6)
-    decisions.go_back(12, 8, 130)
-    assert (decisions.skips, decisions.data_skips) == ({3, 6}, {4: 90, 8: 130})
-    kept.go_back(13, 4, 140)
-    again = Decisions(decisions.path, is_writer=False)
+    decisions.record_rollback(12, 8, 130)
+    assert (decisions.skips, decisions.data_resume_positions) == ({3, 6}, {4: 90, 8: 130})
+    kept.record_rollback(13, 4, 140)
+    again = DecisionLog(decisions.path, is_writer=False)
     again.read()
-    assert (again.skips, again.data_skips, again.rollbacks) == ({3}, {4: 140}, {4: 2, 8: 1})
+    assert (again.skips, again.data_resume_positions, again.rollbacks) == ({3}, {4: 140}, {4: 2, 8: 1})
     with pytest.raises(MegatfmError, match="step 15: the loss spikes again after 2 rollbacks to step 4"):
-        kept.go_back(15, 4, 160)
-    decisions.forget()
+        kept.record_rollback(15, 4, 160)
+    decisions.clear()
     assert not decisions.path.exists()
 
 
 def test_a_torn_last_line_is_nothing(tmp_path: Path) -> None:
-    decisions = Decisions(tmp_path / DECISIONS, is_writer=True)
+    decisions = DecisionLog(tmp_path / DECISIONS, is_writer=True)
     decisions.skip(2)
     first = decisions.path.read_bytes()
     decisions.skip(3)
@@ -215,9 +215,9 @@ def test_a_torn_last_line_is_nothing(tmp_path: Path) -> None:
 
 
 def test_every_bit_that_flips_in_what_was_decided_is_seen(tmp_path: Path) -> None:
-    decisions = Decisions(tmp_path / DECISIONS, is_writer=True)
+    decisions = DecisionLog(tmp_path / DECISIONS, is_writer=True)
     decisions.skip(17)
-    decisions.go_back(29, 20, 300)
+    decisions.record_rollback(29, 20, 300)
     content = decisions.path.read_bytes()
     for position in range(len(content) * 8):
         flipped = bytearray(content)
@@ -231,20 +231,20 @@ def test_every_bit_that_flips_in_what_was_decided_is_seen(tmp_path: Path) -> Non
 def test_what_was_not_written_here_is_no_decision(tmp_path: Path, planted: bytes) -> None:
     (tmp_path / DECISIONS).write_bytes(planted)
     with pytest.raises(MegatfmError, match=r"decisions\.jsonl, line 1: damaged"):
-        Decisions(tmp_path / DECISIONS, is_writer=True).read()
+        DecisionLog(tmp_path / DECISIONS, is_writer=True).read()
 
 
 def test_steps_are_tried_again_where_the_settings_that_spoiled_them_changed(tmp_path: Path) -> None:
-    decisions = Decisions(tmp_path / DECISIONS, is_writer=True)
+    decisions = DecisionLog(tmp_path / DECISIONS, is_writer=True)
     for step in (3, 8, 9):
         decisions.skip(step)
-    decisions.go_back(7, 6, 100)
+    decisions.record_rollback(7, 6, 100)
     for step in (8, 9):
         decisions.skip(step)
-    again = Decisions(tmp_path / DECISIONS, is_writer=True)
+    again = DecisionLog(tmp_path / DECISIONS, is_writer=True)
     again.read()
     assert again.retry_after(6) == [8, 9]
     assert again.retry_after(6) == []
-    for found in (again, Decisions(tmp_path / DECISIONS, is_writer=False)):
+    for found in (again, DecisionLog(tmp_path / DECISIONS, is_writer=False)):
         found.read()
-        assert (found.skips, found.data_skips, found.rollbacks) == ({3}, {6: 100}, {6: 1})
+        assert (found.skips, found.data_resume_positions, found.rollbacks) == ({3}, {6: 100}, {6: 1})

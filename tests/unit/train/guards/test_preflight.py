@@ -8,16 +8,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatfm.checkpoint.nodes import Nodes
+from megatfm.checkpoint.nodes import NodeTopology
 from megatfm.errors import MegatfmError
 from megatfm.train.guards import preflight
 from megatfm.train.guards.preflight import (
-    check_node,
+    check_local_disk,
     check_space,
     find_slow,
     free_memory,
     probe_disk,
-    product_seconds,
+    time_matmul,
 )
 
 
@@ -61,17 +61,17 @@ def test_room_is_needed_for_what_is_kept_and_what_is_written(
 def test_a_node_s_disk_holds_its_share_and_that_of_the_node_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: tuple[int, ...], rank: int, ranks_held: int
 ) -> None:
-    nodes = Nodes(tmp_path / "local" / "run", rank, node, None)
+    nodes = NodeTopology(tmp_path / "local" / "run", rank, node, None)
     needed = 3 * ranks_held * 1000  # the two newest checkpoints and the one being written
     state = 1000 * len(node)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=needed))
-    check_node(nodes, state)
+    check_local_disk(nodes, state)
     assert list(nodes.folder.iterdir()) == [], "no probe is left"
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=needed - 1))
     with pytest.raises(
         MegatfmError, match=rf"^{nodes.folder}: .* are free, but 3 more checkpoints .*checkpoint\.local$"
     ):
-        check_node(nodes, state)
+        check_local_disk(nodes, state)
 
 
 def test_a_node_s_disk_that_can_not_be_written_is_named(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_a_node_s_disk_that_can_not_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         MegatfmError, match=rf"^{folder}: can't make it \(checkpoint\.local\): Not a directory$"
     ):
-        check_node(Nodes(folder, 0, (0,), None), 1)
+        check_local_disk(NodeTopology(folder, 0, (0,), None), 1)
 
 
 def test_slow_is_far_above_the_median_and_beyond_what_happens() -> None:
@@ -107,8 +107,8 @@ def test_free_memory_is_shared_by_the_ranks_of_a_machine(monkeypatch: pytest.Mon
 
 
 def test_the_product_is_timed() -> None:
-    assert 0 < product_seconds(torch.device("cpu")) < 5
-    assert preflight.SLOW > 1
+    assert 0 < time_matmul(torch.device("cpu")) < 5
+    assert preflight.SLOW_FACTOR > 1
 
 
 def test_a_check_that_fails_leaves_no_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ ADAMW = AdamWConfig(lr=1e-3)
 
 def model(**parts: Any) -> nn.Module:
     with torch.device("meta"):
-        return build(ModelConfig.of({**SMALL, **parts}))
+        return build(ModelConfig.from_dotted({**SMALL, **parts}))
 
 
 def table(config: OptimizerSection = ADAMW, **parts: Any) -> dict[str, ParameterInfo]:
@@ -100,7 +100,7 @@ def test_a_number_for_each_head_is_a_vector_whatever_its_dims() -> None:
 
 def test_muon_moves_the_blocks_matrices_and_no_others() -> None:
     groups = optimizer_groups(MuonConfig(lr=1e-3), model(**BERT, **{"position.offset": 0}))
-    moved = {name for group in groups if group.needs == "whole_tensor" for name in group.names}
+    moved = {name for group in groups if group.granularity == "whole_tensor" for name in group.names}
     parts = ("attn.wq", "attn.wk", "attn.wv", "attn.wo", "ffn.w_gate", "ffn.w_up", "ffn.w_down")
     assert moved == {f"encoder.layers.{i}.{part}.weight" for i in range(3) for part in parts}
     shaw = optimizer_groups(MuonConfig(lr=1e-3), model(**{"position.name": "shaw"}))

@@ -12,7 +12,7 @@ from megatfm.describe import describe
 from megatfm.engines.optimizers import TorchOptimizer
 from megatfm.models import build
 from megatfm.train.optimizers import OPTIMIZERS, optimizer_groups
-from megatfm.train.schedules import SCHEDULES, factor
+from megatfm.train.schedules import SCHEDULES, schedule_factor
 
 PAGE = Path(__file__).parents[4] / "docs" / "optimizers.md"
 OVERRIDES = [
@@ -48,4 +48,12 @@ def test_an_optimizer_and_a_schedule_of_one_s_own(tmp_path: Path, monkeypatch: p
         first, buffer = by_hand[decays]
         second = first - 0.05 * (0.5 * buffer + 1 + 0.25 * decays * first)
         torch.testing.assert_close(block, torch.full_like(block, second))
-    assert [factor(config.schedule, step, 10) for step in range(1, 8)] == [0.5, 1, 0.5, 0.5, 0.5, 0.25, 0.25]
+    assert [schedule_factor(config.schedule, step, 10) for step in range(1, 8)] == [
+        0.5,
+        1,
+        0.5,
+        0.5,
+        0.5,
+        0.25,
+        0.25,
+    ]

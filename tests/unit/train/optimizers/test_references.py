@@ -16,7 +16,7 @@ from megatfm.engines.interface import OptimizerGroup
 from megatfm.engines.optimizers import ElementwiseOptimizer, TorchOptimizer
 from megatfm.train.optimizers import OPTIMIZERS, ParameterInfo, stacked_muon
 from megatfm.train.optimizers.parameters import Role
-from megatfm.train.optimizers.stacked_muon import StackedMuon, batches
+from megatfm.train.optimizers.stacked_muon import BatchedMuon, split_batches
 
 STEPS, RATE = 15, 0.05
 SECTION: TypeAdapter[Any] = TypeAdapter(OptimizerConfig)
@@ -318,7 +318,7 @@ def test_a_stack_is_moved_as_its_matrices_are(name: str) -> None:
     alone = {str(i): weights[i].clone() for i in range(3)}
     one_by_one = TorchOptimizer(group_of(list(alone), (m, n), "matrix"), alone)
     stack, group = {"stack": weights.clone()}, group_of(["stack"], (3, m, n), "matrices")
-    assert group.needs == "whole_tensor"
+    assert group.granularity == "whole_tensor"
     assert bare(group) == (1 if close else 3), "of these two, all matrices are moved at once"
     together = TorchOptimizer(group, stack)
     for _ in range(6):
@@ -343,7 +343,7 @@ class Asked(TorchDispatchMode):
 
 def test_muon_s_matrices_of_a_shape_are_moved_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: by torch's steps, in no more operators however many there are, and a batch at a time."""
-    monkeypatch.setattr(stacked_muon, "batches", lambda moves, _: batches(moves, 3 * 24))
+    monkeypatch.setattr(stacked_muon, "split_batches", lambda moves, _: split_batches(moves, 3 * 24))
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
@@ -353,7 +353,7 @@ def test_muon_s_matrices_of_a_shape_are_moved_together(monkeypatch: pytest.Monke
     mine = [draw(*shape).requires_grad_() for shape in shapes]
     theirs = [[each.clone() for each in weight.detach().view(-1, *weight.shape[-2:])] for weight in mine]
     options = {"lr": 0.02, "momentum": 0.9}
-    made = StackedMuon(
+    made = BatchedMuon(
         [{"params": mine[:4], "weight_decay": 0.2}, {"params": mine[4:], "weight_decay": 0.1, "lr": 0.01}],
         **options,
     )
@@ -378,11 +378,13 @@ def test_muon_s_matrices_of_a_shape_are_moved_together(monkeypatch: pytest.Monke
 
 
 def test_more_matrices_ask_for_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stacked_muon, "batches", lambda moves, _: batches(moves, stacked_muon.BATCH))
+    monkeypatch.setattr(
+        stacked_muon, "split_batches", lambda moves, _: split_batches(moves, stacked_muon.BATCH)
+    )
 
     def asked(n: int) -> int:
         weights = [torch.ones(6, 4, requires_grad=True) for _ in range(n)]
-        made = StackedMuon(weights, lr=0.1, momentum=0.9)
+        made = BatchedMuon(weights, lr=0.1, momentum=0.9)
         for weight in weights:
             weight.grad = torch.ones(6, 4)
         made.step()
@@ -397,15 +399,15 @@ def test_a_gpu_s_matrices_are_moved_together() -> None:
     config = SECTION.validate_python({"name": "muon", "lr": RATE})
     infos = {"matrix": ParameterInfo((6, 4), "matrix", True, True)}
     group = next(group for group in OPTIMIZERS.get("muon")(config, infos) if group.names)
-    kinds = {"cpu": torch.optim.Muon, "meta": StackedMuon}  # meta in the place of a GPU
+    kinds = {"cpu": torch.optim.Muon, "meta": BatchedMuon}  # meta in the place of a GPU
     for device, kind in kinds.items():
-        assert type(group.make([{"params": [torch.zeros(6, 4, device=device)]}])) is kind
+        assert type(group.build([{"params": [torch.zeros(6, 4, device=device)]}])) is kind
 
 
 def test_a_batch_is_no_larger_than_it_may_be() -> None:
     moves = [(torch.zeros(2, 3), torch.zeros(2, 3), float(i)) for i in range(5)]
-    assert [[by for _, _, by in batch] for batch in batches(moves, 12)] == [[0, 1], [2, 3], [4]]
-    assert [len(batch) for batch in batches(moves, 1)] == [1] * 5
+    assert [[by for _, _, by in batch] for batch in split_batches(moves, 12)] == [[0, 1], [2, 3], [4]]
+    assert [len(batch) for batch in split_batches(moves, 1)] == [1] * 5
 
 
 def test_muon_s_iteration_in_the_weights_own_type_is_its_polynomial_and_makes_nothing_of_rounding() -> None:
@@ -417,11 +419,11 @@ def test_muon_s_iteration_in_the_weights_own_type_is_its_polynomial_and_makes_no
         u, s, vt = torch.linalg.svd(x / x.norm(), full_matrices=False)
         for _ in range(5):
             s = a * s + b * s**3 + c * s**5
-        made = stacked_muon.orthogonalised(x[None], in_bf16=False)
+        made = stacked_muon.newton_schulz(x[None], in_bf16=False)
         torch.testing.assert_close(made[0], u * s @ vt, rtol=0, atol=1e-12)
         near = x * (1 + 1e-9 * torch.randn(shape, generator=generator, dtype=torch.float64))
         changes = [
-            float((stacked_muon.orthogonalised(near.float()[None], in_bf16=how).float() - other).abs().max())
+            float((stacked_muon.newton_schulz(near.float()[None], in_bf16=how).float() - other).abs().max())
             for how, other in ((False, made.float()), (True, made.float()))
         ]
         assert changes[0] < 1e-4 < 1e-3 < changes[1]
@@ -431,9 +433,9 @@ def test_muon_s_type_is_chosen_by_the_config() -> None:
     infos = {"matrix": ParameterInfo((6, 4), "matrix", True, True)}
     config = SECTION.validate_python({"name": "muon", "lr": RATE, "newton_schulz": "full"})
     group = next(group for group in OPTIMIZERS.get("muon")(config, infos) if group.names)
-    made = group.make([{"params": [torch.zeros(6, 4, dtype=torch.float64, requires_grad=True)]}])
+    made = group.build([{"params": [torch.zeros(6, 4, dtype=torch.float64, requires_grad=True)]}])
     weight = made.param_groups[0]["params"][0]
     weight.grad = torch.randn(6, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     made.step()
-    direction = stacked_muon.orthogonalised(weight.grad[None], in_bf16=False)[0]
+    direction = stacked_muon.newton_schulz(weight.grad[None], in_bf16=False)[0]
     torch.testing.assert_close(weight.detach(), -config.matrix_lr * 1.5**0.5 * direction, rtol=1e-9, atol=0)

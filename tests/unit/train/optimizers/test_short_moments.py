@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatfm.engines.interface import Place
-from megatfm.ops.rounding import CHANCES, element_hashes, round_by_chance
+from megatfm.engines.interface import ShardLocation
+from megatfm.ops.rounding import BF16_STEPS, element_hashes, stochastic_round
 from megatfm.train.optimizers import short_moments
-from megatfm.train.optimizers.short_moments import ShortMomentsAdamW
+from megatfm.train.optimizers.short_moments import BF16StateAdamW
 
 BETAS = (0.9, 0.999)
 
@@ -17,7 +17,7 @@ BETAS = (0.9, 0.999)
 @pytest.mark.parametrize("value", [1.0, 1.003, -0.3, 1e-30, 1e-41, 0.0, 3.0e38])
 def test_over_all_chances_the_mean_is_the_value(value: float) -> None:
     exact = torch.tensor(value)
-    rounded = round_by_chance(exact.expand(CHANCES).contiguous(), torch.arange(CHANCES))
+    rounded = stochastic_round(exact.expand(BF16_STEPS).contiguous(), torch.arange(BF16_STEPS))
     assert rounded.double().mean().item() == exact.double().item()
     ends = rounded.unique()
     assert len(ends) == (1 if exact.bfloat16().float() == exact else 2)
@@ -33,11 +33,11 @@ def test_a_block_s_hashes_are_those_of_its_place_in_the_whole() -> None:
 
 
 def stepped(
-    weight: Tensor, gradients: list[Tensor], place: Place | None, **options: Any
-) -> ShortMomentsAdamW:
-    optimizer = ShortMomentsAdamW([{"params": [weight], **options}], lr=1e-2, betas=BETAS, eps=1e-8)
+    weight: Tensor, gradients: list[Tensor], place: ShardLocation | None, **options: Any
+) -> BF16StateAdamW:
+    optimizer = BF16StateAdamW([{"params": [weight], **options}], lr=1e-2, betas=BETAS, eps=1e-8)
     if place:
-        optimizer.place({weight: place})
+        optimizer.set_shard_locations({weight: place})
     for gradient in gradients:
         weight.grad = gradient.clone()
         optimizer.step()
@@ -84,13 +84,13 @@ def test_a_long_mean_moves_though_each_step_is_less_than_half_of_bfloat16_s() ->
 def test_pieces_and_blocks_are_moved_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     start, gradients = torch.randn(9, 8), [torch.randn(9, 8) for _ in range(3)]
     whole = start.clone()
-    kept = stepped(whole, gradients, Place("a", (9, 8), (0, 0))).state[whole]
-    monkeypatch.setattr(short_moments, "TOGETHER", 20)
+    kept = stepped(whole, gradients, ShardLocation("a", (9, 8), (0, 0))).state[whole]
+    monkeypatch.setattr(short_moments, "CHUNK_ELEMENTS", 20)
     block = start[3:, 2:7].clone()
-    mine = stepped(block, [g[3:, 2:7] for g in gradients], Place("a", (9, 8), (3, 2))).state[block]
+    mine = stepped(block, [g[3:, 2:7] for g in gradients], ShardLocation("a", (9, 8), (3, 2))).state[block]
     assert torch.equal(block, whole[3:, 2:7])
     for key in ("exp_avg", "exp_avg_sq"):
         assert torch.equal(mine[key], kept[key][3:, 2:7])
     other = start.clone()
-    stepped(other, gradients, Place("b", (9, 8), (0, 0)))
+    stepped(other, gradients, ShardLocation("b", (9, 8), (0, 0)))
     assert not torch.equal(other, whole), "every parameter has chances of its own"

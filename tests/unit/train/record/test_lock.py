@@ -149,7 +149,7 @@ def test_who_looks_opens_the_file_anew(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_the_wait_is_longer_than_nfs_remembers_a_time() -> None:
-    assert lock.DEAD_SECONDS > 60 + 2 * lock.TOUCH_SECONDS
+    assert lock.STALE_SECONDS > 60 + 2 * lock.HEARTBEAT_SECONDS
 
 
 def test_a_fifo_in_its_place_is_named(tmp_path: Path) -> None:
@@ -172,8 +172,8 @@ def elsewhere(path: Path) -> None:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "TOUCH_SECONDS", 0.1)
-    monkeypatch.setattr(lock, "DEAD_SECONDS", 0.5)
+    monkeypatch.setattr(lock, "HEARTBEAT_SECONDS", 0.1)
+    monkeypatch.setattr(lock, "STALE_SECONDS", 0.5)
 
 
 @pytest.mark.usefixtures("hasty")

@@ -72,38 +72,43 @@ ONE, OTHER = {"cpu": "a", "threads": "1"}, {"cpu": "a", "threads": "2"}
 
 def test_differences_by_rank() -> None:
     same = {"kinds": [ONE], "of_rank": [0, 0]}
-    assert machine.differences(same, same) == []
-    assert machine.differences(same, {"kinds": [ONE], "of_rank": [0, 0, 0, 0]}) == [], (
+    assert machine.diff_hardware(same, same) == []
+    assert machine.diff_hardware(same, {"kinds": [ONE], "of_rank": [0, 0, 0, 0]}) == [], (
         "other ranks are another layout"
     )
-    assert machine.differences(same, {"kinds": [OTHER], "of_rank": [0, 0]}) == ["threads: 1 → 2"]
+    assert machine.diff_hardware(same, {"kinds": [OTHER], "of_rank": [0, 0]}) == ["threads: 1 → 2"]
     mixed = {"kinds": [ONE, OTHER], "of_rank": [0, 1]}
-    assert machine.differences(same, mixed) == ["threads: 1 → 2 (on rank 1)"]
+    assert machine.diff_hardware(same, mixed) == ["threads: 1 → 2 (on rank 1)"]
     turned = {"kinds": [OTHER, ONE], "of_rank": [0, 1]}
-    assert machine.differences(mixed, turned) == ["threads: 1 → 2 (on rank 0)", "threads: 2 → 1 (on rank 1)"]
+    assert machine.diff_hardware(mixed, turned) == [
+        "threads: 1 → 2 (on rank 0)",
+        "threads: 2 → 1 (on rank 1)",
+    ]
     more = {"kinds": [{**ONE, "MKL": "2024.2"}], "of_rank": [0, 0]}
-    assert machine.differences(same, more) == ["MKL: none → 2024.2"]
+    assert machine.diff_hardware(same, more) == ["MKL: none → 2024.2"]
 
 
 def test_instruction_sets_are_told_by_what_came_and_went() -> None:
-    def having(sets: str) -> machine.Machines:
+    def having(sets: str) -> machine.HardwareByRank:
         return {"kinds": [{"instruction sets": sets}], "of_rank": [0]}
 
-    assert machine.differences(having("avx avx2 fma"), having("avx avx2 amx_tile")) == [
+    assert machine.diff_hardware(having("avx avx2 fma"), having("avx avx2 amx_tile")) == [
         "instruction sets: without fma, with amx_tile"
     ]
-    assert machine.differences(having("avx avx512f"), having("avx")) == ["instruction sets: without avx512f"]
+    assert machine.diff_hardware(having("avx avx512f"), having("avx")) == [
+        "instruction sets: without avx512f"
+    ]
 
 
 def kinds_here() -> dict[str, object]:
     if int(os.environ["RANK"]) == 1:
         torch.set_num_threads(3)
-    return machine.of_all_ranks(torch.device("cpu"))
+    return machine.gather_hardware(torch.device("cpu"))
 
 
 def test_all_ranks_know_the_kinds_of_all(workers: Workers) -> None:
     for found in workers.run(kinds_here, 3):
-        assert metadata.plain_state({"machines": found}), "a checkpoint can hold it"
+        assert metadata.check_json_round_trip({"machines": found}), "a checkpoint can hold it"
         assert found["of_rank"] == [0, 1, 0]
         assert [kind["threads"] for kind in found["kinds"]] == [str(THREADS), "3"]
         assert found["kinds"][0].keys() >= {

@@ -10,7 +10,7 @@ from tensorboardX.proto import event_pb2
 
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.train.record import metrics
-from megatfm.train.record.metrics import MetricsLog, RunFacts, log_event
+from megatfm.train.record.metrics import MetricsLog, RunInfo, log_event
 
 
 def training_record(step: int, loss: float = 2.5) -> dict[str, object]:
@@ -21,7 +21,7 @@ def steps(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def write_steps(run: RunFacts, first: int, last: int, sinks: tuple[str, ...] = ()) -> None:
+def write_steps(run: RunInfo, first: int, last: int, sinks: tuple[str, ...] = ()) -> None:
     log = MetricsLog(run, sinks)
     for step in range(first, last + 1):
         log.write(training_record(step, loss=float(step)))
@@ -29,7 +29,7 @@ def write_steps(run: RunFacts, first: int, last: int, sinks: tuple[str, ...] = (
 
 
 def test_lines_hold_the_records_and_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
-    log = MetricsLog(RunFacts(tmp_path / "runs" / "a"))
+    log = MetricsLog(RunInfo(tmp_path / "runs" / "a"))
     record = training_record(1) | {"evaluation": {"code": {"loss": 1.25, "tokens": 7}}, "note": "ä\n"}
     log.write(record)
     assert json.loads((tmp_path / "runs/a/metrics.jsonl").read_text()) == record
@@ -37,49 +37,49 @@ def test_lines_hold_the_records_and_can_be_read_while_the_run_goes_on(tmp_path: 
 
 
 def test_a_resume_leaves_every_step_exactly_once(tmp_path: Path) -> None:
-    write_steps(RunFacts(tmp_path), 1, 9)
-    write_steps(RunFacts(tmp_path, first_step=6), 7, 12)
+    write_steps(RunInfo(tmp_path), 1, 9)
+    write_steps(RunInfo(tmp_path, first_step=6), 7, 12)
     assert steps(tmp_path) == list(range(1, 13))
 
 
 def test_a_line_torn_by_a_kill_is_mended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write_steps(RunFacts(tmp_path), 1, 6)
+    write_steps(RunInfo(tmp_path), 1, 6)
     path = tmp_path / "metrics.jsonl"
     for torn in (b'{"step":7,"los', b'{"step":6}', b"\0" * 40):  # cut; whole but for its end; a hole
         whole = path.read_bytes()
         path.write_bytes(whole + torn)
-        MetricsLog(RunFacts(tmp_path, first_step=6)).close()
+        MetricsLog(RunInfo(tmp_path, first_step=6)).close()
         assert path.read_bytes() == whole
         assert caplog.messages.pop() == f"{path}: dropped 1 damaged line(s)"
 
 
 def test_a_run_from_the_start_begins_an_empty_record(tmp_path: Path) -> None:
-    write_steps(RunFacts(tmp_path), 0, 3)
-    write_steps(RunFacts(tmp_path), 0, 2)
+    write_steps(RunInfo(tmp_path), 0, 3)
+    write_steps(RunInfo(tmp_path), 0, 2)
     assert steps(tmp_path) == [0, 1, 2]
 
 
 def test_a_lost_record_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    MetricsLog(RunFacts(tmp_path, first_step=5)).close()
+    MetricsLog(RunInfo(tmp_path, first_step=5)).close()
     assert "the steps up to 5 are not in the record" in caplog.text
 
 
 def test_a_branch_has_no_record_of_what_another_run_did(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    MetricsLog(RunFacts(tmp_path, first_step=5, branched=True)).close()
+    MetricsLog(RunInfo(tmp_path, first_step=5, is_branch=True)).close()
     assert not caplog.messages
 
 
 def test_a_step_is_never_written_twice(tmp_path: Path) -> None:
-    log = MetricsLog(RunFacts(tmp_path, first_step=4))
+    log = MetricsLog(RunInfo(tmp_path, first_step=4))
     with pytest.raises(ValueError, match="step 4 was written already"):
         log.write(training_record(4))
     log.close()
 
 
 def test_numbers_that_json_lacks_stay_readable_and_strict(tmp_path: Path) -> None:
-    log = MetricsLog(RunFacts(tmp_path))
+    log = MetricsLog(RunInfo(tmp_path))
     log.write(
         training_record(1, float("nan")) | {"evaluation": {"a": {"loss": float("inf")}}, "x": [-float("inf")]}
     )
@@ -97,12 +97,12 @@ def test_numbers_that_json_lacks_stay_readable_and_strict(tmp_path: Path) -> Non
 def test_an_unwritable_record_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(MegatfmError, match=r"can't write .*metrics.jsonl: Is a directory"):
-        MetricsLog(RunFacts(tmp_path))
+        MetricsLog(RunInfo(tmp_path))
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which Linux has")
 def test_a_full_disk_is_one_clear_line(tmp_path: Path) -> None:
-    log = MetricsLog(RunFacts(tmp_path))
+    log = MetricsLog(RunInfo(tmp_path))
     full = os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, log._file.fileno())
     os.close(full)
@@ -140,12 +140,12 @@ def tensorboard_events(folder: Path) -> list[event_pb2.Event]:
 
 
 def test_tensorboard_gets_every_number_and_purges_on_resume(tmp_path: Path) -> None:
-    log = MetricsLog(RunFacts(tmp_path), ["tensorboard"])
+    log = MetricsLog(RunInfo(tmp_path), ["tensorboard"])
     found = {"code": {"loss": 1.5, "load": [0.5, 2.0]}}
     log.write(training_record(1, loss=3.0) | {"evaluation": found, "note": "text"})
     log.write(training_record(2, loss=2.0))
     log.close()
-    write_steps(RunFacts(tmp_path, first_step=1), 2, 3, ("tensorboard",))
+    write_steps(RunInfo(tmp_path, first_step=1), 2, 3, ("tensorboard",))
 
     events = tensorboard_events(tmp_path)
     scalars = [(e.step, {v.tag: v.simple_value for v in e.summary.value}) for e in events if e.summary.value]
@@ -173,23 +173,23 @@ def test_tensorboard_gets_every_number_and_purges_on_resume(tmp_path: Path) -> N
 
 def test_an_unknown_sink_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"unknown log sink 'tensorbord' \(did you mean 'tensorboard'\?\)"):
-        MetricsLog(RunFacts(tmp_path / "run"), ["tensorbord"])
+        MetricsLog(RunInfo(tmp_path / "run"), ["tensorbord"])
     assert not (tmp_path / "run").exists()
 
 
 def test_wandb_missing_is_a_usage_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UsageError, match=r"not installed: pip install 'megatfm\[wandb\]'"):
-        MetricsLog(RunFacts(tmp_path), ["wandb"])
+        MetricsLog(RunInfo(tmp_path), ["wandb"])
 
 
 WANDB_RUN = """
 import sys
 from pathlib import Path
-from megatfm.train.record.metrics import MetricsLog, RunFacts
+from megatfm.train.record.metrics import MetricsLog, RunInfo
 
 first_step, last = int(sys.argv[2]), int(sys.argv[3])
-run = RunFacts(Path(sys.argv[1]), first_step, config={"train": {"seed": 7}}, wandb_project="proof")
+run = RunInfo(Path(sys.argv[1]), first_step, config={"train": {"seed": 7}}, wandb_project="proof")
 log = MetricsLog(run, ["wandb"])
 for step in range(first_step + 1, last + 1):
     log.write({"step": step, "loss": float(step), "evaluation": {"code": {"loss": 0.5}}})
@@ -253,7 +253,7 @@ def test_wandb_that_refuses_is_one_line(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(wandb, "init", refuse)
     with pytest.raises(UsageError) as caught:
-        MetricsLog(RunFacts(tmp_path), ["wandb"])
+        MetricsLog(RunInfo(tmp_path), ["wandb"])
     assert "\n" not in str(caught.value)
     assert "WANDB_MODE=offline" in str(caught.value)
 
@@ -277,7 +277,7 @@ def test_wandb_that_is_away_leaves_the_run_offline_and_is_not_asked_again(
     monkeypatch.setattr(wandb, "init", away)
     monkeypatch.setattr(metrics.WeightsAndBiases, "is_away", False)
     for _ in range(2):
-        MetricsLog(RunFacts(tmp_path), ["wandb"]).close()
+        MetricsLog(RunInfo(tmp_path), ["wandb"]).close()
     assert asked == [None, "offline", "offline"]
     (message,) = caplog.messages
     assert "W&B can't be reached (Run initialization has timed out after 90 s)" in message
@@ -293,14 +293,14 @@ def test_half_a_character_is_written_as_json_escapes_it(tmp_path: Path) -> None:
 def test_a_record_that_ends_before_the_checkpoint_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write_steps(RunFacts(tmp_path), 1, 3)
-    MetricsLog(RunFacts(tmp_path, first_step=5)).close()
+    write_steps(RunInfo(tmp_path), 1, 3)
+    MetricsLog(RunInfo(tmp_path, first_step=5)).close()
     assert caplog.messages == [
         f"{tmp_path / 'metrics.jsonl'} ends at step 3: those up to 5 are not in the record"
     ]
     caplog.clear()
-    MetricsLog(RunFacts(tmp_path, first_step=3)).close()
-    MetricsLog(RunFacts(tmp_path, first_step=5, branched=True)).close()
+    MetricsLog(RunInfo(tmp_path, first_step=3)).close()
+    MetricsLog(RunInfo(tmp_path, first_step=5, is_branch=True)).close()
     assert not caplog.messages
 
 
@@ -315,7 +315,7 @@ def test_an_error_in_a_step_closes_the_sinks_too(tmp_path: Path) -> None:
         def close(self) -> None:
             closed.append(True)
 
-    log = MetricsLog(RunFacts(tmp_path))
+    log = MetricsLog(RunInfo(tmp_path))
     log._sinks = [Noted()]
     with pytest.raises(ZeroDivisionError), log:
         raise ZeroDivisionError

@@ -11,29 +11,33 @@ import torch
 
 from megatfm.commands import generate
 from megatfm.errors import MegatfmError
-from megatfm.launchers.supervise import Child, supervise
-from megatfm.parallel.bootstrap import Rank
+from megatfm.launchers.supervise import Child, supervisor
+from megatfm.parallel.bootstrap import ProcessInfo
 from megatfm.train.record.console import RunLog
-from megatfm.train.record.metrics import MetricsLog, RunFacts, log_event
+from megatfm.train.record.metrics import MetricsLog, RunInfo, log_event
 from megatfm.train.record.run_directory import RunDirectory
-from megatfm.train.watching.watch import Watch
+from megatfm.train.watching.watch import RankMonitor
 
-ALONE = Rank(0, 1, 0, "none", torch.device("cpu"))
+ALONE = ProcessInfo(0, 1, 0, "none", torch.device("cpu"))
 
 
 def samples(run: RunDirectory) -> None:
-    loaded: Any = SimpleNamespace(folder=run.folder, step=1)
-    generate._keep(loaded, "a prompt", ["text"])
+    loaded: Any = SimpleNamespace(run_dir=run.folder, step=1)
+    generate._append_samples(loaded, "a prompt", ["text"])
 
 
 GROWING: dict[str, Callable[[RunDirectory], object]] = {
-    "metrics.jsonl": lambda run: MetricsLog(RunFacts(run.folder)),
+    "metrics.jsonl": lambda run: MetricsLog(RunInfo(run.folder)),
     "events.jsonl": lambda run: log_event(run.folder, "started", "seed 1"),
     "decisions.jsonl": lambda run: run.decisions.skip(3),
     "logs/rank-0.log": lambda run: RunLog(run, 9).__enter__(),
-    "logs/watch.log": lambda run: Watch(ALONE, 9.0).log_to(run.folder / "logs/watch.log", lambda *_: None),
+    "logs/watch.log": lambda run: RankMonitor(ALONE, 9.0).attach_run_log(
+        run.folder / "logs/watch.log", lambda *_: None
+    ),
     "samples.jsonl": samples,
-    "logs/rank-1.log": lambda run: supervise([Child("rank 1", ["true"], log=run.folder / "logs/rank-1.log")]),
+    "logs/rank-1.log": lambda run: supervisor(
+        [Child("rank 1", ["true"], log=run.folder / "logs/rank-1.log")]
+    ),
 }
 
 

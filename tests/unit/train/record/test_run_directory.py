@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from megatfm import tokenizers
-from megatfm.atomic import draft_of
+from megatfm.atomic import temporary_path
 from megatfm.config import Config, load_config
 from megatfm.errors import LockedError, MegatfmError, UsageError
 from megatfm.train.record.console import RunLog, log
@@ -92,12 +92,12 @@ def test_a_path_that_is_no_text_is_refused(config: Config) -> None:
 def test_a_run_describes_itself(tmp_path: Path, config: Config) -> None:
     run = RunDirectory(tmp_path / "a", 0)
     enter(run)
-    run.describe(config, "the plan\n")
+    run.write_run_files(config, "the plan\n")
     assert load_config(tmp_path / "a") == config.model_copy(update={"run_dir": str(tmp_path / "a")})
     assert json.loads((tmp_path / "a" / "environment.json").read_text())["torch"] == torch.__version__
     assert (tmp_path / "a" / "plan.txt").read_text() == "the plan\n"
     assert (tmp_path / "a" / "tokenizer.model").read_bytes() == b"a tokenizer"
-    run.describe(config, "another\n")
+    run.write_run_files(config, "another\n")
     assert (tmp_path / "a" / "plan.txt").read_text() == "another\n"
     assert sorted(p.name for p in (tmp_path / "a").iterdir()) == [
         "config.toml", "environment.json", "lock", "logs", "plan.txt", "tokenizer.model",
@@ -114,22 +114,22 @@ def test_a_copy_of_the_tokenizer_is_whole(tmp_path: Path, config: Config, given:
     given = str(tmp_path / "from" / given)
     data = config.data.model_copy(update={"tokenizer": given})
     with RunDirectory(tmp_path / "a", 0) as run:
-        run.describe(config.model_copy(update={"data": data}), "the plan")
+        run.write_run_files(config.model_copy(update={"data": data}), "the plan")
     kept, before = tokenizers.load(tmp_path / "a"), tokenizers.load(given)
     assert kept.hash == before.hash
-    assert kept.piece(kept.eos) == "<sep>"
+    assert kept.id_to_piece(kept.eos) == "<sep>"
 
 
 def test_another_tokenizer_takes_the_place_of_the_old_one_s(tmp_path: Path, config: Config) -> None:
     """Of a run that begins anew in its folder, or was allowed to: `generate` needs the one that trains."""
     run = RunDirectory(tmp_path / "a", 0)
     enter(run)
-    run.describe(config, "")
+    run.write_run_files(config, "")
     for name, content in (("tokenizer.json", b'{"version": "1.0"}'), ("tokenizer.model", b"another")):
         (tmp_path / "new").mkdir(exist_ok=True)
         (tmp_path / "new" / name).write_bytes(content)
         data = config.data.model_copy(update={"tokenizer": str(tmp_path / "new" / name)})
-        run.describe(config.model_copy(update={"data": data}), "")
+        run.write_run_files(config.model_copy(update={"data": data}), "")
         assert (tmp_path / "a" / name).read_bytes() == content
         assert len(list((tmp_path / "a").glob("tokenizer*"))) == 1
 
@@ -140,13 +140,13 @@ def test_a_file_that_can_not_be_written_leaves_the_old_one(
     monkeypatch.setattr(secrets, "token_hex", lambda _: "0" * 8)
     run = RunDirectory(tmp_path, 0)
     run.write("plan.txt", "old")
-    draft_of(tmp_path / "plan.txt").mkdir()  # stands for a full disk
+    temporary_path(tmp_path / "plan.txt").mkdir()  # stands for a full disk
     with pytest.raises((MegatfmError, OSError)):
         run.write("plan.txt", "new")
     assert (tmp_path / "plan.txt").read_text() == "old"
 
 
-@pytest.mark.parametrize("place", [draft_of, Path])
+@pytest.mark.parametrize("place", [temporary_path, Path])
 def test_a_planted_link_is_not_written_through(
     tmp_path: Path, place: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,23 +166,23 @@ def test_a_folder_that_is_taken_away_is_noticed(tmp_path: Path, rank: int, succe
         RunDirectory(folder, 0) as first,
         nullcontext(first) if rank == 0 else RunDirectory(folder, rank) as run,
     ):
-        run.check_place()
+        run.check_not_moved()
         shutil.rmtree(folder)
         if successor:
             folder.mkdir()
             (folder / "lock").write_text("another's")
         with pytest.raises(MegatfmError, match="removed, moved or replaced while it was trained in"):
-            run.check_place()
+            run.check_not_moved()
         with pytest.raises(MegatfmError, match="nothing more is written"):
-            run.report("it hangs", 3, [1], ["n1"])
+            run.log_failure("it hangs", 3, [1], ["n1"])
     assert [path.name for path in tmp_path.rglob("*")] == (["a", "lock"] if successor else [])
 
 
 def train_and_fail(run: RunDirectory) -> None:
     with run, RunLog(run, steps=10) as screen:
         log.info("a message")
-        screen.step(RECORD | {"step": 3}, due=True)
-        screen.step(RECORD | {"step": 4}, due=False)
+        screen.step(RECORD | {"step": 3}, is_due=True)
+        screen.step(RECORD | {"step": 4}, is_due=False)
         raise ValueError("the cause")
 
 
@@ -212,7 +212,7 @@ def test_on_a_terminal_lines_scroll_above_the_bar(
     monkeypatch.setenv("COLUMNS", "160")
     with RunDirectory(tmp_path, 0) as run, RunLog(run, steps=10) as screen:
         for step in (1, 2, 3, 4):
-            screen.step(RECORD | {"step": step, "loss": float(step)}, due=step % 2 == 0)
+            screen.step(RECORD | {"step": step, "loss": float(step)}, is_due=step % 2 == 0)
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out)
     lines = re.findall(r"step (\d)  loss ([\d.]+)  2,000 tokens/s  lr", shown)
     assert lines == [("2", "2.0000"), ("4", "4.0000")]
@@ -225,9 +225,9 @@ def test_a_line_tells_the_utilization_and_the_time_that_is_left(
     now = iter([100.0, 104.0, 106.0])
     monkeypatch.setattr("megatfm.train.record.console.time.monotonic", lambda: next(now))
     with RunDirectory(tmp_path, 0) as run, RunLog(run, steps=1003) as screen:
-        screen.step(RECORD | {"step": 501, "mfu": 0.4123, "mfu_causal": 0.38}, due=True)
-        screen.step(RECORD | {"step": 502}, due=True)
-        screen.step(RECORD | {"step": 1003}, due=True)
+        screen.step(RECORD | {"step": 501, "mfu": 0.4123, "mfu_causal": 0.38}, is_due=True)
+        screen.step(RECORD | {"step": 502}, is_due=True)
+        screen.step(RECORD | {"step": 1003}, is_due=True)
     lines = (tmp_path / "logs" / "rank-0.log").read_text().splitlines()
     assert "tokens/s  MFU 41.2 % (38 % causal)  lr" in lines[0]
     assert lines[0].endswith("grad norm 0.50  0:33:28 left"), "502 steps of 4 seconds"

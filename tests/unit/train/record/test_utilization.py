@@ -18,8 +18,10 @@ __all__ = ["corpus", "file", "run", "texts"]  # fixtures
 
 
 def test_utilization_is_what_is_needed_over_what_could_be_done() -> None:
-    used = Utilization(full=6e9, causal=5e9, peak=Peak(1e15, "x"), devices=8)
-    assert used.of(1e6) == {"mfu": pytest.approx(0.75), "mfu_causal": pytest.approx(0.625)}
+    used = Utilization(
+        flops_per_token=6e9, causal_flops_per_token=5e9, get_peak_flops=Peak(1e15, "x"), devices=8
+    )
+    assert used.mfu(1e6) == {"mfu": pytest.approx(0.75), "mfu_causal": pytest.approx(0.625)}
 
 
 def test_what_else_runs_on_a_cpu_is_no_reason_for_a_lower_peak(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,9 +29,9 @@ def test_what_else_runs_on_a_cpu_is_no_reason_for_a_lower_peak(monkeypatch: pyte
     ticks = {"process_time": itertools.count(0, 0.02), "perf_counter": itertools.count(0, 0.03)}
     for name, times in ticks.items():
         monkeypatch.setattr(utilization.time, name, lambda times=times: next(times))
-    found = utilization.measured(torch.device("cpu"), torch.float32, "x").flops
+    found = utilization.measure_peak_flops(torch.device("cpu"), torch.float32, "x").flops
     each = 0.02 / torch.get_num_threads()
-    assert found == pytest.approx(2 * utilization.SIZE**3 / each)
+    assert found == pytest.approx(2 * utilization.MATMUL_SIZE**3 / each)
 
 
 def test_gpt3_needs_what_its_paper_says() -> None:

@@ -7,19 +7,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatfm.train.watching.flight_recorder import SETTINGS, dump_flight_recorder, start_flight_recorder
+from megatfm.train.watching.flight_recorder import (
+    NUMERIC_ENV_VARS,
+    dump_flight_recorder,
+    start_flight_recorder,
+)
 
 
 @pytest.fixture(autouse=True)
 def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, (old_name, _) in SETTINGS.items():
+    for name, (old_name, _) in NUMERIC_ENV_VARS.items():
         for each in (name, old_name or name):
             monkeypatch.setenv(each, "")  # so that it is put back afterwards
             monkeypatch.delenv(each)
 
 
 def recorded() -> dict[str, str]:
-    return {name: os.environ[name] for name in SETTINGS if name in os.environ}
+    return {name: os.environ[name] for name in NUMERIC_ENV_VARS if name in os.environ}
 
 
 def test_on_gpus_it_is_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,14 @@
 
 import pytest
 
-from megatfm.train.watching.hang_detector import SETTLE_SECONDS, Diagnosis, HangDetector, Heartbeat
+from megatfm.train.watching.hang_detector import CAUSE_WINDOW_SECONDS, Diagnosis, HangDetector, Heartbeat
 
 HOSTS = ["n0", "n0", "n1", "n1"]
 
 
 @pytest.fixture
 def detector() -> HangDetector:
-    return HangDetector(HOSTS, limit=10.0, silence=4.0, start=0.0)
+    return HangDetector(HOSTS, hang_timeout=10.0, heartbeat_timeout=4.0, start=0.0)
 
 
 def everybody(detector: HangDetector, now: float, **heartbeats: Heartbeat) -> None:
@@ -17,7 +17,7 @@ def everybody(detector: HangDetector, now: float, **heartbeats: Heartbeat) -> No
     for rank in range(len(HOSTS)):
         heartbeat = heartbeats.get(f"r{rank}", Heartbeat(7, "step", 8, now % 1, True, "engines/native.py:1"))
         if heartbeat is not None:
-            detector.hears(rank, heartbeat, now)
+            detector.record_heartbeat(rank, heartbeat, now)
 
 
 def given(detector: HangDetector, now: float) -> Diagnosis:
@@ -73,7 +73,7 @@ def test_a_rank_ahead_of_the_others_excuses_none(detector: HangDetector) -> None
 
 def stalled(detector: HangDetector, *heartbeats: Heartbeat) -> Diagnosis:
     for rank, heartbeat in enumerate(heartbeats):
-        detector.hears(rank, heartbeat, 20.0)
+        detector.record_heartbeat(rank, heartbeat, 20.0)
     return given(detector, 20.1)
 
 
@@ -101,7 +101,7 @@ def test_where_nobody_stands_out_all_are_named(detector: HangDetector) -> None:
 
 
 def test_many_ranks_are_not_all_listed() -> None:
-    detector = HangDetector(["n"] * 20, limit=10.0, silence=4.0, start=0.0)
+    detector = HangDetector(["n"] * 20, hang_timeout=10.0, heartbeat_timeout=4.0, start=0.0)
     diagnosis = stalled(detector, *[Heartbeat(age=11.0)] * 20)
     assert len(diagnosis.ranks) == 20
     assert "rank 7 on n at step 0, start and 12 more: has" in diagnosis.text
@@ -111,11 +111,11 @@ def test_a_failure_is_settled_before_it_is_told_and_the_cause_beats_its_victims(
     detector: HangDetector,
 ) -> None:
     everybody(detector, 0.0)
-    detector.fails(0, "RuntimeError: Connection closed by peer", 1.0, lost_peer=True)
+    detector.record_failure(0, "RuntimeError: Connection closed by peer", 1.0, lost_peer=True)
     assert detector.diagnose(1.1) is None
-    detector.fails(3, None, 1.2)
-    detector.fails(1, "RuntimeError: Connection closed by peer", 1.3, lost_peer=True)
-    diagnosis = given(detector, 1.1 + SETTLE_SECONDS)
+    detector.record_failure(3, None, 1.2)
+    detector.record_failure(1, "RuntimeError: Connection closed by peer", 1.3, lost_peer=True)
+    diagnosis = given(detector, 1.1 + CAUSE_WINDOW_SECONDS)
     assert (diagnosis.ranks, diagnosis.hosts, diagnosis.hung, diagnosis.reporter) == ([3], ["n1"], False, 0)
     assert (
         diagnosis.text == "rank 3 on n1 at step 7, step: ended without a word: it was killed, or it crashed"
@@ -123,14 +123,14 @@ def test_a_failure_is_settled_before_it_is_told_and_the_cause_beats_its_victims(
 
 
 def test_of_two_causes_the_first_is_blamed(detector: HangDetector) -> None:
-    detector.fails(2, "ValueError: first", 1.0)
-    detector.fails(1, None, 1.2)
+    detector.record_failure(2, "ValueError: first", 1.0)
+    detector.record_failure(1, None, 1.2)
     assert given(detector, 3.0).text == "rank 2 on n1 at step 0, start: failed: ValueError: first"
 
 
 def test_what_all_say_alike_is_nobodys(detector: HangDetector) -> None:
     for rank in range(4):
-        detector.fails(rank, "run: another process is training", 1.0)
+        detector.record_failure(rank, "run: another process is training", 1.0)
     diagnosis = given(detector, 1.0)
     assert (diagnosis.ranks, diagnosis.text) == ([], "run: another process is training")
 
@@ -138,30 +138,30 @@ def test_what_all_say_alike_is_nobodys(detector: HangDetector) -> None:
 def test_ranks_that_waited_in_vain_accuse_the_one_that_says_nothing(detector: HangDetector) -> None:
     everybody(detector, 5.0, r1=Heartbeat(7, "step", 8, 4.0, False, "megatfm/x.py:1, in f"))
     for rank in (0, 2, 3):
-        detector.fails(rank, "RuntimeError: Timed out", 6.0, lost_peer=True)
+        detector.record_failure(rank, "RuntimeError: Timed out", 6.0, lost_peer=True)
     diagnosis = given(detector, 7.0)
     assert (diagnosis.ranks, diagnosis.hung, diagnosis.reporter) == ([1], True, 0)
 
 
 def test_only_victims_are_better_than_nobody(detector: HangDetector) -> None:
     for rank in range(4):
-        detector.fails(rank, f"gloo {rank}", 1.0 + rank / 10, lost_peer=True)
+        detector.record_failure(rank, f"gloo {rank}", 1.0 + rank / 10, lost_peer=True)
     assert given(detector, 2.0).ranks == [0]
 
 
 def test_who_has_left_is_neither_awaited_nor_blamed(detector: HangDetector) -> None:
     for rank in range(3):
-        detector.leaves(rank)
-        detector.fails(rank, None, 1.0)  # its connection closes, as it should
+        detector.record_exit(rank)
+        detector.record_failure(rank, None, 1.0)  # its connection closes, as it should
     everybody(detector, 5.0)
     assert detector.diagnose(6.0) is None
-    detector.leaves(3)
+    detector.record_exit(3)
     assert detector.all_gone
     assert detector.diagnose(100.0) is None
 
 
 def test_a_judge_that_was_stopped_itself_blames_nobody_for_it(detector: HangDetector) -> None:
     everybody(detector, 0.0)
-    detector.was_stopped(60.0)
+    detector.exclude_pause(60.0)
     assert detector.diagnose(61.0) is None
     assert detector.diagnose(75.0) is not None

@@ -10,7 +10,7 @@ import pytest
 
 from megatfm.train.watching import hub
 from megatfm.train.watching.hang_detector import Heartbeat
-from megatfm.train.watching.hub import LINE_BYTES, Hub, JsonConnection
+from megatfm.train.watching.hub import LINE_BYTES, JsonConnection, RankMonitorServer
 
 
 class Client:
@@ -48,12 +48,12 @@ Connect = Callable[..., Client]
 @pytest.fixture
 def open_hub() -> Iterator[Callable[..., Connect]]:
     """`connect = open_hub(ranks)`, then `connect(rank)` for each: all is closed in the end."""
-    hubs: list[Hub] = []
+    hubs: list[RankMonitorServer] = []
     clients: list[Client] = []
 
     def open_hub(ranks: int, limit: float = 60.0, interval: float = 0.1) -> Connect:
         listener = socket.create_server(("127.0.0.1", 0))
-        thread = Hub(["n0"] * ranks, limit, interval, "secret", listener)
+        thread = RankMonitorServer(["n0"] * ranks, limit, interval, "secret", listener)
         thread.start()
         hubs.append(thread)
         port = listener.getsockname()[1]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatfm.errors import MegatfmError
-from megatfm.train.watching.memory import explained, wants_stacks
+from megatfm.train.watching.memory import explain_out_of_memory, should_record_allocations
 
 
 def test_what_torch_could_not_allocate_is_named(tmp_path: Path) -> None:
@@ -16,16 +16,22 @@ def test_what_torch_could_not_allocate_is_named(tmp_path: Path) -> None:
             MegatfmError,
             match=r"^rank 3 is out of memory: it held .* GB and asked for 1e\+09 GB more\. Lower ",
         ),
-        explained(tmp_path, 3),
+        explain_out_of_memory(tmp_path, 3),
     ):
         torch.empty(10**18, dtype=torch.uint8)
 
 
 def test_python_s_and_cuda_s_errors_count_too(tmp_path: Path) -> None:
-    with pytest.raises(MegatfmError, match="rank 0 is out of memory: it held"), explained(tmp_path, 0):
+    with (
+        pytest.raises(MegatfmError, match="rank 0 is out of memory: it held"),
+        explain_out_of_memory(tmp_path, 0),
+    ):
         raise MemoryError
     said = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79 GiB."
-    with pytest.raises(MegatfmError, match=r"and asked for 2\.50 GiB more"), explained(tmp_path, 0):
+    with (
+        pytest.raises(MegatfmError, match=r"and asked for 2\.50 GiB more"),
+        explain_out_of_memory(tmp_path, 0),
+    ):
         raise torch.OutOfMemoryError(said)
 
 
@@ -34,28 +40,31 @@ def test_a_gpu_leaves_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 3 * 10**9)
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"snapshot"))
     place = tmp_path / "memory" / "rank-2.pickle"
-    with pytest.raises(MegatfmError, match=f"it held 3 GB.*; what is in it: {place}"), explained(tmp_path, 2):
+    with (
+        pytest.raises(MegatfmError, match=f"it held 3 GB.*; what is in it: {place}"),
+        explain_out_of_memory(tmp_path, 2),
+    ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
     assert place.read_bytes() == b"snapshot"
     (tmp_path / "memory").rename(tmp_path / "elsewhere")
     (tmp_path / "memory").write_text("a file where the folder should be")
-    with pytest.raises(MegatfmError, match="could not be written to"), explained(tmp_path, 2):
+    with pytest.raises(MegatfmError, match="could not be written to"), explain_out_of_memory(tmp_path, 2):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
 
 
 def test_stacks_are_recorded_on_request_and_once_memory_ran_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert wants_stacks(tmp_path, asked=True)
-    assert not wants_stacks(tmp_path, asked=False)
+    assert should_record_allocations(tmp_path, asked=True)
+    assert not should_record_allocations(tmp_path, asked=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 3 * 10**9)
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"snapshot"))
-    with pytest.raises(MegatfmError), explained(tmp_path, 0):
+    with pytest.raises(MegatfmError), explain_out_of_memory(tmp_path, 0):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
-    assert wants_stacks(tmp_path, asked=False)
+    assert should_record_allocations(tmp_path, asked=False)
 
 
 def test_other_errors_pass(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="shapes don't match"), explained(tmp_path, 0):
+    with pytest.raises(RuntimeError, match="shapes don't match"), explain_out_of_memory(tmp_path, 0):
         raise RuntimeError("shapes don't match")

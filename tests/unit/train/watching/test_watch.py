@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatfm.parallel.bootstrap import Rank
-from megatfm.train.watching.watch import Watch, _lost_its_peer, _where
+from megatfm.parallel.bootstrap import ProcessInfo
+from megatfm.train.watching.watch import RankMonitor, _describe_thread, is_peer_loss
 
 
 def waits(value: SimpleNamespace) -> None:
@@ -34,7 +34,7 @@ def test_who_asks_for_a_number_of_the_device_waits(run: FunctionType, waiting: b
         if frame and frame.f_code is run.__code__ and frame.f_lineno > frame.f_code.co_firstlineno:
             break
         time.sleep(0.001)
-    seen = _where(frame)
+    seen = _describe_thread(frame)
     os.write(theirs, b"!")
     thread.join()
     assert seen == (waiting, "")
@@ -44,7 +44,7 @@ def test_a_thread_between_two_lines_is_no_trouble() -> None:
     """Python says None for its line then (seen in 3.11); the watch must live on."""
     code = SimpleNamespace(co_filename=__file__, co_name="run")
     frame = SimpleNamespace(f_code=code, f_lineno=None, f_globals={"__name__": "megatfm.run"}, f_back=None)
-    assert _where(frame) == (False, "megatfm/run.py:?, in run")  # type: ignore[arg-type]
+    assert _describe_thread(frame) == (False, "megatfm/run.py:?, in run")  # type: ignore[arg-type]
 
 
 def chained(error: BaseException) -> BaseException:
@@ -82,15 +82,15 @@ def chained(error: BaseException) -> BaseException:
     ids=range(9),
 )
 def test_whose_failure_an_error_is(error: BaseException, lost: bool) -> None:
-    assert _lost_its_peer(error) is lost
-    assert _lost_its_peer(chained(error)) is lost
+    assert is_peer_loss(error) is lost
+    assert is_peer_loss(chained(error)) is lost
 
 
 def test_what_gets_done_between_ticks_is_a_sign_of_life() -> None:
-    watch = Watch(Rank(0, 1, 0, "none", torch.device("cpu")), 60.0)
+    watch = RankMonitor(ProcessInfo(0, 1, 0, "none", torch.device("cpu")), 60.0)
     done = 0
     watch.progress = lambda: done
-    watch._moved = 0.0
+    watch._last_progress = 0.0
     assert watch._heartbeat(50.0).age == 50.0
     done = 1
     assert watch._heartbeat(55.0).age == 0.0
