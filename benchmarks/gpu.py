@@ -34,7 +34,7 @@ PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 
 @dataclass(frozen=True)
 class Case:
-    """wanted: tokens a second on an H100 or H200."""
+    """target_tokens_per_second: tokens a second on an H100 or H200."""
 
     preset: str
     length: int

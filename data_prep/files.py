@@ -128,7 +128,7 @@ class InputFiles:
 
     @contextmanager
     def local(self, file: InputFile, companions: Sequence[str] = ()) -> Iterator[Path]:
-        """Where a file lies on this machine, meanwhile. beside: suffixes of files that are wanted at its side."""
+        """Where a file lies on this machine, meanwhile. companions: suffixes of files that are wanted at its side."""
         if not self._remote:
             yield Path(file.path)
             return

@@ -16,8 +16,9 @@ ENCODER_TOKENS = "encoder_tokens"
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """What goes through a part: so many tokens of a row. memory: tokens of the memory that cross-attention looks at.
-    predicted: the share of the tokens that the objective predicts, where that is known."""
+    """What goes through a part: so many tokens of a row. encoder_tokens: tokens of the memory that cross-attention
+    looks at.
+    target_fraction: the share of the tokens that the objective predicts, where that is known."""
 
     n: float
     encoder_tokens: float = 0.0
@@ -32,9 +33,9 @@ class TokenCounts:
 class Cost:
     """Multiplications in a forward pass over a row, and weights that it leaves out.
 
-    products: of matrices with tokens. vectors: of other weights (norms, biases) with tokens. attention: between
-    activations, for all pairs of tokens. seen: likewise, for the pairs that are seen. idle: weights that a token does
-    not meet, as those of experts that were not chosen for it.
+    matmul_macs: of matrices with tokens. vector_macs: of other weights (norms, biases) with tokens. attention_macs:
+    between activations, for all pairs of tokens. visible_attention_macs: likewise, for the pairs that are seen.
+    inactive_parameters: weights that a token does not meet, as those of experts that were not chosen for it.
     """
 
     matmul_macs: float = 0.0

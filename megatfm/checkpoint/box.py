@@ -106,8 +106,9 @@ class FlatShardedTensor(ShardedTensor):
     """Elements that follow each other in a block of a global tensor, row by row: what an engine holds that cuts
     flattened tensors.
 
-    tensor: [elements]. offsets, sizes: of the block; first: the element of the flattened block that `tensor` begins
-    with. It is stored and read as the few blocks that the elements make up, which are views of `tensor`.
+    tensor: [elements]. offsets, block_shape: of the block; flat_start: the element of the flattened block that
+    `tensor` begins with. It is stored and read as the few blocks that the elements make up, which are views of
+    `tensor`.
     """
 
     block_shape: tuple[int, ...]

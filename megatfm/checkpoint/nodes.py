@@ -44,7 +44,7 @@ KEEP = 2
 
 @dataclass(frozen=True)
 class NodeTopology:
-    """Who shares a node-local folder with whom. node: the node of each rank."""
+    """Who shares a node-local folder with whom. node_of_rank: the node of each rank."""
 
     folder: Path
     rank: int
@@ -147,7 +147,8 @@ def save_local(
 
 @dataclass(frozen=True)
 class LocalCheckpoint:
-    """A checkpoint that the nodes hold together. raw: its metadata. holders: file → the nodes that have it whole."""
+    """A checkpoint that the nodes hold together. metadata_bytes: its metadata. nodes_by_file: file → the nodes that
+    have it whole."""
 
     step: int
     metadata_bytes: bytes

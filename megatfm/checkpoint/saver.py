@@ -48,7 +48,7 @@ class Saver:
     """Writes a run's checkpoints, one at a time. Making one is a collective, and so are save, finish and leaving.
 
     mode: "async" returns from `save` once the state is copied, "sync" once it is on the disk. keep, keep_every,
-    read_back: see `CheckpointConfig`. local: this node's folder, for saves `on_nodes`.
+    read_back: see `CheckpointConfig`. local_dir: this node's folder, for saves `on_nodes`.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class Saver:
     ) -> None:
         """Save `tensors` (see `store.save`) and rank 0's `state` as they are now.
 
-        Waits for a save that still runs. copied: return only once the tensors may change; otherwise `settle` must be
-        called before they do. on_nodes: to the node-local folders instead of the shared one.
+        Waits for a save that still runs. wait_for_staging: return only once the tensors may change; otherwise
+        `settle` must be called before they do. local: to the node-local folders instead of the shared one.
 
         Raises MegatfmError on every rank for the failure of the save before, or of this one before it goes on in the
         background; a later one is `finish`'s to raise.

@@ -76,7 +76,7 @@ def read(
 
     Those that have a place are read right into it (it must fit), those that have None into memory of their own; of
     the others, which are only hashed, a meta tensor tells type and shape. After an error a place may hold anything.
-    direct: past the page cache if the file is large, for one that nobody else on this machine reads.
+    direct_io: past the page cache if the file is large, for one that nobody else on this machine reads.
     """
     with disk.HashedFile(path, direct_io and entry.bytes >= DIRECT_BYTES) as file:
         if file.size != entry.bytes:

@@ -16,7 +16,7 @@ from megatfm.ranks import Group
 
 @dataclass(frozen=True)
 class WritePlan:
-    """The pieces that one rank writes. tensors: on rank 0, what all of them together make up."""
+    """The pieces that one rank writes. global_metadata: on rank 0, what all of them together make up."""
 
     items: tuple[WriteItem, ...]
     global_metadata: PlanMetadata | None

@@ -34,8 +34,8 @@ def continue_from_config(
 ) -> tuple[Config, Sequence[str]]:
     """The config of a run that starts from the model at `source`, and what is to be said.
 
-    given: a config or preset, of which the model is replaced; None: the recipe is that of `source`, with other text.
-    Raises UsageError, MegatfmError.
+    base_config: a config or preset, of which the model is replaced; None: the recipe is that of `source`, with other
+    text. Raises UsageError, MegatfmError.
     """
     source = Path(source)
     said: list[str] = []

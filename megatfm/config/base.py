@@ -345,7 +345,7 @@ def check_path(path: Path) -> Path:
 def union_by_name(*known: type[Section], plugin: type[Section]) -> BeforeValidator:
     """Validate a table as the section whose `name` it gives, the first of them if it gives none.
 
-    other: the section for any other name, so that a plugin's part can have keys of its own.
+    plugin: the section for any other name, so that a plugin's part can have keys of its own.
     """
     sections = {section.model_fields["name"].default: section for section in known}
 

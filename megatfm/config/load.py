@@ -50,7 +50,8 @@ def load(
     overrides: Sequence[str] = (),
     replaced_sections: Mapping[str, Any] | None = None,
 ) -> AnySection:
-    """Read, override and validate a config of `kind`. instead: sections that stand in the place of the file's.
+    """Read, override and validate a config of `kind`. replaced_sections: sections that stand in the place of the
+    file's.
 
     Relative paths in a file are relative to the file; in a preset that ships with megatfm, and in overrides,
     to the current directory. Raises UsageError: one line with key, value, reason and a way out.

@@ -18,8 +18,8 @@ class Key:
     """One key: what it means where it is absent, the kinds of value that it may have, and which of them we compute.
 
     default: transformers' own, not ours. kinds: Python types; none: any. allowed: the values with which we compute the
-    same; None: all. idle: changes nothing of what a model computes, so that `settled` leaves it out. means: the key
-    that this is another name of; both may be there if they say the same.
+    same; None: all. is_ignored: changes nothing of what a model computes, so that `settled` leaves it out. alias_of:
+    the key that this is another name of; both may be there if they say the same.
     """
 
     default: Any = None

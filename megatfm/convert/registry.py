@@ -25,17 +25,21 @@ class Architecture:
     """One class of transformers, such as LlamaForCausalLM, under whose name it is registered.
 
     model_type: as in config.json. keys: what is made of each key of config.json, beside those of `COMMON`; one that is
-    not declared is refused. read: their config.json, settled by `keys`, as our config; raises UsageError for what we
-    lack.
-    write: our config as their config.json, without `architectures` and `model_type`; it need not look at what they
-    lack, see `architecture_for`. rules: the table for a config; fused_rules: that for files with all experts of a block
-    in one tensor, where these are another. prefix: files of the bare model lack it before every
-    name. ignored: regular expressions of tensors in their files that are no parameters. spellings: older names, as
-    regular expressions and what stands in their place. max_length_key: the key of config.json for the longest sequence,
-    where `write` doesn't give it since our config doesn't. marks: values of our keys by which its models are told from
-    others', so that the nearest is found for one that none stores. fit: what of the config only the names of the
-    tensors tell. is_base_model: has no head; those that its files hold, such as a downstream task's, are left and
-    named.
+    not declared is refused.
+    config_from_hf: makes our config of config.json, settled by `keys`; raises UsageError for what we lack.
+    config_to_hf: makes config.json of our config, without `architectures` and `model_type`; it need not look at what
+    they lack, see `architecture_for`.
+    weight_mappings: the table for a config. fused_rules: that for files with all experts of a block in one tensor,
+    where these are another.
+    base_model_prefix: files of the bare model lack it before every name.
+    ignored_tensors: regular expressions of tensors in their files that are no parameters.
+    legacy_names: older names, as regular expressions and what stands in their place.
+    max_length_key: the key of config.json for the longest sequence, where `config_to_hf` doesn't give it since our
+    config doesn't.
+    fingerprint: values of our keys by which its models are told from others', so that the nearest is found for one
+    that none stores.
+    refine_config: what of the config only the names of the tensors tell.
+    is_base_model: has no head; those that its files hold, such as a downstream task's, are left and named.
     further: regular expressions of tensors, among those of these names, that config.json declares and no class reads;
     they are left and named, too.
     remarks: what to say of a model that is opened.

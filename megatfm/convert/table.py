@@ -20,8 +20,9 @@ def identity(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 class WeightMapping:
     """Some tensors of ours and the same numbers as theirs.
 
-    forth: ours → theirs; back: theirs → ours; both linear, so that they convert gradients as well. copies: further
-    names under which their files may hold the (only) tensor of `theirs`; they are checked when read, never written.
+    to_hf: ours → theirs; from_hf: theirs → ours; both linear, so that they convert gradients as well. tied_names:
+    further names under which their files may hold the (only) tensor of `theirs`; they are checked when read, never
+    written.
     """
 
     megatfm: tuple[str, ...]

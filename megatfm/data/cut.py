@@ -19,7 +19,7 @@ def concat_and_chunk(
 ) -> PackedBlock:
     """Cut joined documents of these `lengths` [n]: `fields` [total, …]. blank [n]: those that are padding.
 
-    Documents of length 0 take no place, and no number in a row. head: how much is the end of a row of the block
+    Documents of length 0 take no place, and no number in a row. carry_length: how much is the end of a row of the block
     before; then that is row 0.
     """
     (length,), kept = packing.row_lengths, lengths > 0

@@ -22,8 +22,8 @@ def group_blocks(
 ) -> Iterator[tuple[int, int]]:
     """Groups of consecutive blocks: where each ends, and its rows.
 
-    volumes [n_blocks + 1, sides]: tokens of the sequences before each block. rows_of: the rows that blocks from … to
-    make together. Unless sequences `fit`, since each has a row of its own, each block is a group.
+    cumulative_lengths [n_blocks + 1, sides]: tokens of the sequences before each block. count_rows: the rows that
+    blocks from … to make together. Unless sequences `fit`, since each has a row of its own, each block is a group.
     """
     n, begin = len(cumulative_lengths) - 1, 0
     if not is_bin_packed:

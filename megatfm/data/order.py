@@ -75,7 +75,7 @@ class RowOrder:
         turn: int = 1,
         length: int = 1,
     ) -> None:
-        """unit_sizes [n]: of each unit of `unit` blocks, the last of which may have fewer."""
+        """group_sizes [n]: of each unit of `unit` blocks, the last of which may have fewer."""
         self.seed, self.streams, self.turn, self.shuffle, self.length = (
             seed,
             cycle_length,

@@ -48,7 +48,7 @@ class NO_OTHER_DOCUMENTS:
 class DocumentChunk:
     """What an objective makes a sequence of: the tokens [n] of a piece of a document, and what belongs to it.
 
-    members: the files stored with the document, by extension (`jpg`, `cls`), where the objective `needs_files`.
+    files: the files stored with the document, by extension (`jpg`, `cls`), where the objective `needs_files`.
     """
 
     tokens: NDArray[np.integer]
@@ -60,7 +60,7 @@ class DocumentChunk:
 class Field:
     """A field of a sequence: its NumPy type, and its shape [length, *shape], or [*shape] where it is one `of` the row.
 
-    fill: what stands in padding.
+    pad_value: what stands in padding.
     """
 
     dtype: str = "int64"

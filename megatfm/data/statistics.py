@@ -19,7 +19,7 @@ def stats(folder: str | Path, decode_id: Callable[[int], str] | None = None) -> 
     """Lengths of documents, the largest sources (the first folder or the file of each), domains and values of fields,
     and the commonest ids.
 
-    piece: what an id stands for. Reads the whole corpus.
+    decode_id: what an id stands for. Reads the whole corpus.
     """
     corpus = Corpus.open(folder)
     lengths = corpus.lengths()

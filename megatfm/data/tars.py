@@ -59,7 +59,7 @@ def iter_shard_samples(path: Path) -> Iterator[TokenArray]:
 
 
 def iter_tar_samples(file: IO[bytes], path: Path, require_end_marker: bool) -> Iterator[TokenArray]:
-    """The samples of an uncompressed tar. ends: whether its mark of the end must come."""
+    """The samples of an uncompressed tar. require_end_marker: whether its mark of the end must come."""
     sample: _Sample | None = None
     for member, data in _members(file, path, require_end_marker):
         directory, _, base = member.name.rpartition("/")
@@ -116,7 +116,7 @@ def _members(
 ) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
     """Every member with its data, once it is known to be a plain file of a plain name and a possible size.
 
-    ends: whether a tar's mark of its end must come, without which it is cut off.
+    require_end_marker: whether a tar's mark of its end must come, without which it is cut off.
     """
     ended = False
 

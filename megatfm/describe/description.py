@@ -23,8 +23,9 @@ class Description:
     """What a config amounts to. Counts are of distinct parameters, active ones those that a token meets; bytes are per
     parameter, over all ranks. Those that are `frozen` are among `parameters`, and have a weight alone.
 
-    row_tokens: of a row, of both sides in an encoder-decoder. multiplied: N of the FLOPs per token; a table that is
-    only looked up costs none, one that is the output head as well does, and a block that is used twice counts twice.
+    tokens_per_row: of a row, of both sides in an encoder-decoder. matmul_parameters: N of the FLOPs per token; a
+    table that is only looked up costs none, one that is the output head as well does, and a block that is used twice
+    counts twice.
     """
 
     config: Config

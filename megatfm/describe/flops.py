@@ -22,9 +22,9 @@ TRAINING_FLOPS_PER_MAC = 6
 
 @dataclass(frozen=True)
 class RowCost:
-    """tokens: of all sides. work: the sum over all parameters of their size times the tokens that they see.
+    """tokens: of all sides. macs: the sum over all parameters of their size times the tokens that they see.
 
-    products: the part of `work` that falls on matrices. attention: FLOPs of the scores and what is done with them.
+    matmul_macs: the part of `macs` that falls on matrices. attention: FLOPs of the scores and what is done with them.
     causal: without the half on tokens that aren't seen. idle: parameters that a token does not meet.
     """
 

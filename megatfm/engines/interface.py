@@ -101,13 +101,13 @@ class OptimizerGroup:
 
     elementwise: any block of a tensor will do (AdamW). whole_tensor: the update of an element depends on others
     (Muon), so each tensor is gathered to one rank, which keeps its state.
-    make: from parameter groups as torch takes them, each with the options that its names share.
+    build: from parameter groups as torch takes them, each with the options that its names share.
     options: name → its options, such as weight_decay. lr_ratios: name → its rate as a multiple of the run's, else 1.
     counters: options that the optimizer itself changes from step to step, and which are saved with the state.
-    stacked: names of tensors that are several along the first dim, each moved by itself; whole_tensor only.
+    stacked_names: names of tensors that are several along the first dim, each moved by itself; whole_tensor only.
     averaged: (block, state, options) → the weights to evaluate and save, where these are not the ones that are
     trained; elementwise only.
-    moments: dtype of the state, where it is not that of the weights.
+    state_dtype: dtype of the state, where it is not that of the weights.
     """
 
     names: Sequence[str]
@@ -232,7 +232,7 @@ class Engine(Protocol):
         """Accumulate the gradient of the global batch's loss, of which these are this data rank's micro-batches.
 
         All that a step takes come at once: raises MegatfmError where gradients of another call wait for `step` or
-        `zero_grad`. watch: measure activations on the way, for `layer_statistics`.
+        `zero_grad`. record_activations: measure activations on the way, for `layer_statistics`.
         """
 
     def step(self, lr: float, clip: float, *, skip: bool = False) -> float:

@@ -46,7 +46,7 @@ class TorchOptimizer:
     def step(self, gradients: Mapping[str, Tensor], lr: float, found_inf: Tensor | None = None) -> None:
         """Move the tensors; lr: before each group's own ratio. Does nothing where the rank owns no tensors.
 
-        spoiled: with `can_skip` only, a float32 scalar on the device: 1, and nothing moves but counters, which
+        found_inf: with `can_skip` only, a float32 scalar on the device: 1, and nothing moves but counters, which
         `not_taken` has to set back, as the host doesn't know; or 0.
         """
         if self.optimizer is None:
@@ -133,7 +133,7 @@ class ElementwiseOptimizer:
         return self._torch.tensors
 
     def step(self, gradients: Mapping[str, Tensor], lr: float, found_inf: Tensor | None = None) -> None:
-        """Move the blocks in place by gradients [block] of the same names; spoiled: see `TorchOptimizer.step`."""
+        """Move the blocks in place by gradients [block] of the same names; found_inf: see `TorchOptimizer.step`."""
         self._torch.step(gradients, lr, found_inf)
 
     def not_taken(self) -> None:

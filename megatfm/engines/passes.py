@@ -16,7 +16,8 @@ class GradientSync(Protocol):
     """Who has to know when passes begin, because gradients are reduced in some of them."""
 
     def begin(self, is_last: bool) -> None:
-        """Before the forward pass of each micro-batch. last: of this step, so that what is accumulated is reduced."""
+        """Before the forward pass of each micro-batch. is_last: of this step, so that what is accumulated is
+        reduced."""
 
     def start_pipeline_step(self, keep_unsharded: bool) -> None:
         """Instead of `begin`, once a step, where the passes of micro-batches take turns; gradients are reduced at its

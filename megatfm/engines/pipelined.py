@@ -76,8 +76,8 @@ class PipelineForwardBackward:
     """Runs this rank's stages of a pipeline.
 
     model: holds the modules of these stages alone; its forward becomes that of one stage, so that whatever is laid
-    around the model's forward stays there. group, back: of the same ranks, for activations and for their gradients, so
-    that one direction doesn't queue behind the other. dtype: of activations.
+    around the model's forward stays there. group, backward_group: of the same ranks, for activations and for their
+    gradients, so that one direction doesn't queue behind the other. dtype: of activations.
     """
 
     def __init__(

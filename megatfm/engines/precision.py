@@ -8,7 +8,8 @@ import torch
 
 @dataclass(frozen=True)
 class Precision:
-    """stored: of weights, optimizer state, and gradients that are accumulated and reduced. computed: of the model.
+    """param_dtype: of weights, optimizer state, and gradients that are accumulated and reduced. compute_dtype: of
+    the model.
     fp8: how the products of blocks are scaled, where they are made of 8-bit floats (see `megatfm/ops/fp8.py`)."""
 
     param_dtype: torch.dtype

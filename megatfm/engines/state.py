@@ -93,7 +93,7 @@ class TrainState:
     @contextmanager
     def averaged_weights(self, on_change: Callable[[], None]) -> Iterator[None]:
         """Have the weights to evaluate in place for a while. The trained ones come back from a copy, so to the last
-        bit. changed: called whenever the weights were."""
+        bit. on_change: called whenever the weights were."""
         averaged = self._averaged()
         trained = {name: self.weights[name].tensor.clone() for name in averaged}
         self._set(averaged, on_change)

@@ -11,7 +11,7 @@ _BROKEN = "\ufffd"
 class IncrementalDetokenizer:
     """Decodes ids that arrive one after the other. The bytes of a character are held back until it is whole.
 
-    before: the ids of a prompt that they continue, and which is not shown.
+    prompt_ids: the ids of a prompt that they continue, and which is not shown.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Iterable[int] = ()) -> None:

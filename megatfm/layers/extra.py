@@ -28,8 +28,8 @@ class BlockOutput(NamedTuple):
 class AuxiliaryLoss:
     """A term of the loss that a part adds: weight · sum / count, with the count over the whole global batch.
 
-    per: what it is counted by: "tokens", all that go through a block and are no padding, of which `TokenSum` takes the
-    sum; or "rows". The sums of several blocks add up.
+    normalised_by: what it is counted by: "tokens", all that go through a block and are no padding, of which
+    `TokenSum` takes the sum; or "rows". The sums of several blocks add up.
     """
 
     weight: float

@@ -81,9 +81,9 @@ class SequenceMetadata:
         self._rng_keys, self._depth = keys_B, -1
 
     def at_layer(self, depth: int, skip_rate: float = 0.0, *, n_compiled_layers: int = 0) -> Self:
-        """The same for one layer: its own random keys, everything else shared. of_compiled: the number of layers, where
-        they are compiled: a depth would be one more thing for which they are compiled anew, so the keys of all are
-        mixed at once."""
+        """The same for one layer: its own random keys, everything else shared. n_compiled_layers: the number of
+        layers, where they are compiled: a depth would be one more thing for which they are compiled anew, so the
+        keys of all are mixed at once."""
         if self._rng_keys is None and not skip_rate:
             return self
         layer, keys_B = copy.copy(self), self._rng_keys

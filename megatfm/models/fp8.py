@@ -50,7 +50,7 @@ def convert_to_fp8(model: nn.Module, *, rowwise: bool) -> dict[str, Linear]:
 def check_sharded_shapes(
     linears: Mapping[str, Linear], full_shapes: Mapping[str, Sequence[int]], ranks: int
 ) -> None:
-    """After tensor parallelism has cut the matrices. whole: the shapes they had, by parameter.
+    """After tensor parallelism has cut the matrices. full_shapes: the shapes they had, by parameter.
 
     Raises UsageError for parts that are no multiples of 16, and for a matrix that is whole on each rank, which would
     round its own share of a gradient.

@@ -55,8 +55,8 @@ def quantise(x: Tensor, scale: Tensor, kind: torch.dtype) -> Tensor:
 def product(
     left_MK: Tensor, right_NK: Tensor, rowwise: bool, dtype: torch.dtype, *, use_fast_accum: bool
 ) -> Tensor:
-    """left · rightᵀ [M, N] in left's dtype, with left in `dtype` and right in e4m3. quick: sums are kept in fewer bits,
-    where a GPU has that. Of bfloat16, float32 or float64: what float16 holds, a scale may leave it."""
+    """left · rightᵀ [M, N] in left's dtype, with left in `dtype` and right in e4m3. use_fast_accum: sums are kept in
+    fewer bits, where a GPU has that. Of bfloat16, float32 or float64: what float16 holds, a scale may leave it."""
     assert left_MK.dtype != torch.float16, "fp8 is of bfloat16: train.precision = 'fp8'"
     if not (left_MK.numel() and right_NK.numel()):  # which have no largest number, and no kernel
         return left_MK.new_zeros(len(left_MK), len(right_NK))

@@ -21,10 +21,10 @@ LENGTHS = 64
 class ContextParallel:
     """The ranks that share rows, and how these are cut.
 
-    folded: of rows of a length, whether a rank has a run from the front and its mirror image from the back, so that
-    causal attention is equally much on all (zig-zag); else one run. unit: tokens that stay together, so that sequence
-    parallelism divides them.
-    way: of full attention, "ring", "heads", or "auto", by what is sent.
+    is_zigzag: of rows of a length, whether a rank has a run from the front and its mirror image from the back, so that
+    causal attention is equally much on all (zig-zag); else one run. multiple_of: tokens that stay together, so that
+    sequence parallelism divides them.
+    method: of full attention, "ring", "heads", or "auto", by what is sent.
     """
 
     group: ProcessGroup
@@ -92,8 +92,8 @@ class FetchPlan:
     """Which tokens of a row each rank needs keys and values of besides its own: what travels, both ways.
 
     gives[r]: numbers, among this rank's tokens, of those that rank r needs. gets[r]: places of tokens of rank r that
-    are needed here. looked_at: all places that are looked at here, ascending; order: where each of these lies in [own,
-    what came from rank 0, 1, …]. most: tokens that a rank gets, of all ranks; length: tokens of the row.
+    are needed here. indices: all places that are looked at here, ascending; permutation: where each of these lies in
+    [own, what came from rank 0, 1, …]. most: tokens that a rank gets, of all ranks; length: tokens of the row.
     """
 
     contexts: ContextParallel

@@ -16,8 +16,8 @@ ExpertFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 def travelling(expert_function: ExpertFunction, group: ProcessGroup) -> Callable[..., Tensor]:
-    """run: of the experts that are here → of those of all ranks of the group, which have equally many each. What that
-    gives takes something to do besides, `meanwhile`, while rows are on their way."""
+    """expert_function: of the experts that are here → of those of all ranks of the group, which have equally many
+    each. What that gives takes something to do besides, `meanwhile`, while rows are on their way."""
     ranks = group.size()
 
     def dispatch_run_combine(

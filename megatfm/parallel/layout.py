@@ -17,7 +17,7 @@ Chunk = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Shard:
-    """A dim of a tensor, divided over the ranks of an axis. part: this rank's. uneven: the last may be smaller."""
+    """A dim of a tensor, divided over the ranks of an axis. index: this rank's. uneven: the last may be smaller."""
 
     axis: str
     dim: int
@@ -30,9 +30,9 @@ class Shard:
 class TensorLayout:
     """Where one parameter or buffer is.
 
-    shape: global. cuts: by the axes of the model, each inside what those before it leave; none: whole on every rank.
-    sum_over: axes whose ranks have only their share of the gradient each, to be summed after the backward pass.
-    data: the axes over which ranks hold the same block and see other rows. fsdp_dim: where ZeRO 2 and 3 cut it.
+    shape: global. shards: by the axes of the model, each inside what those before it leave; none: whole on every rank.
+    partial_axes: axes whose ranks have only their share of the gradient each, to be summed after the backward pass.
+    data_axes: the axes over which ranks hold the same block and see other rows. fsdp_dim: where ZeRO 2 and 3 cut it.
     """
 
     name: str

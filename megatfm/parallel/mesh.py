@@ -78,8 +78,8 @@ EXPERT_DATA_AXES = DataAxes(EXPERT_SHARD, REPLICATE)
 class Mesh:
     """A torch DeviceMesh with `AXES`, and what the rooms above ask of it.
 
-    experts: the same ranks, with EXPERT_SHARD and EXPERT in the place of the folded axes; None where every rank holds
-    all experts. expert_tp: see `parallel.expert_tp`.
+    expert_mesh: the same ranks, with EXPERT_SHARD and EXPERT in the place of the folded axes; None where every rank
+    holds all experts. expert_tp: see `parallel.expert_tp`.
     """
 
     device_mesh: DeviceMesh

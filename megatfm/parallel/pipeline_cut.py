@@ -19,7 +19,7 @@ from megatfm.split_points import CarrySpec, SplitPoint, Splittable, live_fields
 
 @dataclass(frozen=True)
 class Stage:
-    """A slice of a model's split points. takes, gives: the parts of the carry that come in and go out."""
+    """A slice of a model's split points. takes, outputs: the parts of the carry that come in and go out."""
 
     index: int
     rank: int

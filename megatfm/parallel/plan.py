@@ -1,7 +1,7 @@
 """A plan is a table, pattern over module names → style. This file collects it from a model's parts, and lays it.
 
-A module's class says in `plan` how it and the modules in it are cut: rows of (pattern relative to the module, "" for
-itself; name of a style), such as `plan = (("", "enter"), ("w[qkv]", "column"), ("wo", "row"))`. They are strings, so
+A module's class says in `tp_plan` how it and the modules in it are cut: rows of (pattern relative to the module, "" for
+itself; name of a style), such as `tp_plan = (("", "enter"), ("w[qkv]", "column"), ("wo", "row"))`. They are strings, so
 that layers know nothing of parallelism. A row that matches nothing is for a part that not every model has.
 """
 
@@ -110,7 +110,7 @@ MOST_DIMS = 8
 
 @dataclass(frozen=True)
 class _Row:
-    """A row of a plan where it was found. place: of the module that brought it; its numbers are *."""
+    """A row of a plan where it was found. owner_path: of the module that brought it; its numbers are *."""
 
     owner_path: str
     owner_class: str

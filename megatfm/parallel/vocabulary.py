@@ -28,7 +28,7 @@ def vocab_parallel_cross_entropy(
     group: ProcessGroup,
     chunk: int = 1024,
 ) -> Tensor:
-    """Summed cross-entropy, the same on all ranks; the gradient to `hidden` is partial. first: row held here."""
+    """Summed cross-entropy, the same on all ranks; the gradient to `hidden` is partial. vocab_start: row held here."""
     return cross_entropy(
         hidden_MD,
         weight_WD,

@@ -36,7 +36,7 @@ def evaluate(
     only make the figure worse.
 
     byte_lengths [vocabulary]: bytes of text that each id stands for; None: not known. max_rows: 0 for all.
-    moved: called at each batch.
+    on_batch: called at each batch.
     """
     data_ranks, measured = engine.mesh.data_ranks, byte_lengths if objective.likelihood_term else None
     stop = min(max_rows or len(rows), len(rows))

@@ -30,7 +30,7 @@ from megatfm.train.record.console import RunLog
 from megatfm.train.record.machine import started
 from megatfm.train.record.metrics import MetricsLog, RunInfo, check_sinks
 from megatfm.train.record.run_directory import RunDirectory, run_folder
-from megatfm.train.record.utilization import FlopsPerToken, Utilization, peak
+from megatfm.train.record.utilization import FlopsPerToken, Utilization, get_peak_flops
 from megatfm.train.run_state import RunState
 from megatfm.train.schedules import schedule_factor
 from megatfm.train.signals import StopSignals
@@ -94,7 +94,7 @@ def train(config: Config, flops_per_token: FlopsPerToken | None = None) -> int:
             trainer = Trainer(config, run, engine, corpora, precision, screen, watch, nodes)
             trainer.given, trainer.launcher = given, rank.launcher
             if flops_per_token and run.is_main:
-                peak_flops = peak(rank.device, PRECISIONS[precision].compute_dtype)
+                peak_flops = get_peak_flops(rank.device, PRECISIONS[precision].compute_dtype)
                 trainer.utilization = Utilization(*flops_per_token(config), peak_flops, rank.world_size)
             watch.tick(0, "start")
             with explain_out_of_memory(run.folder, rank.rank):
@@ -159,7 +159,7 @@ class Trainer:
             self._event("started", "; ".join([detail, *layout_changes(self.given, config)]))
         facts = started(self.launcher)
         if self.run.is_main:
-            facts |= {"peak": str(self.utilization.get_peak_flops)} if self.utilization else {}
+            facts |= {"peak": str(self.utilization.peak)} if self.utilization else {}
             self.run.write_run_files(self.given, self.engine.layout.table, facts)
             checkpoint.remove_leftovers(self.run.checkpoints)
         for link in (self.run.checkpoints, self.run.log.parent):
@@ -175,7 +175,7 @@ class Trainer:
             config.train.steps,
         )
         if self.utilization:
-            log.info("utilization (MFU) is of %s", self.utilization.get_peak_flops)
+            log.info("utilization (MFU) is of %s", self.utilization.peak)
         for note in self.corpora.warnings:
             log.info("%s", note)
 

@@ -20,11 +20,12 @@ from megatfm.verify.modules import block_paths, is_a
 class Call:
     """A module's call in the plain forward pass of one micro-batch.
 
-    stage: of the pipeline (0 where there is none). given, made: elements of its first input and its output (0: no
-    tensor). rows: of the input. in_block: it lies in a block, is_layer_output: it is one. saves_tensors_after: the
-    block keeps something for the backward pass after this call, so that recomputing the block goes through all of it.
-    given_has_gradient: of its first input. inputs: the shapes of those that are tensors. taken: of experts, the choices
-    [B, T, K] that are taken, `n_experts` for others; tokens: of their input.
+    stage: of the pipeline (0 where there is none). given, output_numel: elements of its first input and its output
+    (0: no tensor). rows: of the input. in_layer: it lies in a block, is_layer_output: it is one.
+    saves_tensors_after: the block keeps something for the backward pass after this call, so that recomputing the
+    block goes through all of it.
+    given_has_gradient: of its first input. inputs: the shapes of those that are tensors. expert_index: of experts,
+    the choices [B, T, K] that are taken, `n_experts` for others; n_tokens: of their input.
     """
 
     path: str

@@ -170,7 +170,7 @@ class ContextShards:
         self, ledger: ExpectedTraffic, rank: int, call: Call, tokens: Sequence[int], numel_per_token: int
     ) -> None:
         """Parts of a row go round: after step s a rank hands on what rank − s had at first. Gradients are in float32 or
-        wider, and one step behind. a_token: numbers of a token in all rows."""
+        wider, and one step behind. numel_per_token: numbers of a token in all rows."""
         size, c = self._computed, len(tokens)
         for step in range(c - 1):
             for _ in range(self._forwards(call) + call.has_gradient):
@@ -282,7 +282,8 @@ class ContextShards:
         self._summed(ledger, call, rows.count * max(stretches) * 2)
 
     def _summed(self, ledger: ExpectedTraffic, call: Call, numel_per_head: int) -> None:
-        """Keys and values that are made of several tokens, of all heads, forward and backward. of_head: how many."""
+        """Keys and values that are made of several tokens, of all heads, forward and backward. numel_per_head: how
+        many."""
         model = self._config.model
         elements = numel_per_head * model.head_width * model.attention.n_heads // self._config.parallel.tp
         times = self._sums_forward(call) + call.has_gradient

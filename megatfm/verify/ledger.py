@@ -14,7 +14,7 @@ TrafficTable = dict[tuple[str, str], tuple[int, int]]
 
 @dataclass
 class ExpectedTraffic:
-    """sizes: ranks by axis; an axis of one rank sends nothing. called: axis → the name by which it is entered."""
+    """sizes: ranks by axis; an axis of one rank sends nothing. group_names: axis → the name by which it is entered."""
 
     sizes: Mapping[str, int]
     group_names: Mapping[str, str] = field(default_factory=dict)

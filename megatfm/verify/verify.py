@@ -30,8 +30,8 @@ BlocksOfOne = Sequence[tuple[Chunk, NDArray[np.floating[Any]]]]
 
 @dataclass(frozen=True)
 class Limits:
-    """bound: the largest error of a gradient that rounding can explain, with room to spare. floor: a gradient smaller
-    than this share of all gradients is measured against that share: some are zero in theory."""
+    """bound: the largest error of a gradient that rounding can explain, with room to spare. relative_floor: a
+    gradient smaller than this share of all gradients is measured against that share: some are zero in theory."""
 
     bound: float
     relative_floor: float

@@ -26,8 +26,8 @@ READ_AHEAD = "_PartitionedParameterCoordinator__prefetch_nvme"
 @dataclass(frozen=True)
 class Part:
     """What this rank's optimizer moves of a parameter: elements [start, start + size) of `owner`, which are those from
-    `first` on of the flattened parameter. group: of the torch optimizer that moves it, by its number. kept: where the
-    owner's elements are between steps; the owner itself, unless they are in a file."""
+    `first` on of the flattened parameter. group: of the torch optimizer that moves it, by its number. resident:
+    where the owner's elements are between steps; the owner itself, unless they are in a file."""
 
     flat: Tensor
     start: int

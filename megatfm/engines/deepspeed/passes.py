@@ -57,7 +57,8 @@ class DeepSpeedForwardBackward:
 class AccumulationBoundary:
     """Tells DeepSpeed which pass is a step's last, in or after which it reduces gradients.
 
-    waits: what it would do besides in the last pass, which is to copy gradients that it offloads, waits for the step.
+    defers_offload: what it would do besides in the last pass, which is to copy gradients that it offloads, waits for
+    the step.
     """
 
     def __init__(self, engine: Any, *, defers_offload: bool) -> None:

@@ -32,9 +32,10 @@ class ZeroOptions:
     """What a layout asks for.
 
     zero: the stage. accumulate: gradients of a step's micro-batches, "whole": each rank adds up whole ones, reduced
-    once; "shards": they are reduced after each micro-batch, so that only shards are kept (stages 2 and 3). reduced: the
-    dtype in which gradients are sent and summed over ranks; None: the stored one. prefetch: of stages 2 and 3, blocks
-    whose weights are asked for before the one ahead of them runs; 0: as FSDP2 does by itself; None: as `ahead` says.
+    once; "shards": they are reduced after each micro-batch, so that only shards are kept (stages 2 and 3).
+    reduce_dtype: the dtype in which gradients are sent and summed over ranks; None: the stored one. prefetch: of
+    stages 2 and 3, blocks whose weights are asked for before the one ahead of them runs; 0: as FSDP2 does by itself;
+    None: as `ahead` says.
     use_group_allocator: what they send is allocated by the process group.
     """
 

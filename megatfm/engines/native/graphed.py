@@ -94,7 +94,7 @@ class GraphedModel:
     def step(
         self, batches: Sequence[Batch], objective: LossFunction, scale_loss: LossScaler, data: GradientSync
     ) -> list[Terms]:
-        """See `ForwardBackward`; weigh: `TermWeights`, whose factors are copied."""
+        """See `ForwardBackward`; scale_loss: `TermWeights`, whose factors are copied."""
         assert isinstance(scale_loss, TermWeights)
         for batch in batches:
             if _key(batch, objective) not in self._recorded:

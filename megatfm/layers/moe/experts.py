@@ -117,7 +117,7 @@ class Experts(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """y [B, T, D], and which choices were taken, boolean [B, T, K]. A choice of `n_experts` is none.
 
-        meanwhile: what is done while rows travel; only where they do.
+        overlap_with: what is done while rows travel; only where they do.
         """
         x_BTD, weights_BTK, choices_BTK = map(self.gathered, (x_BTD, weights_BTK, choices_BTK))
         taken_BTK = choices_BTK < self.n_experts

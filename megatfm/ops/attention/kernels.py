@@ -28,11 +28,12 @@ LONG_ON_GPU = 256
 
 @dataclass(frozen=True)
 class AttentionRequest:
-    """What is asked of a kernel. scores: B · N · T · S. plain: see `AttentionMask`. drops: probabilities are dropped.
+    """What is asked of a kernel. scores: B · N · T · S. plain: see `AttentionMask`. has_dropout: probabilities are
+    dropped.
 
-    biased: numbers for all pairs are added to the scores. by_distance: one for each distance. sinks: scores without
-    keys take part. compiled: a block is being compiled. is_varlen: FlashAttention takes its heads, and a window of
-    whole documents says what is seen.
+    has_dense_bias: numbers for all pairs are added to the scores. has_relative_bias: one for each distance. sinks:
+    scores without keys take part. compiled: a block is being compiled. is_varlen: FlashAttention takes its heads,
+    and a window of whole documents says what is seen.
     """
 
     device: str

@@ -56,8 +56,8 @@ def plan_blocks(
 ) -> list[BlockGroup]:
     """Rows that see equally many blocks, as many of them in part, and where all their masks are the same, one mask.
 
-    Memory is that of the table of blocks, and linear in T besides. known: the same in the host's memory, where `seen`
-    is on a device: by it the host plans, since it would wait for each number; masks are made there.
+    Memory is that of the table of blocks, and linear in T besides. host_mask: the same in the host's memory, where
+    `seen` is on a device: by it the host plans, since it would wait for each number; masks are made there.
     """
     host_mask = host_mask or seen
     table = _rows(host_mask.block_mask(grid.size), grid)

@@ -35,7 +35,7 @@ class BlockAttentionPlan:
     """What has no gradient. size: tokens of a block. softcap 0: none. threshold: so many of 65,536 are dropped.
 
     places: where the keys [S] stand in their rows, on which depends what is dropped; None: one after the other from 0.
-    q_places: the same of the queries [T]. zero: the number of a bias by distance that is of no distance.
+    q_places: the same of the queries [T]. zero_distance: the number of a bias by distance that is of no distance.
     covers: the visits are bands that hold every query once, so that outputs need not start as zeros.
     """
 

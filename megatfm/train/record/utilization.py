@@ -48,20 +48,20 @@ class Peak:
 
 @dataclass(frozen=True)
 class Utilization:
-    """full, causal: FLOPs per token. peak: of one device."""
+    """full, causal_flops_per_token: FLOPs per token. peak: of one device."""
 
     flops_per_token: float
     causal_flops_per_token: float
-    get_peak_flops: Peak
+    peak: Peak
     devices: int
 
     def mfu(self, tokens_per_second: float) -> dict[str, float]:
         """`mfu` and, without the masked half of attention, `mfu_causal`, each at a speed."""
-        reached = tokens_per_second / (self.get_peak_flops.flops * self.devices)
+        reached = tokens_per_second / (self.peak.flops * self.devices)
         return {"mfu": reached * self.flops_per_token, "mfu_causal": reached * self.causal_flops_per_token}
 
 
-def peak(device: torch.device, dtype: torch.dtype) -> Peak:
+def get_peak_flops(device: torch.device, dtype: torch.dtype) -> Peak:
     """Of this process's device in a precision: the data sheet's figure where one is known, else measured."""
     bits = str(dtype).removeprefix("torch.")
     if device.type == "cuda":

@@ -74,8 +74,8 @@ class _Rank:
 class HangDetector:
     """Hears every rank's heartbeats and ends, and decides which ranks are to blame.
 
-    hosts: by rank. limit: seconds without a move that count as a hang. silence: seconds without a heartbeat that count
-    as silence once somebody hangs. All times come from the caller's clock.
+    hosts: by rank. hang_timeout: seconds without a move that count as a hang. heartbeat_timeout: seconds without a
+    heartbeat that count as silence once somebody hangs. All times come from the caller's clock.
     """
 
     hosts: Sequence[str]

@@ -29,7 +29,7 @@ class BigBird(AttentionPattern):
     The first and last block's queries see all. With `extra` (the paper's ETC) so many first tokens stand for those
     blocks. A document of no more than 5 + 2 n_random blocks is seen whole, as in the released code. causal, which is
     not in the paper: no later keys, no last block, and short documents are as all others. layer: another draw for each.
-    rows, drawn: for how many blocks of a row the random ones are drawn, and those; 0: for those that are asked for.
+    rows, rng_keys: for how many blocks of a row the random ones are drawn, and those; 0: for those that are asked for.
     """
 
     block: int

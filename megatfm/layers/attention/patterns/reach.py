@@ -47,8 +47,8 @@ def _runs(pattern: AttentionPattern, first: int, last: int, length: int) -> Rang
 def global_query_indices(
     pattern: AttentionPattern, row: SequenceMetadata, indices_by_rank: Sequence[Tensor]
 ) -> Tensor:
-    """The places of wide queries in any of the rows, ascending, of documents that lie on several ranks. dealt: places
-    by rank, in the host's memory as the row."""
+    """The places of wide queries in any of the rows, ascending, of documents that lie on several ranks.
+    indices_by_rank: places by rank, in the host's memory as the row."""
     found, rank_of = np.zeros(row.length, np.bool_), np.zeros(row.length, np.int64)
     for rank, places in enumerate(indices_by_rank):
         rank_of[places.numpy()] = rank

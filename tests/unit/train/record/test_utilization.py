@@ -11,16 +11,14 @@ import megatfm
 from megatfm.config import load_config
 from megatfm.describe.description import describe, flops_per_token
 from megatfm.train.record import utilization
-from megatfm.train.record.utilization import Peak, Utilization, from_data_sheet, peak
+from megatfm.train.record.utilization import Peak, Utilization, from_data_sheet, get_peak_flops
 from tests.unit.test_api import corpus, file, run, texts
 
 __all__ = ["corpus", "file", "run", "texts"]  # fixtures
 
 
 def test_utilization_is_what_is_needed_over_what_could_be_done() -> None:
-    used = Utilization(
-        flops_per_token=6e9, causal_flops_per_token=5e9, get_peak_flops=Peak(1e15, "x"), devices=8
-    )
+    used = Utilization(flops_per_token=6e9, causal_flops_per_token=5e9, peak=Peak(1e15, "x"), devices=8)
     assert used.mfu(1e6) == {"mfu": pytest.approx(0.75), "mfu_causal": pytest.approx(0.625)}
 
 
@@ -70,7 +68,7 @@ def test_data_sheets(name: str, dtype: torch.dtype, flops: float | None) -> None
 
 
 def test_a_cpu_is_measured_and_says_so() -> None:
-    found = peak(torch.device("cpu"), torch.float32)
+    found = get_peak_flops(torch.device("cpu"), torch.float32)
     assert found.flops > 1e8
     assert "CPU, float32" in found.source
     assert "measured" in str(found)
