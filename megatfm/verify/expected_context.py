@@ -28,7 +28,9 @@ from megatfm.verify.expected_keys import (
     Rows,
     block_of,
     count_wide,
+    deal,
     is_causal,
+    is_cross_attention,
     needed,
     pattern_of,
     sees_more_later,
@@ -44,22 +46,7 @@ SIDES = ("", "encoder_")
 """Prefixes of the fields of a row."""
 
 ALL_KEYS = ("DisentangledCore", "ShawCore")
-"""Attention whose biases need all keys at once, so that a rank fetches them all."""
-
-
-def deal(length: int, ranks: int, multiple_of: int, *, folded: bool) -> list[Places]:
-    """Places of each rank, ascending: token by token, by the run in which its unit lies.
-
-    Rows are cut into as many runs as there are ranks, or twice as many, of which rank r has number r and the one as far
-    from the end, so that causal attention is equally much work on all.
-    """
-    runs, units = ranks * (2 if folded else 1), length // multiple_of
-    found: list[list[int]] = [[] for _ in range(ranks)]
-    for token in range(length):
-        at = min(token // multiple_of, units - 1)
-        run = max(i for i in range(runs) if i * units // runs <= at)
-        found[min(run, runs - 1 - run) if folded else run].append(token)
-    return [np.array(places) for places in found]
+"""Attention whose biases need all keys at once."""
 
 
 class ContextShards:
@@ -83,7 +70,7 @@ class ContextShards:
         return any(
             sees_more_later(pattern_of(self._config, path), length, causal=is_causal(self._config, path))
             for path, module in self._model.named_modules()
-            if hasattr(module, "pattern") and not _is_of_memory(path)
+            if hasattr(module, "pattern") and not is_cross_attention(path)
         )
 
     def _part(self, batch: Arrays, rank: int) -> Arrays:
@@ -136,7 +123,7 @@ class ContextShards:
         dealt = self._positions_by_rank[side]
         pattern, causal = pattern_of(self._config, call.path), is_causal(self._config, call.path)
         has_pair_bias = any(len(bias or ()) > 2 for bias in call.inputs[4:5])
-        if _is_of_memory(call.path) or has_pair_bias or any(is_a(module, name) for name in ALL_KEYS):
+        if is_cross_attention(call.path) or has_pair_bias or any(is_a(module, name) for name in ALL_KEYS):
             self._point_to_point(
                 ledger, rank, call, dealt, [np.sort(np.concatenate(dealt))] * len(dealt), numel_per_token
             )
@@ -368,7 +355,7 @@ class ContextShards:
 
     def _side(self, call: Call) -> str:
         """Prefix of the fields of the rows whose keys are looked at."""
-        of_encoder = call.path.startswith("encoder.") or _is_of_memory(call.path)
+        of_encoder = call.path.startswith("encoder.") or is_cross_attention(call.path)
         return "encoder_" if of_encoder and "encoder_" in self._positions_by_rank else ""
 
     def _rows(self, microbatch: int, side: str) -> Rows:
@@ -400,11 +387,6 @@ class ContextShards:
         "ExpertChoiceRouter": _expert_choice,
     }
     """Class → what its calls send; a derived class before the one that it is derived from."""
-
-
-def _is_of_memory(path: str) -> bool:
-    """Whether keys are an encoder's output."""
-    return ".cross." in path
 
 
 def _known(shapes: Sequence[Shape | None]) -> list[Shape]:

@@ -87,6 +87,11 @@ def is_causal(config: Config, path: str) -> bool:
     )
 
 
+def is_cross_attention(path: str) -> bool:
+    """Whether keys are an encoder's output."""
+    return ".cross." in path
+
+
 def sees_runs_alone(pattern: Section, length: int, *, causal: bool) -> bool | None:
     """Whether queries see a few runs of keys in rows of a length, so that these are fetched; None: not known, as the
     pattern is a plugin's. A window or chunk as wide as the row sees all, as full attention does."""
@@ -201,3 +206,18 @@ def count_wide(pattern: Section, rows: Rows, rank_of: NDArray[Any], *, causal: b
             for first, beyond in wide_queries(pattern, end - begin, causal=causal):
                 wide[begin + first : min(begin + beyond, end)] = True
     return int(wide.sum())
+
+
+def deal(length: int, ranks: int, multiple_of: int, *, folded: bool) -> list[NDArray[Any]]:
+    """Places of each rank, ascending: token by token, by the run in which its unit lies.
+
+    Rows are cut into as many runs as there are ranks, or twice as many, of which rank r has number r and the one as far
+    from the end, so that causal attention is equally much work on all.
+    """
+    runs, units = ranks * (2 if folded else 1), length // multiple_of
+    found: list[list[int]] = [[] for _ in range(ranks)]
+    for token in range(length):
+        at = min(token // multiple_of, units - 1)
+        run = max(i for i in range(runs) if i * units // runs <= at)
+        found[min(run, runs - 1 - run) if folded else run].append(token)
+    return [np.array(places) for places in found]

@@ -19,7 +19,8 @@ from megatfm.parallel.context import is_folded
 from megatfm.parallel.context_exchange import token_indices
 from megatfm.train.build import build_model, plan_pipeline_split
 from megatfm.verify import expected
-from megatfm.verify.expected_context import ContextShards, deal
+from megatfm.verify.expected_context import ContextShards
+from megatfm.verify.expected_keys import deal
 from megatfm.verify.expected_pipeline import divide
 from megatfm.verify.module_cuts import KINDS, ROWS
 from megatfm.verify.shrink import shrink
