@@ -1,4 +1,4 @@
-"""What context parallelism sends of keys and values, by how long documents are: counted, so no clock matters.
+"""Bytes of keys and values that context parallelism sends, by length of documents: counted, so no clock matters.
 
     python benchmarks/context_traffic.py [--rows 8192 32768 131072] [--ranks 2 4 8 16] [--draws 8]
 

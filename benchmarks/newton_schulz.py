@@ -1,4 +1,4 @@
-"""What Muon's iteration costs in bfloat16 and in float32: interleaved, the median ratio.
+"""Cost of Muon's iteration in bfloat16 and in float32: interleaved, the median ratio.
 
 python benchmarks/newton_schulz.py [cpu|cuda]
 """
@@ -16,7 +16,7 @@ ROUNDS = 12
 
 
 def seconds(x: torch.Tensor, in_bf16: bool) -> float:
-    """Of one orthogonalisation of a matrix."""
+    """Time one orthogonalisation of a matrix."""
     start = time.perf_counter()
     newton_schulz(x[None], in_bf16=in_bf16)
     if x.device.type == "cuda":

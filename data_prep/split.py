@@ -15,8 +15,8 @@ LEVELS: Mapping[str, Callable[[Document], str]] = {
     "record": lambda document: document.unit,
     "part of a file": lambda document: document.id,
 }
-"""What is kept together, from the best protection against leaks to the least: none at all, between the parts of one
-text."""
+"""Units that a split keeps together, from the best protection against leaks to the least: none at all, between the
+parts of one text."""
 OF_FILES, OF_DOCUMENTS = (*LEVELS,)[:2], (*LEVELS,)[2:]
 """The levels that names of files tell, and those for which documents must be looked at."""
 

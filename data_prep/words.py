@@ -144,7 +144,7 @@ def _encode(text: str) -> bytes:
 
 @cache
 def _kinds() -> NDArray[np.uint8]:
-    """Of every code point, what it is."""
+    """Return the kind of every code point."""
     kinds = np.full(0x110000, _SEPARATES, np.uint8)
     for begin, end in _PLANES:
         for point in range(begin, end):
@@ -166,5 +166,5 @@ def _kinds() -> NDArray[np.uint8]:
 
 @cache
 def word_character_table() -> NDArray[np.bool_]:
-    """Of every code point, whether `\\w` matches it."""
+    """Return for every code point whether `\\w` matches it."""
     return np.array([chr(point).isalnum() or point == ord("_") for point in range(0x110000)], np.bool_)

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, EXIT_USAGE, LOCKED, NO_PROGRESS
-from megatfm.launchers.supervise import Child, supervisor
+from megatfm.launchers.supervise import Child, supervise
 from megatfm.launchers.worker import EXIT_CODE_DIR
 
 # Below the kernel's range for outgoing connections; another range than the one of tasks that srun starts.
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             ),
             blocks_stop_signals=True,
         )
-        return supervisor([agent])
+        return supervise([agent])
 
 
 def torchrun(environment: Mapping[str, str], processes: int, argv: Sequence[str]) -> list[str]:

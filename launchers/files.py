@@ -20,7 +20,7 @@ _COMMITTED = re.compile(r"step-(\d+)")
 
 
 def read_json(path: Path, default: Any) -> Any:
-    """What a JSON file holds; `default` where it is missing, unreadable, a FIFO or damaged."""
+    """Read a JSON file; return `default` where it is missing, unreadable, a FIFO or damaged."""
     try:
         return json.loads(path.read_bytes()) if path.is_file() else default
     except (OSError, ValueError, RecursionError):

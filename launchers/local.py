@@ -8,7 +8,7 @@ import socket
 from megatfm.errors import MegatfmError
 from megatfm.launchers.foreground import ForegroundLauncher
 from megatfm.launchers.job import Job, python_path
-from megatfm.launchers.supervise import Child, supervisor
+from megatfm.launchers.supervise import Child, supervise
 
 # Below the kernel's range for outgoing connections, so that nobody's connection takes the port before rank 0 does.
 PORTS = range(12_000, 32_000)
@@ -30,7 +30,7 @@ class LocalLauncher(ForegroundLauncher):
 
     def submit(self, job: Job) -> int:
         """Run to the end; returns the ranks' common exit code."""
-        return self.run(job, lambda: supervisor(self._children(job, free_port())))
+        return self.run(job, lambda: supervise(self._children(job, free_port())))
 
     def _children(self, job: Job, port: int) -> list[Child]:
         ranks = range(job.world_size)

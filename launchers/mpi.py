@@ -9,7 +9,7 @@ from megatfm.errors import UsageError
 from megatfm.launchers.foreground import ForegroundLauncher
 from megatfm.launchers.job import Job
 from megatfm.launchers.local import default_env
-from megatfm.launchers.supervise import Child, supervisor
+from megatfm.launchers.supervise import Child, supervise
 
 
 class MpiLauncher(ForegroundLauncher):
@@ -30,7 +30,7 @@ class MpiLauncher(ForegroundLauncher):
                 "mpirun is not on PATH: install openmpi-bin (`make system-deps`), load your site's MPI module, or "
                 f"use --nproc {job.world_size}"
             )
-        return self.run(job, lambda: supervisor([self._child(job)]))
+        return self.run(job, lambda: supervise([self._child(job)]))
 
     def _child(self, job: Job) -> Child:
         return Child(

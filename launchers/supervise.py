@@ -56,7 +56,7 @@ class Child:
         return not (self.log or self.stop_signal or self.forward_signal)
 
 
-def supervisor(children: Sequence[Child]) -> int:
+def supervise(children: Sequence[Child]) -> int:
     """Run all children to their end; returns the code that they agree on (0, 2, 75, 76 or 77), else 1.
 
     SIGTERM, SIGINT and SIGUSR1 are passed on once each; a second SIGINT ends the children. When one fails, the

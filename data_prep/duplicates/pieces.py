@@ -88,7 +88,7 @@ def _normalize(text: str) -> bytes:
 
 @cache
 def _is_kept() -> NDArray[np.bool_]:
-    """Of every code point, whether pieces that differ in it are different."""
+    """Return for every code point whether pieces that differ in it are different."""
     kept = word_character_table().copy()
     for point in range(0x20000):
         if unicodedata.category(chr(point))[0] == "M":

@@ -8,7 +8,7 @@ from typing import IO, cast
 import zstandard
 
 XZ_MEMORY = 2**28
-"""What unpacking xz may hold; its strongest preset takes 65 MiB."""
+"""Memory that unpacking xz may take; its strongest preset takes 65 MiB."""
 _CHUNK = 2**16
 _MAGIC, _SKIPPABLE = 0xFD2FB528, 0x184D2A50
 _RAW, _REPEATED = 0, 1

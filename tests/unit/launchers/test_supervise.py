@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatfm.errors import MegatfmError
-from megatfm.launchers.supervise import Child, supervisor
+from megatfm.launchers.supervise import Child, supervise
 
 # A rank: `python rank.py FOLDER RANK BEHAVIOUR…`. It notes each signal that it gets.
 RANK = """
@@ -47,7 +47,7 @@ from pathlib import Path
 from megatfm.launchers import supervise as module
 from tests.unit.launchers.test_supervise import team
 module.SETTLE_SECONDS, module.GRACE_SECONDS = 0.3, 0.5
-sys.exit(module.supervisor(team(Path(sys.argv[1]), sys.argv[2:])))
+sys.exit(module.supervise(team(Path(sys.argv[1]), sys.argv[2:])))
 """
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -122,14 +122,14 @@ def signals(folder: Path, rank: int) -> list[str]:
     ],
 )
 def test_the_code_is_the_one_that_all_agree_on(tmp_path: Path, behaviours: list[str], code: int) -> None:
-    assert supervisor(team(tmp_path, behaviours)) == code
+    assert supervise(team(tmp_path, behaviours)) == code
 
 
 def test_the_first_child_has_the_terminal_and_the_others_their_logs(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for _ in range(2):
-        supervisor(team(tmp_path, ["exit0", "exit0"]))
+        supervise(team(tmp_path, ["exit0", "exit0"]))
     assert capfd.readouterr().out == "some output\n" * 2
     log = (tmp_path / "logs" / "rank-1.log").read_text()
     assert log.count("rank 1 says why") == 2, "a second launch appends"
@@ -183,9 +183,9 @@ def test_a_usage_error_is_said_once_by_rank_0(
 
 ASKS = """
 import os, sys
-from megatfm.launchers.supervise import Child, supervisor
+from megatfm.launchers.supervise import Child, supervise
 code = "print('heard ' + input('asks '))"
-sys.exit(supervisor([Child(f"rank {rank}", [sys.executable, "-c", code]) for rank in range(int(sys.argv[1]))]))
+sys.exit(supervise([Child(f"rank {rank}", [sys.executable, "-c", code]) for rank in range(int(sys.argv[1]))]))
 """
 
 
@@ -202,10 +202,15 @@ def at_a_terminal(tmp_path: Path, ranks: int, typed: bytes) -> tuple[int, str]:
             if b"asks " in shown and typed:
                 os.write(terminal, typed)
                 typed = b""
+    # Its end of the terminal closes before it has ended, unless it hangs.
+    deadline = time.monotonic() + 60
+    while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+        time.sleep(0.01)
     os.close(terminal)
-    with contextlib.suppress(ProcessLookupError):
+    if ended == (0, 0):
         os.kill(pid, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), shown.decode()
+        ended = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(ended[1]), shown.decode()
 
 
 def test_a_single_rank_may_ask_at_the_terminal_as_a_debugger_does(tmp_path: Path) -> None:
@@ -258,11 +263,11 @@ def test_ranks_die_with_a_launcher_that_is_killed(
 def test_a_program_that_is_not_there_leaves_nobody_running(tmp_path: Path) -> None:
     children = [*team(tmp_path, ["hang"]), Child("rank 1", [str(tmp_path / "nothing")])]
     with pytest.raises(MegatfmError, match=r"can't start rank 1: .*/nothing: No such file"):
-        supervisor(children)
+        supervise(children)
     assert not (tmp_path / "pid-0").exists() or not is_running(tmp_path, 0)
 
 
 def test_signal_handlers_are_put_back(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    supervisor(team(tmp_path, ["exit0"]))
+    supervise(team(tmp_path, ["exit0"]))
     assert signal.getsignal(signal.SIGTERM) is before

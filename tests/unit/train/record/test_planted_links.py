@@ -11,7 +11,7 @@ import torch
 
 from megatfm.commands import generate
 from megatfm.errors import MegatfmError
-from megatfm.launchers.supervise import Child, supervisor
+from megatfm.launchers.supervise import Child, supervise
 from megatfm.parallel.bootstrap import ProcessInfo
 from megatfm.train.record.console import RunLog
 from megatfm.train.record.metrics import MetricsLog, RunInfo, log_event
@@ -35,9 +35,7 @@ GROWING: dict[str, Callable[[RunDirectory], object]] = {
         run.folder / "logs/watch.log", lambda *_: None
     ),
     "samples.jsonl": samples,
-    "logs/rank-1.log": lambda run: supervisor(
-        [Child("rank 1", ["true"], log=run.folder / "logs/rank-1.log")]
-    ),
+    "logs/rank-1.log": lambda run: supervise([Child("rank 1", ["true"], log=run.folder / "logs/rank-1.log")]),
 }
 
 
