@@ -50,7 +50,11 @@ def layer(length: int, **changes: object) -> nn.Module:
 
 def linformer(length: int, dtype: torch.dtype) -> Made:
     """The attention of a layer from its heads on, whose projections along the sequence have gradients, too."""
-    options = {"attention.name": "linformer", "attention.length": length, "attention.rank": RANK}
+    options = {
+        "attention.name": "linformer",
+        "attention.max_length": length,
+        "attention.projected_length": RANK,
+    }
     attn = layer(length, **options, **{"attention.share": "headwise"}).to(dtype)
     sketches = attn.of_keys.weight, attn.of_values.weight
     return lambda q, k, v, *both: attn._document(both, q, k, v, None), [*heads(length, dtype), *sketches]
@@ -117,7 +121,7 @@ def transformers_bigbird(length: int, dtype: torch.dtype) -> Made:
     )
 
 
-def ours(pattern: dict[str, object], length: int, dtype: torch.dtype, name: str = "heads") -> Made:
+def ours(pattern: dict[str, object], length: int, dtype: torch.dtype, name: str = "gqa") -> Made:
     made = layer(length, **{"attention.name": name, "attention.pattern": pattern}).to(dtype)
     sequence = SequenceMetadata(torch.arange(length)[None])
     return lambda x, *_: made(x, sequence), _of(made, length, dtype)
@@ -130,7 +134,7 @@ def _of(made: nn.Module, length: int, dtype: torch.dtype) -> list[Tensor]:
 LAYERS: dict[str, Callable[[int, torch.dtype], Made]] = {
     "transformers' longformer layer": transformers_longformer,
     "longformer layer": lambda length, dtype: ours(
-        {"name": "longformer", "width": 512, "tokens": [0]}, length, dtype, "longformer"
+        {"name": "longformer", "width": 512, "global_tokens": [0]}, length, dtype, "longformer"
     ),
     "transformers' bigbird layer": transformers_bigbird,
     "bigbird layer": lambda length, dtype: ours({"name": "bigbird"}, length, dtype),

@@ -70,39 +70,39 @@ def patterns(length: int, near: int, positions: str) -> Models:
     elsewhere = {"position.name": positions}
     if positions == "learned":
         elsewhere["position.max_positions"] = length
-    encoder = {"family": "encoder", "head.bias": True, **elsewhere}
+    encoder = {"family": "encoder", "lm_head.bias": True, **elsewhere}
 
     def of(model: dict[str, Any], **pattern: Any) -> dict[str, Any]:
         return {**model, "attention.pattern": pattern}
 
-    blocks = {"block": max(near // 4, 2), "random": 3}
+    blocks = {"layer_type": max(near // 4, 2), "random": 3}
     window = {"name": "window", "width": near}
     return {
         "full": {},
         "window": of({}, **window),
         "window, then full": {
-            "blocks": ["near", "all"], "block.near.attention.pattern": window, "block.all": {},
+            "layer_types": ["near", "all"], "layer_type.near.attention.pattern": window, "layer_type.all": {},
         },
         "dilated": of({}, **window, step=8),
         "chunked": of({}, name="chunked", size=near),
         "chunked, then full": {
-            "blocks": ["near", "all"], "block.near.attention.pattern": {"name": "chunked", "size": near},
-            "block.all": {},
+            "layer_types": ["near", "all"], "layer_type.near.attention.pattern": {"name": "chunked", "size": near},
+            "layer_type.all": {},
         },
         "strided": of({}, name="strided", stride=near),
         "fixed": of({}, name="fixed", stride=near, summary=4),
         "bigbird of a decoder": of({}, name="bigbird", **blocks),
         "local, then compressed": {
-            **elsewhere, "blocks": ["local", "compressed"],
-            "block.local.attention.pattern": {"name": "chunked", "size": near},
-            "block.compressed.attention.name": "compressed",
+            **elsewhere, "layer_types": ["local", "compressed"],
+            "layer_type.local.attention.pattern": {"name": "chunked", "size": near},
+            "layer_type.compressed.attention.name": "compressed",
         },
         "full, encoder": encoder,
         "window, encoder": of(encoder, **window),
         "bigbird": of(encoder, name="bigbird", **blocks),
         "longformer": of(encoder, name="longformer", width=near, tokens=[0]),
-        "linformer": {**encoder, "attention.name": "linformer", "attention.length": length,
-                      "attention.rank": max(length // 32, 8), "attention.share": "headwise"},
+        "linformer": {**encoder, "attention.name": "linformer", "attention.max_length": length,
+                      "attention.projected_length": max(length // 32, 8), "attention.share": "headwise"},
     }  # fmt: skip
 
 
@@ -233,7 +233,8 @@ def loss_by_context(only: list[str], sizes: Sizes, folder: Path) -> Iterator[tup
     models: Models = {
         "full": {}, "window": {"attention.pattern": window},
         "window three times, then full": {
-            "blocks": ["near", "near", "near", "all"], "block.near.attention.pattern": window, "block.all": {},
+            "layer_types": ["near", "near", "near", "all"], "layer_type.near.attention.pattern": window,
+            "layer_type.all": {},
         },
     }  # fmt: skip
     for name, model in models.items():

@@ -98,7 +98,7 @@ def stepper(config: Config, job: Job, rank: int) -> tuple[Engine, Callable[[], A
 
     def step() -> None:
         engine.forward_backward(batches, objective)
-        engine.step(config.optimizer.lr, config.optimizer.clip)
+        engine.step(config.optimizer.lr, config.optimizer.max_grad_norm)
 
     return engine, step
 

@@ -51,7 +51,7 @@ class Case:
         return ", ".join([*settings, *["packed"] * self.packed, *["eager"] * self.eager])
 
 
-DENSE = ('model.blocks=["dense"]', "~model.block.banded")
+DENSE = ('model.layer_types=["dense"]', "~model.layer_type.banded")
 CASES = {
     "124m": [
         Case("gpt2-124m", 1024, 16, target_tokens_per_second=505_000),
@@ -73,7 +73,7 @@ CASES = {
     "6.7b": [
         Case("gpt3-6.7b", 2048, 4, (*DENSE, "train.recompute=full"), target_tokens_per_second=15_000),
         Case("gpt3-6.7b", 2048, 8, (*DENSE, "train.recompute=full"), target_tokens_per_second=15_000),
-        Case("gpt3-6.7b", 2048, 8, (*DENSE, "train.recompute=full", "optimizer.moments=bf16")),
+        Case("gpt3-6.7b", 2048, 8, (*DENSE, "train.recompute=full", "optimizer.moments_dtype=bf16")),
     ],
 }
 TINY = [Case("gpt2-124m", 64, 2, target_tokens_per_second=1), Case("gpt2-124m", 64, 2, packed=True)]

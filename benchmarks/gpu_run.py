@@ -106,7 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
             *size,
             f"train.steps={args.steps}",
             "log.every=1",
-            "schedule.warmup_steps=10",
+            "lr_schedule.warmup_steps=10",
             "evaluate.every=0",
         ]
         train = ["train", "quickstart", *common]

@@ -4,7 +4,7 @@
 
 A decoder of 12 blocks on one process, batches of 2,048 tokens in rows of 512; eager, since compiled blocks have no
 place to look at their outputs. Each round takes a step of either kind; medians of the ratios within a round.
-`log.norms_every = N` pays the extra once in N steps.
+`log.layer_stats_every = N` pays the extra once in N steps.
 """
 
 import argparse
@@ -76,7 +76,7 @@ def main() -> None:
         f"`python benchmarks/looking.py`, {given.rounds} rounds, torch {torch.__version__}, "
         f"{torch.get_num_threads()} thread(s).",
         "",
-        "| d | a step, times one without: median | quartiles | of a run with `log.norms_every = 10` |",
+        "| d | a step, times one without: median | quartiles | of a run with `log.layer_stats_every = 10` |",
         "|---|---|---|---|",
     ]
     for width in given.widths:

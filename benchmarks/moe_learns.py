@@ -30,7 +30,7 @@ from megatfm.describe import describe
 
 D_FF = 128
 """Of the dense network."""
-QUIET = ("log.sinks=[]", "log.norms_every=4", "evaluate.every=0", "checkpoint.every=100000")
+QUIET = ("log.sinks=[]", "log.layer_stats_every=4", "evaluate.every=0", "checkpoint.every=100000")
 WARM = 0.2
 """Of the steps, that count as warm-up for the balance."""
 
@@ -43,23 +43,25 @@ def moe(
     return {"name": "moe", "d_ff": width, "n_experts": experts, "top_k": top_k, **more, "router": router}
 
 
-EVEN = {"name": "deepseek_v3", "bias_rate": 0.01}
+EVEN = {"name": "deepseek_v3", "bias_update_rate": 0.01}
 MODELS: dict[str, dict[str, object] | None] = {
     "dense": None,
-    "`top_k`, `balance` 0.05": moe({"name": "top_k", "balance": 0.05}),
-    "`deepseek_v3`, `bias_rate` 0.01": moe(EVEN),
-    "`top_k`, `balance` 0.1": moe({"name": "top_k", "balance": 0.1}),
+    "`top_k`, `balance` 0.05": moe({"name": "top_k", "aux_loss_coef": 0.05}),
+    "`deepseek_v3`, `bias_update_rate` 0.01": moe(EVEN),
+    "`top_k`, `balance` 0.1": moe({"name": "top_k", "aux_loss_coef": 0.1}),
     "`top_k`, no balance": moe({"name": "top_k"}),
     "`switch`, `balance` 0.1, `capacity` 1.25": moe(
-        {"name": "switch", "balance": 0.1}, top_k=1, capacity=1.25
+        {"name": "switch", "aux_loss_coef": 0.1}, top_k=1, capacity=1.25
     ),
     "`hash`": moe({"name": "hash"}),
     "`deepseek_v3`, 32 experts of a quarter, 8 chosen": moe(EVEN, experts=32, top_k=8),
     "`deepseek_v3`, one shared and one chosen": moe(EVEN, top_k=1, n_shared_experts=1),
-    "`top_k`, `sequence_balance` 0.1": moe({"name": "top_k", "sequence_balance": 0.1}),
-    "`top_k`, `balance` 0.1, `capacity` 1.25": moe({"name": "top_k", "balance": 0.1}, capacity=1.25),
-    "`gshard`, `balance` 0.1": moe({"name": "gshard", "balance": 0.1}),
-    "`noisy_top_k`, `importance`, `load` 0.1": moe({"name": "noisy_top_k", "importance": 0.1, "load": 0.1}),
+    "`top_k`, `sequence_balance` 0.1": moe({"name": "top_k", "seq_aux_loss_coef": 0.1}),
+    "`top_k`, `balance` 0.1, `capacity` 1.25": moe({"name": "top_k", "aux_loss_coef": 0.1}, capacity=1.25),
+    "`gshard`, `balance` 0.1": moe({"name": "gshard", "aux_loss_coef": 0.1}),
+    "`noisy_top_k`, `importance`, `load` 0.1": moe(
+        {"name": "noisy_top_k", "importance_loss_coef": 0.1, "load_loss_coef": 0.1}
+    ),
 }
 
 

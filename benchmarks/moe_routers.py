@@ -42,21 +42,23 @@ def moe(
     return {"name": "moe", **sizes, **more, "router": router}
 
 
-EVEN = {"name": "deepseek_v3", "bias_rate": 0.01}
-TOP_K = {"name": "top_k", "balance": 0.1}
+EVEN = {"name": "deepseek_v3", "bias_update_rate": 0.01}
+TOP_K = {"name": "top_k", "aux_loss_coef": 0.1}
 MODELS: dict[str, dict[str, object]] = {
     "dense": {"d_ff": D_FF},
-    "`deepseek_v3`, `bias_rate` 0.01": moe(EVEN),
+    "`deepseek_v3`, `bias_update_rate` 0.01": moe(EVEN),
     "`top_k`, `balance` 0.1": moe(TOP_K),
-    "`top_k`, `balance` 0.01": moe({"name": "top_k", "balance": 0.01}),
-    "`top_k`, `sequence_balance` 0.1": moe({"name": "top_k", "sequence_balance": 0.1}),
+    "`top_k`, `balance` 0.01": moe({"name": "top_k", "aux_loss_coef": 0.01}),
+    "`top_k`, `sequence_balance` 0.1": moe({"name": "top_k", "seq_aux_loss_coef": 0.1}),
     "`top_k`, nothing that balances": moe({"name": "top_k"}),
     "`top_k`, `balance` 0.1, `capacity` 1.25": moe(TOP_K, capacity=1.25),
     "`switch`, `balance` 0.1, `capacity` 1.25": moe(
-        {"name": "switch", "balance": 0.1}, top_k=1, capacity=1.25
+        {"name": "switch", "aux_loss_coef": 0.1}, top_k=1, capacity=1.25
     ),
-    "`gshard`, `balance` 0.1": moe({"name": "gshard", "balance": 0.1}),
-    "`noisy_top_k`, `importance`, `load` 0.1": moe({"name": "noisy_top_k", "importance": 0.1, "load": 0.1}),
+    "`gshard`, `balance` 0.1": moe({"name": "gshard", "aux_loss_coef": 0.1}),
+    "`noisy_top_k`, `importance`, `load` 0.1": moe(
+        {"name": "noisy_top_k", "importance_loss_coef": 0.1, "load_loss_coef": 0.1}
+    ),
     "`hash`": moe({"name": "hash"}),
     "`deepseek_v3`, 16 experts of half the width, 4 chosen": moe(EVEN, experts=16, top_k=4),
     "`deepseek_v3`, one shared, one of 8 chosen": moe(EVEN, top_k=1, shared=1),

@@ -42,7 +42,7 @@ CASES = {
     "sentence_order": ("encoder",),
     "span_boundary": ("encoder",),
     "span_corruption": ("encoder_decoder", "decoder"),
-    "denoisers": ("encoder_decoder", "decoder"),
+    "ul2": ("encoder_decoder", "decoder"),
     "replaced_token": ("electra",),
 }
 
@@ -82,7 +82,11 @@ class Partners:
 def objective(name: str, family: str, rows: tuple[int, ...]) -> Objective:
     values = load_config("quickstart").model_dump() | {"objective": {"name": name}}
     parts = {
-        "encoder": {"heads.sentence.classes": 2, "heads.boundary.name": "boundary", "embedding.n_segments": 2}
+        "encoder": {
+            "extra_heads.sentence.classes": 2,
+            "extra_heads.boundary.name": "boundary",
+            "embedding.n_segments": 2,
+        }
     }
     parts["electra"] = {"generator": {"d_model": 8, "n_heads": 1, "d_ff": 8}}
     model = ModelConfig.from_dotted(

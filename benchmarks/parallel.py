@@ -141,7 +141,7 @@ def blocks_of(width: int, layers: int, parallel: ParallelConfig, parts: int) -> 
     with torch.device("meta"):
         model = build(model_config(width, layers, parts))
     layout = parallelize(model, mesh, sequence_parallel=parallel.sequence_parallel)
-    sharing = ZeroOptions(parallel.zero, parallel.accumulate)
+    sharing = ZeroOptions(parallel.zero, parallel.grad_accumulation)
     blocks = Blocks(model)
     data = shard_parameters([blocks], layout, mesh, sharing, PRECISIONS["fp32"], torch.device("cpu"))
     for block in data.local.values():

@@ -27,7 +27,7 @@ from megatfm.data import Corpus
 SMALL = (
     "model.vocab_size=4096", "model.d_model=64", "model.n_layers=2", "model.attention.n_heads=2", "model.ffn.d_ff=256",
     "model.dropout=0", "model.attention.dropout=0", "data.sequence_length=128", "optimizer.lr=3e-3",
-    "schedule.warmup_steps=50", "train.global_batch=16", "train.micro_batch=16", "train.precision=fp32",
+    "lr_schedule.warmup_steps=50", "train.global_batch=16", "train.micro_batch=16", "train.precision=fp32",
     "log.sinks=[]",
 )  # fmt: skip
 MODELS: dict[str, tuple[str, ...]] = {

@@ -36,11 +36,11 @@ PARTS: dict[str, Registry[Any]] = {
     "model.norm.placement": RESIDUALS,
     "model.position.name": POSITIONS,
     "model.embedding.name": EMBEDDINGS,
-    "model.heads.NAME": HEADS,
+    "model.extra_heads.NAME": HEADS,
     "model.init.name": INITIALISATIONS,
     "objective.name": OBJECTIVES,
     "optimizer.name": OPTIMIZERS,
-    "schedule.name": SCHEDULES,
+    "lr_schedule.name": SCHEDULES,
     "parallel.engine": ENGINES,
     "log.sinks": SINKS,
 }

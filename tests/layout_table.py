@@ -31,7 +31,7 @@ def named(parallel: ParallelConfig) -> str:
     """A layout in few words: "pp2 zbv × tp2"."""
     words = []
     if parallel.pp > 1:
-        words.append(f"pp{parallel.pp} {parallel.schedule}")
+        words.append(f"pp{parallel.pp} {parallel.pp_schedule}")
     if parallel.dp_replicate > 1:
         words.append("replicas")
     if parallel.ep > 1:
@@ -42,10 +42,10 @@ def named(parallel: ParallelConfig) -> str:
     if parallel.dp_shard > 1:
         words.append(f"zero{parallel.zero}")
     if parallel.cp > 1:
-        way = {"auto": "", "ring": " by a ring", "heads": " by heads"}[parallel.context]
+        way = {"auto": "", "ring": " by a ring", "ulysses": " by Ulysses"}[parallel.cp_method]
         words.append(f"cp{parallel.cp}{way}")
     if parallel.tp > 1:
-        way = {"whole": "", "channels": " by channels", "folded": " folded"}[parallel.expert_tp]
+        way = {"by_expert": "", "by_channel": " by channels", "folded": " folded"}[parallel.expert_tp]
         words.append(
             f"tp{parallel.tp}{way}" + ("" if parallel.sequence_parallel else " without sequence parallel")
         )
@@ -62,7 +62,7 @@ def proven() -> Proven:
         found[named(parallel)] |= set(models)
     for model, ranks in test_experts.CASES:
         for parallel in test_experts.layouts_of(ranks).values():
-            if parallel.accumulate == "whole" and max(parallel.dp_shard, ranks) > 1:
+            if parallel.grad_accumulation == "unsharded" and max(parallel.dp_shard, ranks) > 1:
                 found[named(parallel)].add(f"experts, {model}")
     for model, ranks in test_experts.OTHER_WAYS:
         for parallel in test_experts.TP_OTHERWISE[ranks].values():

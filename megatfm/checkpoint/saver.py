@@ -48,7 +48,7 @@ class Saver:
     """Writes a run's checkpoints, one at a time. Making one is a collective, and so are save, finish and leaving.
 
     mode: "async" returns from `save` once the state is copied, "sync" once it is on the disk. keep, keep_every,
-    read_back: see `CheckpointConfig`. local_dir: this node's folder, for saves `on_nodes`.
+    verify_after_write: see `CheckpointConfig`. local_dir: this node's folder, for saves `on_nodes`.
     """
 
     def __init__(

@@ -51,7 +51,8 @@ def write_checkpoint(
 ) -> Path:
     """Write the checkpoint `folder/step-00000100` of every rank's pieces and return its path once it is durable.
 
-    A collective of `group`. `folder`, `step` and `state` are rank 0's. read_back: every rank reads its files from
+    A collective of `group`. `folder`, `step` and `state` are rank 0's. verify_after_write: every rank reads its
+    files from
     the disk again before the checkpoint gets its name. Raises MegatfmError on all ranks if anything fails on any;
     then no trace of this save is left.
     """

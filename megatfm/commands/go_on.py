@@ -22,7 +22,7 @@ CONVERTED_DIR = "from"
 """Where in the run directory a Hugging Face folder is kept in our format, with a mark of its path."""
 WORLD_SIZE_VARS = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 RUN_SPECIFIC_KEYS = (
-    "run_dir", "data.validation", "data.mixture", "data.mixture_changes", "data.warmup", "train.init_only",
+    "run_dir", "data.validation", "data.mixture", "data.mixture_schedule", "data.rampup", "train.init_include",
     "train.branch_from", "train.freeze", "resume", "parallel",
 )  # fmt: skip
 """Keys of another run's config that were about that run."""

@@ -155,7 +155,7 @@ def _heading(comparison: "Comparison") -> str:
         axes["cp"] = parallel.cp
     layout = " × ".join(f"{axis} {size}" for axis, size in axes.items())
     if parallel.pp > 1:
-        layout = f"pp {parallel.pp} ({parallel.schedule}) × {layout}"
+        layout = f"pp {parallel.pp} ({parallel.pp_schedule}) × {layout}"
     if parallel.tp > 1 and not parallel.sequence_parallel:
         layout += " without sequence parallelism"
     if parallel.ep > 1:

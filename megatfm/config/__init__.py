@@ -4,10 +4,10 @@ from megatfm.config.attention import (
     AttentionConfig,
     AttentionSection,
     CompressedAttentionConfig,
-    HeadsAttentionConfig,
-    LatentAttentionConfig,
+    GQAAttentionConfig,
     LinformerAttentionConfig,
     LongformerAttentionConfig,
+    MLAAttentionConfig,
     ScaledAttention,
 )
 from megatfm.config.base import invalid, require_variant
@@ -17,7 +17,6 @@ from megatfm.config.model import ModelConfig
 from megatfm.config.model_parts import GeneratorConfig, MuPConfig
 from megatfm.config.objective import (
     CausalObjective,
-    DenoisersObjective,
     MaskedObjective,
     NextSentenceObjective,
     ObjectiveConfig,
@@ -28,6 +27,7 @@ from megatfm.config.objective import (
     SentenceOrderObjective,
     SpanBoundaryObjective,
     SpanCorruptionObjective,
+    UL2Objective,
 )
 from megatfm.config.optimizer import (
     AdafactorConfig,
@@ -50,8 +50,8 @@ from megatfm.config.patterns import (
     WindowPatternConfig,
 )
 from megatfm.config.position import (
-    DisentangledBucketsConfig,
-    DisentangledPositionConfig,
+    DebertaPositionConfig,
+    DebertaV2PositionConfig,
     LearnedPositionConfig,
     PositionConfig,
     RopeConfig,
@@ -96,16 +96,14 @@ __all__ = [
     "ConstantSchedule",
     "CosineSchedule",
     "DataConfig",
-    "DenoisersObjective",
-    "DisentangledBucketsConfig",
-    "DisentangledPositionConfig",
+    "DebertaPositionConfig",
+    "DebertaV2PositionConfig",
     "EvaluateConfig",
     "FixedPatternConfig",
+    "GQAAttentionConfig",
     "GeneratorConfig",
-    "HeadsAttentionConfig",
     "InverseSqrtSchedule",
     "LambConfig",
-    "LatentAttentionConfig",
     "LearnedPositionConfig",
     "LinearSchedule",
     "LinformerAttentionConfig",
@@ -113,6 +111,7 @@ __all__ = [
     "LogConfig",
     "LongformerAttentionConfig",
     "LongformerPatternConfig",
+    "MLAAttentionConfig",
     "MaskedObjective",
     "ModelConfig",
     "MuPConfig",
@@ -147,6 +146,7 @@ __all__ = [
     "StridedPatternConfig",
     "T5PositionConfig",
     "TrainConfig",
+    "UL2Objective",
     "WSDSchedule",
     "WindowPatternConfig",
     "find_config",

@@ -44,14 +44,14 @@ class ScaledAttention(AttentionSection):
     """Scores s become c tanh(s / c) with this c."""
 
 
-class HeadsAttentionConfig(ScaledAttention):
+class GQAAttentionConfig(ScaledAttention):
     """Query heads that share key and value heads in groups: MHA, GQA and MQA (Ainslie et al. 2023)."""
 
-    name: Literal["heads"] = "heads"
+    name: Literal["gqa"] = "gqa"
     n_kv_heads: PositiveInt | None = Field(default=None, le=MAX_WIDTH)
     """Number of key and value heads (grouped-query attention); left out, `n_heads`."""
-    qk_norm: bool | Literal["whole"] = False
-    """RMSNorm on each head's queries and keys; or `"whole"`, on those of all heads together (OLMoE)."""
+    qk_norm: bool | Literal["all_heads"] = False
+    """RMSNorm on each head's queries and keys; or `"all_heads"`, on those of all heads together (OLMoE)."""
     bias: bool = False
     """Biases in the projections."""
     sinks: bool = False
@@ -65,25 +65,27 @@ class HeadsAttentionConfig(ScaledAttention):
     @property
     def tp_dims(self) -> dict[str, int]:
         """What tensor-parallel ranks share among them, by key: key heads that are normalised together, once each."""
-        together = {"n_kv_heads (qk_norm = 'whole')": self.kv_heads} if self.qk_norm == "whole" else {}
+        together = (
+            {"n_kv_heads (qk_norm = 'all_heads')": self.kv_heads} if self.qk_norm == "all_heads" else {}
+        )
         return {**super().tp_dims, **together}
 
 
-class LatentAttentionConfig(ScaledAttention):
+class MLAAttentionConfig(ScaledAttention):
     """Multi-head latent attention (DeepSeek-AI 2024, section 2.1)."""
 
-    name: Literal["latent"] = "latent"
-    kv_rank: PositiveInt = Field(examples=[512], le=MAX_WIDTH)
+    name: Literal["mla"] = "mla"
+    kv_lora_rank: PositiveInt = Field(examples=[512], le=MAX_WIDTH)
     """Width of the latent from which keys and values are made."""
-    q_rank: PositiveInt | None = Field(default=None, le=MAX_WIDTH)
+    q_lora_rank: PositiveInt | None = Field(default=None, le=MAX_WIDTH)
     """Width of the queries' latent; left out, queries are projected directly."""
-    rope_dim: PositiveInt = Field(examples=[64], le=MAX_WIDTH)
+    qk_rope_head_dim: PositiveInt = Field(examples=[64], le=MAX_WIDTH)
     """Channels of a head that carry the position, their keys shared by all heads."""
-    v_dim: PositiveInt | None = Field(default=None, le=MAX_WIDTH)
+    v_head_dim: PositiveInt | None = Field(default=None, le=MAX_WIDTH)
     """Width of a head's values; left out, `head_dim`."""
 
 
-class LongformerAttentionConfig(HeadsAttentionConfig):
+class LongformerAttentionConfig(GQAAttentionConfig):
     """Tokens that see all of the document have projections of their own (Beltagy et al. 2020, section 3.1)."""
 
     name: Literal["longformer"] = "longformer"  # type: ignore[assignment]
@@ -93,9 +95,9 @@ class LinformerAttentionConfig(AttentionSection):
     """Keys and values of a document are projected to a fixed number of them (Wang et al. 2020)."""
 
     name: Literal["linformer"] = "linformer"
-    length: PositiveInt = Field(examples=[512], le=MAX_LENGTH)
+    max_length: PositiveInt = Field(examples=[512], le=MAX_LENGTH)
     """Places that are projected: no row may be longer."""
-    rank: PositiveInt = Field(default=128, le=MAX_WIDTH)
+    projected_length: PositiveInt = Field(default=128, le=MAX_WIDTH)
     """Keys and values that a document has."""
     share: Literal["none", "headwise", "key_value", "layerwise"] = "headwise"
     """Who has a projection in common: no one, all heads of a layer, besides them its keys and values, or besides those
@@ -116,16 +118,16 @@ class CompressedAttentionConfig(ScaledAttention):
     """Biases in the projections of tokens."""
 
 
-class DisentangledAttentionConfig(AttentionSection):
+class DebertaAttentionConfig(AttentionSection):
     """DeBERTa's attention (He et al. 2021); it reads the positions of that name."""
 
-    name: Literal["disentangled"] = "disentangled"
+    name: Literal["deberta"] = "deberta"
 
 
-class DisentangledSharedAttentionConfig(AttentionSection):
+class DebertaV2AttentionConfig(AttentionSection):
     """DeBERTa's attention from version 2 on; it reads `disentangled_buckets`."""
 
-    name: Literal["disentangled_shared"] = "disentangled_shared"
+    name: Literal["deberta_v2"] = "deberta_v2"
 
 
 class TwoStreamAttentionConfig(AttentionSection):
@@ -135,7 +137,7 @@ class TwoStreamAttentionConfig(AttentionSection):
     queries_together: ClassVar[int] = 16
 
 
-class PluginAttentionConfig(HeadsAttentionConfig):
+class PluginAttentionConfig(GQAAttentionConfig):
     """An attention layer that a package in `plugins` registers, with keys of its own."""
 
     model_config = ConfigDict(extra="allow")
@@ -144,23 +146,23 @@ class PluginAttentionConfig(HeadsAttentionConfig):
 
 
 AttentionConfig = Annotated[
-    HeadsAttentionConfig
-    | LatentAttentionConfig
+    GQAAttentionConfig
+    | MLAAttentionConfig
     | LongformerAttentionConfig
     | LinformerAttentionConfig
     | CompressedAttentionConfig
-    | DisentangledAttentionConfig
-    | DisentangledSharedAttentionConfig
+    | DebertaAttentionConfig
+    | DebertaV2AttentionConfig
     | TwoStreamAttentionConfig
     | PluginAttentionConfig,
     union_by_name(
-        HeadsAttentionConfig,
-        LatentAttentionConfig,
+        GQAAttentionConfig,
+        MLAAttentionConfig,
         LongformerAttentionConfig,
         LinformerAttentionConfig,
         CompressedAttentionConfig,
-        DisentangledAttentionConfig,
-        DisentangledSharedAttentionConfig,
+        DebertaAttentionConfig,
+        DebertaV2AttentionConfig,
         TwoStreamAttentionConfig,
         plugin=PluginAttentionConfig,
     ),

@@ -45,9 +45,9 @@ class DataConfig(Section):
     """Folder or URL of the training corpus (shards and manifest.json). "": none, since there is a mixture."""
     mixture: dict[str, MixtureSource] = Field(default_factory=dict)
     """Training corpora by name, e.g. `[data.mixture.web]` with `path = "corpora/web"` and `weight = 0.7`."""
-    mixture_changes: list[MixtureChange] = Field(default_factory=list)
+    mixture_schedule: list[MixtureChange] = Field(default_factory=list)
     """New weights of the mixture, in the order of their tokens."""
-    mixture_block: PositiveInt = Field(default=1024, le=2**20)
+    mixture_block_rows: PositiveInt = Field(default=1024, le=2**20)
     """Rows of a stream in which the mixture's weights hold exactly, to one row."""
     validation: dict[str, PathStr] = Field(default_factory=dict)
     """Named validation corpora, e.g. `validation.code = "corpora/code/validation"`."""
@@ -60,18 +60,18 @@ class DataConfig(Section):
     """Tokens in one packed row of an encoder-decoder's decoder."""
     shuffle: bool = True
     """Read in a shuffled order, another one each epoch; false reads in stored order."""
-    streams: PositiveInt | None = Field(default=None, examples=[64], le=MAX_LENGTH)
+    read_streams: PositiveInt | None = Field(default=None, examples=[64], le=MAX_LENGTH)
     """Places of the corpus that are read in turn; part of the order, so fixed for a run. Left out: from
     train.global_batch, so that no two ranks read the same text."""
     attend_across_documents: bool = False
     """Let packed documents see the ones before them in their row; positions then run through."""
-    warmup: list[WarmupStage] = Field(default_factory=list)
+    rampup: list[WarmupStage] = Field(default_factory=list)
     """Stages at the start of the run, e.g. `[{ steps = 100, global_batch = 8, sequence_length = 128 }]`."""
     quarantine: list[str] = Field(default_factory=list, examples=[["17", "120-153"]])
     """Numbers or ranges of damaged samples of `data.train`, which become padding; all others keep their places."""
     workers: NonNegativeInt = 0
     """Processes on each rank that read and pack ahead. 0: a thread."""
-    cache: PathStr | None = None
+    cache_dir: PathStr | None = None
     """Folder for shards from URLs; left out, `~/.cache/megatfm/shards`. Ranks on one machine share it."""
     cache_bytes: PositiveInt = 2**36
     """Size above which it forgets what was not read for longest. It should hold a shard for each stream."""
@@ -96,22 +96,24 @@ class DataConfig(Section):
             raise ValueError(
                 "quarantine: in a mixture this is a key of the source, data.mixture.NAME.quarantine"
             )
-        if self.mixture_changes and not self.mixture:
-            raise ValueError("mixture_changes: there is no data.mixture whose weights could change")
-        for change in self.mixture_changes:
+        if self.mixture_schedule and not self.mixture:
+            raise ValueError("mixture_schedule: there is no data.mixture whose weights could change")
+        for change in self.mixture_schedule:
             if change.weights.keys() != self.mixture.keys():
                 raise ValueError(
-                    f"mixture_changes: weights for {', '.join(change.weights)}, but the mixture has "
+                    f"mixture_schedule: weights for {', '.join(change.weights)}, but the mixture has "
                     f"{', '.join(self.mixture)}: give one for each (0: it is not read)"
                 )
-        tokens = [change.tokens for change in self.mixture_changes]
+        tokens = [change.tokens for change in self.mixture_schedule]
         if sorted(set(tokens)) != tokens:
-            raise ValueError(f"mixture_changes: tokens = {tokens}: each change comes after the one before it")
+            raise ValueError(
+                f"mixture_schedule: tokens = {tokens}: each change comes after the one before it"
+            )
         return self
 
     @model_validator(mode="after")
     def _warmup_fits(self) -> Self:
-        for stage in self.warmup:
+        for stage in self.rampup:
             if stage.sequence_length and self.sequence_length % stage.sequence_length:
                 raise ValueError(
                     f"warmup: sequence_length = {stage.sequence_length} does not divide data.sequence_length = "

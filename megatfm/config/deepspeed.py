@@ -21,7 +21,7 @@ class DeepSpeedConfig(Section):
     """Where the weights that are not in use are kept, with zero = 3: "none" is the device."""
     nvme_path: PathStr | None = None
     """Folder on a local disk for what is offloaded to "nvme"."""
-    hpz: int = Field(default=1, ge=1)
+    zero_hpz_partition_size: int = Field(default=1, ge=1)
     """With zero = 3: how many neighbouring ranks, as a rule a node's, keep another copy of the weights between them, in
     the compute precision, from which backward passes gather (DeepSpeed's zero_hpz_partition_size)."""
     quantized_weights: bool = False
@@ -90,15 +90,19 @@ def _problems(
             f"parallel.pp = {parallel.pp} and parallel.zero = {parallel.zero}, which reduces gradients in each of the "
             "passes that pipelines take in turn: set parallel.zero = 1, or parallel.pp = 1"
         )
-    if parallel.reduce_dtype != "full":
-        yield "parallel.reduce_dtype = 'bf16', which its ZeRO knows otherwise: set parallel.reduce_dtype = 'full'"
-    if parallel.comm_memory != "torch":
-        yield "parallel.comm_memory = 'group', which is for FSDP2's buffers: set parallel.comm_memory = 'torch'"
+    if parallel.reduce_dtype != "param":
+        yield "parallel.reduce_dtype = 'bf16', which its ZeRO knows otherwise: set parallel.reduce_dtype = 'param'"
+    if parallel.comm_buffers != "torch":
+        yield (
+            "parallel.comm_buffers = 'process_group', which is for FSDP2's buffers: set parallel.comm_buffers = "
+            "'torch'"
+        )
     if parallel.async_tp:
         yield "parallel.async_tp, which takes compiled blocks apart: set parallel.async_tp = false"
-    if parallel.prefetch is not None:
+    if parallel.fsdp_prefetch is not None:
         yield (
-            "parallel.prefetch, which its ZeRO knows otherwise: leave it out, and set stage3_prefetch_bucket_size in "
+            "parallel.fsdp_prefetch, which its ZeRO knows otherwise: leave it out, and set "
+            "stage3_prefetch_bucket_size in "
             "deepspeed.json_file"
         )
     if parallel.dp_replicate > 1:
@@ -124,10 +128,10 @@ def _problems(
             "optimizer.name = 'schedule_free_adamw' and parallel.zero = 3, which steps by groups, so that its count of "
             "steps runs ahead: set parallel.zero = 2"
         )
-    if getattr(optimizer, "moments", "full") != "full":
+    if getattr(optimizer, "moments_dtype", "param") != "param":
         yield (
-            "optimizer.moments = 'bf16', which are rounded by where an element is in its tensor, while its ZeRO "
-            "flattens tensors: set optimizer.moments = 'full'"
+            "optimizer.moments_dtype = 'bf16', which are rounded by where an element is in its tensor, while its ZeRO "
+            "flattens tensors: set optimizer.moments_dtype = 'param'"
         )
     if offload.offload_optimizer != "none" and parallel.zero == 0:
         yield "deepspeed.offload_optimizer and parallel.zero = 0: set parallel.zero = 1, 2 or 3"
@@ -140,8 +144,10 @@ def _problems(
         yield f"deepspeed.offload_parameters and parallel.zero = {parallel.zero}: set parallel.zero = 3"
     if offload.offload_parameters == "nvme" and parallel.zero == 3 and _has_unsharded_weights(parallel):
         yield f"{NVME_UNSHARDED_ERROR}: {NVME_UNSHARDED_HINT}"
-    if offload.hpz > 1 and (problem := _zero_plus_plus_problem(parallel) or _hpz_problem(offload)):
-        yield f"deepspeed.hpz = {offload.hpz} and {problem}"
+    if offload.zero_hpz_partition_size > 1 and (
+        problem := _zero_plus_plus_problem(parallel) or _hpz_problem(offload)
+    ):
+        yield f"deepspeed.zero_hpz_partition_size = {offload.zero_hpz_partition_size} and {problem}"
     for key in offload.quantized:
         if train.device == "cpu":
             yield f"deepspeed.{key} and train.device = 'cpu': its operator is CUDA's alone: leave it out"

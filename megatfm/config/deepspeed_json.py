@@ -43,8 +43,8 @@ def _ours(config: Config, precision: str, folder: str) -> Json:
         # It would put a function in the place of torch's `linear` for all that the process does afterwards, which adds
         # biases in place: to outputs that selective recomputation has kept, twice.
         zero["memory_efficient_linear"] = False
-        if offload.hpz > 1:
-            zero["zero_hpz_partition_size"] = offload.hpz
+        if offload.zero_hpz_partition_size > 1:
+            zero["zero_hpz_partition_size"] = offload.zero_hpz_partition_size
         zero |= {f"zero_{key}": True for key in offload.quantized}
     elif parallel.zero and offload.offload_optimizer == "none" and (parallel.zero, precision) != (1, "bf16"):
         zero["compute_grad_norm"] = False  # ours is computed before it is known whether the step is taken
@@ -92,7 +92,7 @@ def controlled_keys(config: Config, precision: str) -> dict[str, tuple[str, Any]
         "train_batch_size": ("train.global_batch", train.global_batch),
         "train_micro_batch_size_per_gpu": ("train.micro_batch", train.micro_batch),
         "gradient_accumulation_steps": ("train.global_batch and train.micro_batch", ANY_VALUE),
-        "gradient_clipping": ("optimizer.clip", optimizer.clip),
+        "gradient_clipping": ("optimizer.max_grad_norm", optimizer.max_grad_norm),
         "zero_optimization.stage": ("parallel.zero", parallel.zero),
         "optimizer.type": ("optimizer.name", _optimizer_types(optimizer.name)),
         "optimizer.params.adam_w_mode": ("optimizer.name = 'adamw' decays weights by themselves", True),
@@ -133,7 +133,10 @@ def _of_offload(config: Config) -> dict[str, tuple[str, Any]]:
         "zero_optimization.offload_optimizer.nvme_path": ("deepspeed.nvme_path", own.nvme_path),
         "zero_optimization.offload_param.device": ("deepspeed.offload_parameters", own.offload_parameters),
         "zero_optimization.offload_param.nvme_path": ("deepspeed.nvme_path", own.nvme_path),
-        "zero_optimization.zero_hpz_partition_size": ("deepspeed.hpz", own.hpz),
+        "zero_optimization.zero_hpz_partition_size": (
+            "deepspeed.zero_hpz_partition_size",
+            own.zero_hpz_partition_size,
+        ),
         "zero_optimization.cpu_offload": (
             f"deepspeed.offload_optimizer = {own.offload_optimizer!r}",
             own.offload_optimizer == "cpu",
@@ -206,21 +209,22 @@ UNSUPPORTED_KEYS = {
     "checkpoint": "megatfm writes its own format: set [checkpoint]",
     "compile.deepcompile": f"{_CUDA}, and its reductions replace those that are proven",
     "compression_training": "megatfm has none",
-    "curriculum_learning": "set data.warmup",
-    "data_efficiency": "set data.warmup and data.train",
+    "curriculum_learning": "set data.rampup",
+    "data_efficiency": "set data.rampup and data.train",
     "elasticity": "set resilience.elastic",
     "hybrid_engine": "megatfm only pretrains",
     "monitor_config": "set log.sinks",
-    "pipeline": "set parallel.pp and parallel.schedule",
+    "pipeline": "set parallel.pp and parallel.pp_schedule",
     "prescale_gradients": "the loss is divided by what the global batch counts",
-    "scheduler": "set [schedule]",
+    "scheduler": "set [lr_schedule]",
     "sparse_attention": "set the model's attention",
     "tensor_parallel": "set parallel.tp",
     "tensorboard": "set log.sinks",
     "wandb": "set log.sinks",
     "zero_optimization.memory_efficient_linear": "it replaces torch's linear for the rest of the process",
     "zero_optimization.mics_hierarchical_params_gather": "see mics_shard_size",
-    "zero_optimization.mics_shard_size": "it wants the model built inside of it: deepspeed.hpz keeps copies near, too",
+    "zero_optimization.mics_shard_size": "it wants the model built inside of it: "
+    "deepspeed.zero_hpz_partition_size keeps copies near, too",
     "zero_optimization.offload_optimizer.fast_init": "initial weights are drawn after DeepSpeed has started",
     "zero_optimization.offload_optimizer.pipeline_read": "it would need more buffers, and gain nothing measured here",
     "zero_optimization.offload_optimizer.pipeline_write": "files are looked at between steps, when all is written",

@@ -20,11 +20,11 @@ class RouterSection(Section):
     """What every router has."""
 
     name: str
-    balance: NonNegativeFloat = 0.0
+    aux_loss_coef: NonNegativeFloat = 0.0
     """Weight of the loss that evens experts out over the global batch, by the shares that they had a step before."""
-    sequence_balance: NonNegativeFloat = 0.0
+    seq_aux_loss_coef: NonNegativeFloat = 0.0
     """Weight of the loss that evens experts out within each row."""
-    z_loss: NonNegativeFloat = 0.0
+    z_loss_coef: NonNegativeFloat = 0.0
     """Weight of the loss that keeps logits small (Zoph et al. 2022)."""
 
     evens: ClassVar[tuple[str, ...]] = ()
@@ -39,7 +39,7 @@ class TopKRouterConfig(RouterSection):
     """The experts with the highest softmax (Mixtral, Qwen3, OLMoE)."""
 
     name: Literal["top_k"] = "top_k"
-    normalise: bool = True
+    norm_topk_prob: bool = True
     """Have the weights of the chosen add up to 1."""
     bias: bool = False
     """A bias for each expert in the router's matrix (gpt-oss)."""
@@ -58,9 +58,9 @@ class NoisyTopKRouterConfig(RouterSection):
 
     name: Literal["noisy_top_k"] = "noisy_top_k"
     evens: ClassVar[tuple[str, ...]] = ("importance", "load")
-    importance: NonNegativeFloat = 0.0
+    importance_loss_coef: NonNegativeFloat = 0.0
     """Weight of the loss that evens out the weights which experts have over the global batch."""
-    load: NonNegativeFloat = 0.0
+    load_loss_coef: NonNegativeFloat = 0.0
     """Weight of the loss that evens out how probably experts are chosen over the global batch."""
 
 
@@ -74,25 +74,30 @@ class HashRouterConfig(RouterSection):
     """Experts by the token itself; nothing is learned (Roller et al. 2021)."""
 
     name: Literal["hash"] = "hash"
-    without: ClassVar[tuple[str, ...]] = ("balance", "sequence_balance", "z_loss")
+    without: ClassVar[tuple[str, ...]] = ("aux_loss_coef", "seq_aux_loss_coef", "z_loss_coef")
 
 
 class ExpertChoiceRouterConfig(RouterSection):
     """Experts choose tokens, in encoders; `top_k` is what a token has on average (Zhou et al. 2022)."""
 
     name: Literal["expert_choice"] = "expert_choice"
-    without: ClassVar[tuple[str, ...]] = ("balance", "sequence_balance", "capacity", "places")
+    without: ClassVar[tuple[str, ...]] = (
+        "aux_loss_coef",
+        "seq_aux_loss_coef",
+        "capacity_factor",
+        "expert_capacity",
+    )
     of_encoders: ClassVar[bool] = True
 
 
 class GroupedRouterSection(RouterSection):
     """A router that chooses from the best groups of experts."""
 
-    n_groups: PositiveInt = 1
+    n_group: PositiveInt = 1
     """Groups of neighbouring experts."""
-    top_groups: PositiveInt = 1
+    topk_group: PositiveInt = 1
     """Groups from which a token's experts are chosen."""
-    scale: PositiveFloat = 1.0
+    routed_scaling_factor: PositiveFloat = 1.0
     """Factor on the weights."""
 
 
@@ -106,9 +111,9 @@ class DeepSeekV3RouterConfig(GroupedRouterSection):
     """Sigmoid scores, from the best groups, evened out by a bias without a loss (DeepSeek-AI 2024)."""
 
     name: Literal["deepseek_v3"] = "deepseek_v3"
-    normalise: bool = True
+    norm_topk_prob: bool = True
     """Have the weights of the chosen add up to `scale`."""
-    bias_rate: NonNegativeFloat = 0.001
+    bias_update_rate: NonNegativeFloat = 0.001
     """How far the bias of an expert moves after each step."""
 
 
@@ -154,10 +159,10 @@ class MoEConfig(DenseFFNConfig):
     """Experts that a token goes through."""
     n_shared_experts: NonNegativeInt = Field(default=0, le=MAX_WIDTH)
     """Experts that all tokens go through besides: one network so many times as wide."""
-    capacity: PositiveFloat | None = None
+    capacity_factor: PositiveFloat | None = None
     """Tokens of a row that an expert takes, as a multiple of its even share; left out, all that choose it. A limit of
     training and evaluation; generation has none."""
-    places: PositiveInt | None = Field(default=None, le=MAX_LENGTH)
+    expert_capacity: PositiveInt | None = Field(default=None, le=MAX_LENGTH)
     """The same as a number of tokens, however long rows are (transformers' Switch); left out, as `capacity` says."""
     drop_policy: Literal["choice", "position"] = "choice"
     """Which choices find no room: "choice", last choices before first ones (GShard), so that with `top_k` of 2 and more
@@ -168,7 +173,7 @@ class MoEConfig(DenseFFNConfig):
     @property
     def is_limited(self) -> bool:
         """Whether an expert takes no more than so many tokens of a row."""
-        return self.capacity is not None or self.places is not None
+        return self.capacity_factor is not None or self.expert_capacity is not None
 
     @property
     def tp_dims(self) -> dict[str, int]:
@@ -198,9 +203,10 @@ class MoEConfig(DenseFFNConfig):
             raise ValueError(
                 f"dropout = {self.dropout!r} is for dense networks, experts have none: leave it out"
             )
-        if self.capacity and self.places:
+        if self.capacity_factor and self.expert_capacity:
             raise ValueError(
-                f"capacity = {self.capacity} and places = {self.places} say the same thing twice: leave one out"
+                f"capacity_factor = {self.capacity_factor} and expert_capacity = {self.expert_capacity} say "
+                f"the same thing twice: leave one out"
             )
         if self.drop_policy != "choice" and not self.is_limited:
             raise ValueError(
@@ -241,7 +247,7 @@ class SoftMoEConfig(MoEConfig):
 
     @model_validator(mode="after")
     def _has_no_router(self) -> Self:
-        given = {"router", "capacity", "places", "n_shared_experts"} & self.model_fields_set
+        given = {"router", "capacity_factor", "expert_capacity", "n_shared_experts"} & self.model_fields_set
         for key in sorted(given):
             if getattr(self, key) not in (None, 0, TopKRouterConfig()):
                 raise ValueError(
@@ -257,18 +263,18 @@ FFNConfig = Annotated[
 
 
 def _check_groups(experts: MoEConfig, router: GroupedRouterSection) -> None:
-    n, groups, best = experts.n_experts, router.n_groups, router.top_groups
+    n, groups, best = experts.n_experts, router.n_group, router.topk_group
     if n % groups:
         nearest = nearest_divisor(n, groups)
         raise ValueError(
-            f"router.n_groups = {groups} does not divide n_experts = {n}: the nearest that does is {nearest}"
+            f"router.n_group = {groups} does not divide n_experts = {n}: the nearest that does is {nearest}"
         )
     if best > groups:
         raise ValueError(
-            f"router.top_groups = {best} is more than router.n_groups = {groups}: choose {groups} or less"
+            f"router.topk_group = {best} is more than router.n_group = {groups}: choose {groups} or less"
         )
     if experts.top_k > best * (n // groups):
         raise ValueError(
-            f"top_k = {experts.top_k}, but router.top_groups = {best} groups have {best * (n // groups)} experts: "
-            f"choose router.top_groups = {-(-experts.top_k * groups // n)} or more"
+            f"top_k = {experts.top_k}, but router.topk_group = {best} groups have {best * (n // groups)} experts: "
+            f"choose router.topk_group = {-(-experts.top_k * groups // n)} or more"
         )

@@ -18,18 +18,26 @@ class Family:
 
 
 FAMILY_KEYS = (
-    "n_encoder_layers", "heads.sentence", "heads.boundary", "future_tokens", "embedding.n_segments", "generator",
-    "ffn.name = 'moe'", "mup",
+    "n_encoder_layers", "extra_heads.sentence", "extra_heads.boundary", "n_mtp_heads",
+    "embedding.n_segments", "generator", "ffn.name = 'moe'", "mup",
 )  # fmt: skip
 """Keys of a model, or values of them, that only some families give a meaning."""
 
 FAMILIES = {
     "decoder": Family(
-        frozenset({"future_tokens", "embedding.n_segments", "ffn.name = 'moe'", "mup"}),
+        frozenset({"n_mtp_heads", "embedding.n_segments", "ffn.name = 'moe'", "mup"}),
         other_names=("gpt", "llama", "mistral", "deepseek", "causal"),
     ),
     "encoder": Family(
-        frozenset({"heads.sentence", "heads.boundary", "embedding.n_segments", "ffn.name = 'moe'", "mup"}),
+        frozenset(
+            {
+                "extra_heads.sentence",
+                "extra_heads.boundary",
+                "embedding.n_segments",
+                "ffn.name = 'moe'",
+                "mup",
+            }
+        ),
         other_names=("bert", "roberta", "albert", "deberta", "masked"),
     ),
     "encoder_decoder": Family(
@@ -41,7 +49,7 @@ FAMILIES = {
         frozenset({"generator", "embedding.n_segments"}),
         no_heads="which is trained as a whole (its discriminator alone may have heads: family = 'discriminator')",
     ),
-    "discriminator": Family(frozenset({"heads.sentence", "embedding.n_segments", "mup"})),
+    "discriminator": Family(frozenset({"extra_heads.sentence", "embedding.n_segments", "mup"})),
 }
 """A family that is not here is a plugin's, which may read what it likes."""
 

@@ -38,7 +38,7 @@ def _against_pieces(config: "Config") -> dict[str, bool]:
 
 def _against_graphs(config: "Config") -> dict[str, bool]:
     parallel, train, objective = config.parallel, config.train, config.objective.name
-    kinds = [config.model, *(config.model.type_config(kind) for kind in config.model.block)]
+    kinds = [config.model, *(config.model.type_config(kind) for kind in config.model.layer_type)]
     axes = {name: getattr(parallel, name) for name in ("tp", "pp", "cp", "ep")}
     axes |= {"dp_shard": max(parallel.dp_shard, 1), "dp_replicate": parallel.dp_replicate}
     return {

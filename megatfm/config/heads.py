@@ -1,4 +1,4 @@
-"""The sections of heads besides the one over the vocabulary, `[model.heads.NAME]`."""
+"""The sections of heads besides the one over the vocabulary, `[model.extra_heads.NAME]`."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal

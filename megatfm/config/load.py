@@ -175,7 +175,7 @@ def _format_error(error: ValidationError, config_class: type[BaseModel], values:
     if first["type"] == "extra_forbidden":
         known = list(section.model_fields) if section else []
         ours = FOREIGN_KEYS.get(place[-1].lower()) if config_class is Config else None
-        hint = f" (did you mean {ours}?)" if ours else did_you_mean(place[-1], known)
+        hint = f" (did you mean {ours}?)" if ours and ours != key else did_you_mean(place[-1], known)
         return f"{key}: unknown key{hint}; {_known(known)}{more}"
     if first["type"] == "missing" and given is None:
         return f"{key}: is required{_by_name(values, place)}{_example(section, place)}{_also(error) or more}"

@@ -4,7 +4,7 @@ from typing import Any, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
-from megatfm.config.attention import AttentionConfig, LatentAttentionConfig, LinformerAttentionConfig
+from megatfm.config.attention import AttentionConfig, LinformerAttentionConfig, MLAAttentionConfig
 from megatfm.config.base import MAX_LAYERS, MAX_WIDTH, Rate, Section, nearest_divisor, unflatten
 from megatfm.config.experts import FFNConfig, MoEConfig, SoftMoEConfig
 from megatfm.config.families import FAMILIES, FAMILY_KEYS, families_supporting
@@ -45,13 +45,13 @@ class ModelConfig(Section):
     """Dropout of the embeddings and of what sublayers add to the residual stream."""
     drop_path: Rate = 0.0
     """Stochastic depth: probability of skipping a sublayer of the last block, rising linearly from 0."""
-    future_tokens: NonNegativeInt = Field(default=0, le=MAX_LAYERS)
+    n_mtp_heads: NonNegativeInt = Field(default=0, le=MAX_LAYERS)
     """Heads that predict tokens beyond the next one (Gloeckle et al. 2024), each one block."""
 
-    blocks: tuple[str, ...] = ()
+    layer_types: tuple[str, ...] = ()
     """Kinds of blocks, a cycle over depth, e.g. `["local", "local", "global"]`; left out, all are of one kind."""
-    block: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """By kind, what its blocks have otherwise: `[model.block.local]` with keys of the sections `attention`, `ffn`,
+    layer_type: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """By kind, what its blocks have otherwise: `[model.layer_type.local]` with keys of the sections `attention`, `ffn`,
     `norm` and `position`, and `dropout`."""
 
     attention: AttentionConfig
@@ -64,10 +64,10 @@ class ModelConfig(Section):
     """The position encoding."""
     embedding: EmbeddingConfig = TokenEmbeddingConfig()
     """What tokens become vectors by."""
-    head: HeadConfig = HeadConfig()
+    lm_head: HeadConfig = HeadConfig()
     """The output head."""
-    heads: HeadsConfig = Field(default_factory=dict)
-    """Heads besides that, e.g. `[model.heads.sentence]` with `classes = 2`."""
+    extra_heads: HeadsConfig = Field(default_factory=dict)
+    """Heads besides that, e.g. `[model.extra_heads.sentence]` with `classes = 2`."""
     init: InitConfig = GPT2InitConfig()
     """The initial weights."""
     generator: GeneratorConfig | None = None
@@ -95,9 +95,11 @@ class ModelConfig(Section):
                 f"n_kv_heads = {nearest_divisor(attention.n_heads, attention.kv_heads)}"
             )
         if isinstance(self.position, RopeConfig):
-            latent = isinstance(attention, LatentAttentionConfig)
-            width = attention.rope_dim if isinstance(attention, LatentAttentionConfig) else self.head_width
-            self.position.check_width("rope_dim" if latent else "head_dim", width)
+            latent = isinstance(attention, MLAAttentionConfig)
+            width = (
+                attention.qk_rope_head_dim if isinstance(attention, MLAAttentionConfig) else self.head_width
+            )
+            self.position.check_width("qk_rope_head_dim" if latent else "head_dim", width)
         if self.distinct_layers and self.distinct_layers > self.n_layers:
             raise ValueError(
                 f"distinct_layers = {self.distinct_layers} is more than n_layers = {self.n_layers}: leave it out"
@@ -111,7 +113,7 @@ class ModelConfig(Section):
         family = FAMILIES.get(self.family)
         if family:
             given = (
-                self.n_encoder_layers, "sentence" in self.heads, "boundary" in self.heads, self.future_tokens,
+                self.n_encoder_layers, "sentence" in self.extra_heads, "boundary" in self.extra_heads, self.n_mtp_heads,
                 self.embedding.n_segments, self.generator, isinstance(self.ffn, MoEConfig), self.mup,
             )  # fmt: skip
             for part, value in zip(FAMILY_KEYS, given, strict=True):
@@ -120,8 +122,12 @@ class ModelConfig(Section):
                         f"{part} has no meaning with family = {self.family!r}: leave it out, or choose family = "
                         + " or ".join(map(repr, families_supporting(part)))
                     )
-            if family.no_heads and (self.heads or (self.head.name == "none" and not family.bare)):
-                key = f"heads.{next(iter(self.heads))}" if self.heads else "head.name = 'none'"
+            if family.no_heads and (self.extra_heads or (self.lm_head.name == "none" and not family.bare)):
+                key = (
+                    f"extra_heads.{next(iter(self.extra_heads))}"
+                    if self.extra_heads
+                    else "lm_head.name = 'none'"
+                )
                 raise ValueError(
                     f"{key} has no meaning with family = {self.family!r}, {family.no_heads}: leave it out, or choose "
                     "another family"
@@ -162,23 +168,24 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _kinds_fit(self) -> Self:
-        used = self.blocks[: max(self.n_layers, self.encoder_layers)]
-        for kind in self.blocks:
-            if kind not in self.block:
+        used = self.layer_types[: max(self.n_layers, self.encoder_layers)]
+        for kind in self.layer_types:
+            if kind not in self.layer_type:
                 raise ValueError(
-                    f"blocks names the kind {kind!r}{did_you_mean(kind, self.block)}, which has no section: add "
-                    f"[model.block.{kind}], without keys if its blocks are as the other sections say"
+                    f"blocks names the kind {kind!r}{did_you_mean(kind, self.layer_type)}, which has no section: add "
+                    f"[model.layer_type.{kind}], without keys if its blocks are as the other sections say"
                 )
-        for kind, keys in self.block.items():
+        for kind, keys in self.layer_type.items():
             if kind not in used:
                 raise ValueError(
-                    f"block.{kind} is a kind that no block of {self.n_layers} is of: name it in model.blocks, or leave "
+                    f"layer_type.{kind} is a kind that no block of {self.n_layers} is of: name it in "
+                    f"model.layer_types, or leave "
                     "the section out"
                 )
             for key in unflatten(keys):
                 if key not in PER_LAYER_KEYS:
                     raise ValueError(
-                        f"block.{kind}.{key}: blocks of one model can differ in {', '.join(PER_LAYER_KEYS)}: "
+                        f"layer_type.{kind}.{key}: blocks of one model can differ in {', '.join(PER_LAYER_KEYS)}: "
                         "leave it out"
                     )
             try:
@@ -186,8 +193,8 @@ class ModelConfig(Section):
             except ValidationError as error:
                 first = error.errors()[0]
                 place = ".".join(str(part) for part in first["loc"] if not str(part).startswith("function"))
-                raise ValueError(f"block.{kind}{place and '.'}{place}: {first['msg']}") from None
-        if self.blocks and self.distinct_layers:
+                raise ValueError(f"layer_type.{kind}{place and '.'}{place}: {first['msg']}") from None
+        if self.layer_types and self.distinct_layers:
             raise ValueError(
                 "distinct_layers uses a block's weights in several layers, and blocks says that layers differ: leave "
                 "one of the two out"
@@ -196,7 +203,7 @@ class ModelConfig(Section):
 
     def layer_type_at(self, depth: int) -> str | None:
         """Of the block at a depth from 0 on; None where all blocks are of one kind."""
-        return self.blocks[depth % len(self.blocks)] if self.blocks else None
+        return self.layer_types[depth % len(self.layer_types)] if self.layer_types else None
 
     def layer_config(self, depth: int) -> "ModelConfig":
         """The config of the block at a depth: this one, with what its kind has otherwise."""
@@ -205,7 +212,7 @@ class ModelConfig(Section):
 
     def type_config(self, kind: str) -> "ModelConfig":
         """The config of the blocks of a kind."""
-        return self.with_changes({**self.block[kind], "blocks": (), "block": {}})
+        return self.with_changes({**self.layer_type[kind], "layer_types": (), "layer_type": {}})
 
     @property
     def tp_dims(self) -> dict[str, int]:
@@ -214,11 +221,11 @@ class ModelConfig(Section):
             {"generator": self.generator} if self.generator else {}
         )
         found = {f"{part}.{key}": n for part, section in parts.items() for key, n in section.tp_dims.items()}
-        for kind in self.block:
+        for kind in self.layer_type:
             other = self.type_config(kind)
             for part, divided in (("attention", other.attention.tp_dims), ("ffn", other.ffn.tp_dims)):
                 found |= {
-                    f"block.{kind}.{part}.{key}": n
+                    f"layer_type.{kind}.{part}.{key}": n
                     for key, n in divided.items()
                     if n != found.get(f"{part}.{key}")
                 }
@@ -226,11 +233,11 @@ class ModelConfig(Section):
 
     def tp_dims_for(self, expert_tp: str) -> dict[str, int]:
         """The same, where these take experts in that way (see `parallel.expert_tp`)."""
-        if expert_tp == "whole":
+        if expert_tp == "by_expert":
             return self.tp_dims
         found = {key: n for key, n in self.tp_dims.items() if not key.endswith("n_experts")}
-        kinds = {"": self, **{f"block.{kind}.": self.type_config(kind) for kind in self.block}}
-        for place, one in kinds.items() if expert_tp == "channels" else ():
+        kinds = {"": self, **{f"layer_type.{kind}.": self.type_config(kind) for kind in self.layer_type}}
+        for place, one in kinds.items() if expert_tp == "by_channel" else ():
             if "n_experts" in one.ffn.tp_dims:
                 found[f"{place}ffn.d_ff"] = one.ffn.d_ff
         return found
@@ -253,21 +260,21 @@ class ModelConfig(Section):
     @property
     def head_scale(self) -> float:
         """Factor on the hidden vectors before the output matrix, at this width."""
-        return factor_at(self.head.scale, self.d_model)
+        return factor_at(self.lm_head.scale, self.d_model)
 
     def with_numbers(self) -> "ModelConfig":
         """The same model, whose factors are numbers where a config may say that they follow the width."""
-        return self.with_changes({"embedding.scale": self.embedding_scale, "head.scale": self.head_scale})
+        return self.with_changes({"embedding.scale": self.embedding_scale, "lm_head.scale": self.head_scale})
 
     @property
     def longest_row(self) -> tuple[int | None, str]:
         """Tokens that a row may have for each part of the model, and the key that limits it; None: any number."""
         limits: list[tuple[int, str]] = []
-        for kind in [self, *(self.type_config(kind) for kind in self.block)]:
+        for kind in [self, *(self.type_config(kind) for kind in self.layer_type)]:
             if (limit := kind.position.limit) is not None:
                 limits.append((limit, "position.max_positions"))
             if isinstance(kind.attention, LinformerAttentionConfig):
-                limits.append((kind.attention.length, "attention.length"))
+                limits.append((kind.attention.max_length, "attention.max_length"))
         return min(limits, default=(None, ""))
 
     @property

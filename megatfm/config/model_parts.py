@@ -56,15 +56,15 @@ class NormSection(Section):
     """Epsilon of the normalisation."""
     placement: str = "pre"
     """Where the norms stand around a sublayer: pre, post, sandwich or deepnorm."""
-    final: bool | None = None
+    final_norm: bool | None = None
     """A norm at the end of each stack; left out, only where blocks don't end in one."""
-    first: bool = True
+    first_attention_norm: bool = True
     """The norms of the first block's attention; false where the embedding's serves instead (ModernBERT)."""
 
     @property
     def has_final_norm(self) -> bool:
         """Whether a norm stands at the end of each stack."""
-        return self.placement not in POST_NORM_PLACEMENTS if self.final is None else self.final
+        return self.placement not in POST_NORM_PLACEMENTS if self.final_norm is None else self.final_norm
 
     @property
     def options(self) -> dict[str, Any]:
@@ -76,13 +76,13 @@ class RMSNormConfig(NormSection):
     """Division by the root mean square (Zhang & Sennrich 2019)."""
 
     name: Literal["rms_norm"] = "rms_norm"
-    from_one: bool = False
+    zero_centered: bool = False
     """Weights are stored as their distance from 1 (Gemma)."""
 
     @property
     def options(self) -> dict[str, Any]:
         """What a norm is made with beside its width and eps."""
-        return {"from_one": self.from_one}
+        return {"zero_centered": self.zero_centered}
 
 
 class LayerNormConfig(NormSection):
@@ -266,4 +266,4 @@ class MuPConfig(Section):
     base_width: PositiveInt = Field(examples=[256], le=MAX_WIDTH)
     """The d_model at which learning rate and init.std were chosen."""
     latent_ranks: Literal["fixed", "scaled"] = "fixed"
-    """Of latent attention: whether q_rank and kv_rank are the same at every width, or grow with it."""
+    """Of latent attention: whether q_lora_rank and kv_lora_rank are the same at every width, or grow with it."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-SECTIONS = ("attention", "ffn", "norm", "position", "embedding", "head", "init")
+SECTIONS = ("attention", "ffn", "norm", "position", "embedding", "init")
 """Keys that held a part's name and are its section now."""
 
 MOVED = {
@@ -21,7 +21,7 @@ MOVED = {
     "ffn_dropout": "ffn.dropout",
     "norm_eps": "norm.eps",
     "norm_position": "norm.placement",
-    "final_norm": "norm.final",
+    "final_norm": "norm.final_norm",
     "max_positions": "position.max_positions",
     "position_offset": "position.offset",
     "rope_theta": "position.theta",
@@ -33,13 +33,13 @@ MOVED = {
     "embedding_norm": "embedding.norm",
     "n_segments": "embedding.n_segments",
     "tie_embeddings": "embedding.tied",
-    "head_bias": "head.bias",
-    "head_scale": "head.scale",
-    "logit_softcap": "head.softcap",
-    "label_smoothing": "head.label_smoothing",
+    "head_bias": "lm_head.bias",
+    "head_scale": "lm_head.scale",
+    "logit_softcap": "lm_head.softcap",
+    "label_smoothing": "lm_head.label_smoothing",
     "init_std": "init.std",
-    "sentence_classes": "heads.sentence.classes",
-    "boundary_head": "heads.boundary",
+    "sentence_classes": "extra_heads.sentence.classes",
+    "boundary_head": "extra_heads.boundary",
 }
 """A key of `[model]` in versions whose model had one flat section, and its place in the sections of today."""
 

@@ -13,8 +13,8 @@ class CausalObjective(Section):
     """Predict the next token. In an encoder-decoder, the encoder reads nothing but the end mark."""
 
     name: Literal["causal"] = "causal"
-    future_weight: NonNegativeFloat = 1.0
-    """Weight of each further token's loss in a model with `future_tokens`."""
+    mtp_loss_weight: NonNegativeFloat = 1.0
+    """Weight of each further token's loss in a model with `n_mtp_heads`."""
 
 
 class PrefixObjective(Section):
@@ -27,11 +27,11 @@ class MaskedObjective(Section):
     """Predict masked tokens (Devlin et al. 2019)."""
 
     name: Literal["masked"] = "masked"
-    rate: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    mask_rate: Annotated[float, Field(gt=0, lt=1)] = 0.15
     """Share of the tokens that is predicted."""
-    mask_share: Share = 0.8
+    mask_replace_prob: Share = 0.8
     """Of these, the share that is replaced by the mask token."""
-    random_share: Share = 0.1
+    random_replace_prob: Share = 0.1
     """And the share that is replaced by a random token; the rest is left as it is."""
     whole_words: bool = False
     """Choose all tokens of a word, or none."""
@@ -41,13 +41,14 @@ class MaskedObjective(Section):
     @property
     def target_fraction(self) -> float:
         """Share of the tokens for which the model predicts something."""
-        return self.rate
+        return self.mask_rate
 
     @model_validator(mode="after")
     def _shares_fit(self) -> "MaskedObjective":
-        if self.mask_share + self.random_share > 1 + 1e-9:
+        if self.mask_replace_prob + self.random_replace_prob > 1 + 1e-9:
             raise ValueError(
-                f"mask_share = {self.mask_share:g} and random_share = {self.random_share:g} are more than 1 together: "
+                f"mask_replace_prob = {self.mask_replace_prob:g} and random_replace_prob = "
+                f"{self.random_replace_prob:g} are more than 1 together: "
                 "choose for example 0.8 and 0.1"
             )
         return self
@@ -69,28 +70,28 @@ class SpanBoundaryObjective(Section):
     """Predict masked spans of whole words, also from the tokens around them (SpanBERT)."""
 
     name: Literal["span_boundary"] = "span_boundary"
-    rate: Annotated[float, Field(gt=0, le=0.5)] = 0.15
+    mask_rate: Annotated[float, Field(gt=0, le=0.5)] = 0.15
     """Share of the words that is predicted."""
-    mask_share: Share = 0.8
+    mask_replace_prob: Share = 0.8
     """Of the spans, the share whose tokens are replaced by the mask token."""
-    random_share: Share = 0.1
+    random_replace_prob: Share = 0.1
     """And the share whose tokens are replaced by random ones; the rest is left as it is."""
-    stop: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    geometric_p: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """p of the geometric distribution of a span's length in words."""
-    max_words: PositiveInt = 10
+    max_span_words: PositiveInt = 10
     """Longest span, in words."""
 
     @property
     def target_fraction(self) -> float:
         """Share of the tokens for which the model predicts something."""
-        return self.rate
+        return self.mask_rate
 
 
 class PermutationObjective(Section):
     """Predict spans token by token, in a random order (XLNet)."""
 
     name: Literal["permutation"] = "permutation"
-    every: Annotated[int, Field(ge=2)] = 6
+    tokens_per_prediction: Annotated[int, Field(ge=2)] = 6
     """One token in so many is predicted (the paper's K)."""
     max_span: PositiveInt = 5
     """Longest span, in tokens; shorter ones are as frequent."""
@@ -98,34 +99,36 @@ class PermutationObjective(Section):
     @property
     def target_fraction(self) -> float:
         """Share of the tokens for which the model predicts something."""
-        return 1 / self.every
+        return 1 / self.tokens_per_prediction
 
 
 class SpanCorruptionObjective(Section):
     """Put sentinels in place of spans, and predict what they stand for (T5)."""
 
     name: Literal["span_corruption"] = "span_corruption"
-    rate: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    noise_density: Annotated[float, Field(gt=0, lt=1)] = 0.15
     """Share of the tokens that is taken out."""
-    mean_span: Annotated[float, Field(ge=1)] = 3.0
+    mean_noise_span_length: Annotated[float, Field(ge=1)] = 3.0
     """Mean length of a span, in tokens."""
 
 
-class DenoisersObjective(Section):
+class UL2Objective(Section):
     """UL2's mixture of regular, extreme and sequential denoising; an ordinary mixture of its seven by default."""
 
-    name: Literal["denoisers"] = "denoisers"
-    regular: NonNegativeFloat = 2.0
+    name: Literal["ul2"] = "ul2"
+    r_denoiser_weight: NonNegativeFloat = 2.0
     """Weight of the two regular denoisers together: spans of mean 3 and 8, 15 % of the tokens."""
-    extreme: NonNegativeFloat = 4.0
+    x_denoiser_weight: NonNegativeFloat = 4.0
     """Weight of the four extreme denoisers together: long spans, or half of the tokens."""
-    sequential: NonNegativeFloat = 1.0
+    s_denoiser_weight: NonNegativeFloat = 1.0
     """Weight of the sequential denoiser: the end of the text, a quarter of it on average."""
 
     @model_validator(mode="after")
-    def _something(self) -> "DenoisersObjective":
-        if self.regular + self.extreme + self.sequential == 0:
-            raise ValueError("regular, extreme and sequential are all 0: give at least one a weight")
+    def _something(self) -> "UL2Objective":
+        if self.r_denoiser_weight + self.x_denoiser_weight + self.s_denoiser_weight == 0:
+            raise ValueError(
+                "r_denoiser_weight, x_denoiser_weight and s_denoiser_weight are all 0: give at least one a weight"
+            )
         return self
 
 
@@ -133,9 +136,9 @@ class ReplacedTokenObjective(Section):
     """A generator fills in masked tokens, and the model tells which tokens were replaced (ELECTRA)."""
 
     name: Literal["replaced_token"] = "replaced_token"
-    rate: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    mask_rate: Annotated[float, Field(gt=0, lt=1)] = 0.15
     """Share of the tokens that the generator predicts."""
-    mask_share: Share = 0.85
+    mask_replace_prob: Share = 0.85
     """Of these, the share that it sees as the mask token; the rest it sees as it is."""
     discriminator_weight: PositiveFloat = 50.0
     """Weight of the discriminator's loss; the generator's has 1."""
@@ -143,7 +146,7 @@ class ReplacedTokenObjective(Section):
     @property
     def target_fraction(self) -> float:
         """Share of the tokens for which the model predicts something."""
-        return self.rate
+        return self.mask_rate
 
 
 class PluginObjective(Section):
@@ -163,7 +166,7 @@ ObjectiveConfig = Annotated[
     | SpanBoundaryObjective
     | PermutationObjective
     | SpanCorruptionObjective
-    | DenoisersObjective
+    | UL2Objective
     | ReplacedTokenObjective
     | PluginObjective,
     union_by_name(
@@ -175,7 +178,7 @@ ObjectiveConfig = Annotated[
         SpanBoundaryObjective,
         PermutationObjective,
         SpanCorruptionObjective,
-        DenoisersObjective,
+        UL2Objective,
         ReplacedTokenObjective,
         plugin=PluginObjective,
     ),

@@ -23,7 +23,7 @@ class OptimizerSection(Section):
     """Let embedding tables decay, too."""
     layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Factor on the rate from each block to the one below it, down to the embeddings; 1: the same rate for all."""
-    clip: NonNegativeFloat = 1.0
+    max_grad_norm: NonNegativeFloat = 1.0
     """Highest global gradient norm; 0: no clipping."""
 
 
@@ -35,7 +35,7 @@ class AdamWConfig(OptimizerSection):
     """Decay of the first and second moment."""
     eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
-    moments: Literal["full", "bf16"] = "full"
+    moments_dtype: Literal["param", "bf16"] = "param"
     """Precision of AdamW's moments; full: the weights' own. bf16: half the memory, rounded up or down by chance."""
 
 
@@ -47,7 +47,7 @@ class MuonConfig(AdamWConfig):
     """Highest learning rate of the matrices that Muon moves."""
     momentum: Decay = 0.95
     """Decay of Muon's momentum."""
-    newton_schulz: Literal["bf16", "full"] = "bf16"
+    newton_schulz_dtype: Literal["bf16", "param"] = "bf16"
     """Precision of the iteration that orthogonalises; full: the weights' own. bf16 takes less time and is the authors',
     but makes much of rounding, so that losses of two layouts differ by up to 1e-4."""
 
@@ -58,9 +58,9 @@ class SoapConfig(AdamWConfig):
     name: Literal["soap"] = "soap"  # type: ignore[assignment]
     betas: Moments = (0.95, 0.95)
     """Decay of the first and second moment; the second is that of the covariances, too."""
-    every: PositiveInt = 10
+    precondition_frequency: PositiveInt = 10
     """Steps between updates of the eigenbases."""
-    max_dim: PositiveInt = 10_000
+    max_precond_dim: PositiveInt = 10_000
     """A longer dim of a matrix is left unrotated."""
 
 
@@ -72,11 +72,11 @@ class AdafactorConfig(OptimizerSection):
     """Highest relative rate; at step s never more than s^-1/2."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay of matrices and embeddings; norms, biases and other vectors never decay."""
-    decay_power: Annotated[float, Field(gt=0, le=1)] = 0.8
-    """At step s the second moment keeps 1 - s^-decay_power of its past."""
-    smallest_scale: PositiveFloat = 1e-3
+    beta2_decay: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """At step s the second moment keeps 1 - s^-beta2_decay of its past."""
+    eps2: PositiveFloat = 1e-3
     """Tensors with a smaller root mean square move as if they had this one."""
-    clip_update: Annotated[float, Field(ge=1)] = 1.0
+    clip_threshold: Annotated[float, Field(ge=1)] = 1.0
     """Highest root mean square of an update, before the rate."""
 
 

@@ -19,9 +19,9 @@ class WindowPatternConfig(Section):
     name: Literal["window"] = "window"
     width: PositiveInt = Field(examples=[4096], le=MAX_LENGTH)
     """In decoders, so many tokens up to the query itself; in encoders, the query and half of it on each side."""
-    step: PositiveInt = Field(default=1, le=MAX_LENGTH)
+    dilation: PositiveInt = Field(default=1, le=MAX_LENGTH)
     """Of those tokens every `step`-th one, over a window that is so many times as wide (a dilated window)."""
-    first: NonNegativeInt = Field(default=0, le=MAX_LENGTH)
+    initial_tokens: NonNegativeInt = Field(default=0, le=MAX_LENGTH)
     """So many first tokens of the document are seen as well, in decoders (StreamingLLM: 4; Xiao et al. 2023)."""
 
 
@@ -47,7 +47,7 @@ class FixedPatternConfig(Section):
     name: Literal["fixed"] = "fixed"
     stride: PositiveInt = Field(examples=[128], le=MAX_LENGTH)
     """Tokens of a stretch."""
-    summary: PositiveInt = Field(default=8, le=MAX_LENGTH)
+    n_summary_tokens: PositiveInt = Field(default=8, le=MAX_LENGTH)
     """Tokens at the end of a stretch that all see, in decoders all later ones."""
 
 
@@ -55,11 +55,11 @@ class BigBirdPatternConfig(Section):
     """Blocks around the query's, random ones, and some that see all and are seen by all (Zaheer et al. 2020)."""
 
     name: Literal["bigbird"] = "bigbird"
-    block: PositiveInt = Field(default=64, le=MAX_LENGTH)
+    block_size: PositiveInt = Field(default=64, le=MAX_LENGTH)
     """Tokens of a block."""
-    random: NonNegativeInt = Field(default=3, le=MAX_WIDTH)
+    n_random_blocks: NonNegativeInt = Field(default=3, le=MAX_WIDTH)
     """Random blocks that each block sees, others in each head and layer."""
-    extra: NonNegativeInt = Field(default=0, le=MAX_LENGTH)
+    n_global_tokens: NonNegativeInt = Field(default=0, le=MAX_LENGTH)
     """So many first tokens of the document see all and are seen by all, instead of its first and last block (ETC)."""
 
 
@@ -70,7 +70,7 @@ class LongformerPatternConfig(Section):
     name: Literal["longformer"] = "longformer"
     width: PositiveInt = Field(examples=[512], le=MAX_LENGTH)
     """Tokens that are seen beside the query, half of them on each side."""
-    tokens: tuple[NonNegativeInt, ...] = (0,)
+    global_tokens: tuple[NonNegativeInt, ...] = (0,)
     """Places in the document of those that see all and are seen by all."""
 
 

@@ -184,18 +184,18 @@ class ShawConfig(PositionSection):
     """Distance from which all positions are taken as equally far."""
 
 
-class DisentangledPositionConfig(PositionSection):
+class DebertaPositionConfig(PositionSection):
     """The table of relative positions that attention of that name reads (He et al. 2021)."""
 
-    name: Literal["disentangled"] = "disentangled"
+    name: Literal["deberta"] = "deberta"
     max_distance: PositiveInt = Field(default=128, le=MAX_LENGTH)
     """Distance from which all positions are taken as equally far."""
 
 
-class DisentangledBucketsConfig(PositionSection):
+class DebertaV2PositionConfig(PositionSection):
     """The same in buckets that grow with the distance; `disentangled_shared` reads it."""
 
-    name: Literal["disentangled_buckets"] = "disentangled_buckets"
+    name: Literal["deberta_v2"] = "deberta_v2"
     buckets: PositiveInt = Field(default=32, le=MAX_WIDTH)
     """Buckets of relative positions, for each direction."""
     max_distance: PositiveInt = Field(default=128, le=MAX_LENGTH)
@@ -235,8 +235,8 @@ PositionConfig = Annotated[
     | NoPositionConfig
     | T5PositionConfig
     | ShawConfig
-    | DisentangledPositionConfig
-    | DisentangledBucketsConfig
+    | DebertaPositionConfig
+    | DebertaV2PositionConfig
     | TransformerXLPositionConfig
     | PluginPositionConfig,
     union_by_name(
@@ -247,8 +247,8 @@ PositionConfig = Annotated[
         NoPositionConfig,
         T5PositionConfig,
         ShawConfig,
-        DisentangledPositionConfig,
-        DisentangledBucketsConfig,
+        DebertaPositionConfig,
+        DebertaV2PositionConfig,
         TransformerXLPositionConfig,
         plugin=PluginPositionConfig,
     ),

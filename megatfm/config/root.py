@@ -47,7 +47,7 @@ class Config(Section):
     parallel: ParallelConfig = ParallelConfig()
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
     optimizer: OptimizerConfig
-    schedule: ScheduleConfig = CosineSchedule()
+    lr_schedule: ScheduleConfig = CosineSchedule()
     train: TrainConfig
     checkpoint: CheckpointConfig = CheckpointConfig()
     resume: ResumeConfig = ResumeConfig()
@@ -67,7 +67,7 @@ class Config(Section):
                 f"model.family = {family!r}: unknown{did_you_mean(suggest_family(family), FAMILIES)}; there are: "
                 f"{', '.join(FAMILIES)}; others need the package that registers them in plugins"
             )
-        parts: list[tuple[str, Section, str]] = [("", self, "optimizer"), ("", self, "schedule")]
+        parts: list[tuple[str, Section, str]] = [("", self, "optimizer"), ("", self, "lr_schedule")]
         kinds = ("attention", "ffn", "norm", "position", "embedding", "init")
         parts += [("model.", self.model, part) for part in kinds]
         for place, holder, key in parts:
@@ -78,10 +78,11 @@ class Config(Section):
                     f"{place}{key}.name = {name!r}: unknown{did_you_mean(name, known)}; there are: {', '.join(known)}; "
                     "others need the package that registers them in plugins"
                 )
-        if isinstance(self.optimizer, ScheduleFreeConfig) and self.schedule.name != "constant":
+        if isinstance(self.optimizer, ScheduleFreeConfig) and self.lr_schedule.name != "constant":
             raise ValueError(
-                f"schedule.name = {self.schedule.name!r}: optimizer.name = {self.optimizer.name!r} averages weights in "
-                "place of a falling rate: choose schedule.name = 'constant' (with warmup_steps)"
+                f"lr_schedule.name = {self.lr_schedule.name!r}: optimizer.name = {self.optimizer.name!r} "
+                f"averages weights in "
+                "place of a falling rate: choose lr_schedule.name = 'constant' (with warmup_steps)"
             )
         return self
 
@@ -92,17 +93,18 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if self.schedule.warmup_steps > self.train.steps:
+        if self.lr_schedule.warmup_steps > self.train.steps:
             raise ValueError(
-                f"schedule.warmup_steps = {self.schedule.warmup_steps} is longer than the run, train.steps = "
+                f"lr_schedule.warmup_steps = {self.lr_schedule.warmup_steps} is longer than the run, train.steps = "
                 f"{self.train.steps}: choose at most {self.train.steps}"
             )
-        if isinstance(self.schedule, WSDSchedule):
-            left = 1 - self.schedule.warmup_steps / self.train.steps
-            if self.schedule.decay_ratio > left:
+        if isinstance(self.lr_schedule, WSDSchedule):
+            left = 1 - self.lr_schedule.warmup_steps / self.train.steps
+            if self.lr_schedule.decay_ratio > left:
                 raise ValueError(
-                    f"schedule.decay_ratio = {self.schedule.decay_ratio:g} leaves no room for schedule.warmup_steps = "
-                    f"{self.schedule.warmup_steps} of train.steps = {self.train.steps}: choose at most {left:g}"
+                    f"lr_schedule.decay_ratio = {self.lr_schedule.decay_ratio:g} leaves no room for "
+                    f"lr_schedule.warmup_steps = "
+                    f"{self.lr_schedule.warmup_steps} of train.steps = {self.train.steps}: choose at most {left:g}"
                 )
         if self.train.global_batch % self.train.micro_batch:
             nearest = max(1, round(self.train.global_batch / self.train.micro_batch)) * self.train.micro_batch
@@ -130,8 +132,8 @@ class Config(Section):
             "data.sequence_length": self.data.sequence_length,
             "data.target_length": self.data.target_length or 0,
             **{
-                f"data.warmup[{i}].sequence_length": s.sequence_length or 0
-                for i, s in enumerate(self.data.warmup)
+                f"data.rampup[{i}].sequence_length": s.sequence_length or 0
+                for i, s in enumerate(self.data.rampup)
             },
         }
         for key, length in lengths.items():
@@ -161,7 +163,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _experts_are_divided(self) -> Self:
-        ep, tp = self.parallel.ep, self.parallel.tp if self.parallel.expert_tp == "whole" else 1
+        ep, tp = self.parallel.ep, self.parallel.tp if self.parallel.expert_tp == "by_expert" else 1
         experts = {key: n // tp for key, n in self.model.tp_dims.items() if key.endswith("n_experts")}
         if ep > 1 and not experts:
             raise ValueError(
@@ -195,9 +197,10 @@ class Config(Section):
                 f"parallel.cp = {parallel.cp}: parallel.engine = {parallel.engine!r} does not cut rows: choose "
                 "engine = 'native', or cp = 1"
             )
-        if parallel.cp > 1 and parallel.context == "heads":
+        if parallel.cp > 1 and parallel.cp_method == "ulysses":
             kinds = [
-                self.model.layer_config(depth).attention for depth in range(max(1, len(self.model.blocks)))
+                self.model.layer_config(depth).attention
+                for depth in range(max(1, len(self.model.layer_types)))
             ]
             heads = [(attention.n_heads, attention.kv_heads) for attention in kinds]
             if self.model.generator is not None:
@@ -206,7 +209,8 @@ class Config(Section):
                 n, k = of_queries // parallel.tp, max(1, of_keys // parallel.tp)
                 if n % parallel.cp or (k % parallel.cp and parallel.cp % k):
                     raise ValueError(
-                        f"parallel.context = 'heads': {n} query and {k} key heads of a tensor-parallel rank can't be "
+                        f"parallel.cp_method = 'ulysses': {n} query and {k} key heads of a tensor-parallel "
+                        f"rank can't be "
                         f"dealt to parallel.cp = {parallel.cp} ranks: choose context = 'ring'"
                     )
         if parallel.cp > 1 and self.train.recompute.endswith("B"):
@@ -220,11 +224,14 @@ class Config(Section):
     @model_validator(mode="after")
     def _has_global_tokens(self) -> Self:
         length = self.data.sequence_length
-        for depth in range(max(1, len(self.model.blocks))):
+        for depth in range(max(1, len(self.model.layer_types))):
             pattern = self.model.layer_config(depth).attention.pattern
-            if isinstance(pattern, LongformerPatternConfig) and max(pattern.tokens, default=0) >= length:
+            if (
+                isinstance(pattern, LongformerPatternConfig)
+                and max(pattern.global_tokens, default=0) >= length
+            ):
                 raise ValueError(
-                    f"model.attention.pattern.tokens has the place {max(pattern.tokens)}, but rows have "
+                    f"model.attention.pattern.global_tokens has the place {max(pattern.global_tokens)}, but rows have "
                     f"data.sequence_length = {length} tokens: name places below {length}"
                 )
         return self
@@ -232,12 +239,14 @@ class Config(Section):
     def refuses_compile(self) -> str | None:
         """Why blocks can't be compiled, and what to set instead; None where they can."""
         model, parallel = self.model, self.parallel
-        patterns = {model.layer_config(depth).attention.pattern for depth in range(max(1, len(model.blocks)))}
-        kinds = [model, *(model.type_config(kind) for kind in model.block)]
-        if any(isinstance(pattern, BigBirdPatternConfig) and pattern.random for pattern in patterns):
+        patterns = {
+            model.layer_config(depth).attention.pattern for depth in range(max(1, len(model.layer_types)))
+        }
+        kinds = [model, *(model.type_config(kind) for kind in model.layer_type)]
+        if any(isinstance(pattern, BigBirdPatternConfig) and pattern.n_random_blocks for pattern in patterns):
             return (
                 "train.compile = true: model.attention.pattern.name = 'bigbird' draws random blocks for each length, "
-                "which can't be compiled: leave train.compile out, or set model.attention.pattern.random = 0"
+                "which can't be compiled: leave train.compile out, or set model.attention.pattern.n_random_blocks = 0"
             )
         if self.train.recompute != "none" and any(isinstance(kind.ffn, MoEConfig) for kind in kinds):
             return (
@@ -245,7 +254,7 @@ class Config(Section):
                 "experts, and can't be computed again: set train.recompute = 'none', or train.compile = false"
             )
         if parallel.pp > 1 and parallel.splits_backward:
-            return _repeats(parallel.schedule, "train.compile", self.train.compile, False)
+            return _repeats(parallel.pp_schedule, "train.compile", self.train.compile, False)
         if self.train.recompute.endswith("B"):
             return "train.recompute measures how much blocks keep while they run: set train.compile = false"
         return None
@@ -263,7 +272,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _soft_mixtures_are_not_cut_by_channels(self) -> Self:
-        kinds = [self.model, *(self.model.type_config(kind) for kind in self.model.block)]
+        kinds = [self.model, *(self.model.type_config(kind) for kind in self.model.layer_type)]
         if self.parallel.tp > 1 and any(isinstance(kind.ffn, SoftMoEConfig) for kind in kinds):
             raise ValueError(
                 f"parallel.tp = {self.parallel.tp}: ffn.name = 'soft_moe' is not cut over tensor-parallel ranks: set "
@@ -277,18 +286,20 @@ class Config(Section):
         if parallel.pp == 1:
             return self
         if parallel.splits_backward and train.recompute != "none":
-            raise ValueError(_repeats(parallel.schedule, "train.recompute", train.recompute, "none"))
-        if parallel.accumulate == "shards":
+            raise ValueError(_repeats(parallel.pp_schedule, "train.recompute", train.recompute, "none"))
+        if parallel.grad_accumulation == "sharded":
             raise ValueError(
-                "parallel.accumulate = 'shards': under pipeline stages gradients are reduced once a step: leave it out"
+                "parallel.grad_accumulation = 'sharded': under pipeline stages gradients are reduced once a "
+                "step: leave it out"
             )
         return self
 
 
 def _repeats(schedule: str, key: str, value: object, other: object) -> str:
     return (
-        f"parallel.schedule = {schedule!r} takes backward passes in two parts, which {key} = {value!r} would repeat: "
-        f"use parallel.schedule = 'interleaved' or '1f1b', or {key} = {other!r}"
+        f"parallel.pp_schedule = {schedule!r} takes backward passes in two parts, which {key} = {value!r} "
+        f"would repeat: "
+        f"use parallel.pp_schedule = 'interleaved' or '1f1b', or {key} = {other!r}"
     )
 
 

@@ -21,7 +21,7 @@ class CosineSchedule(ScheduleSection):
     """Half a cosine from the highest rate down."""
 
     name: Literal["cosine"] = "cosine"
-    final_ratio: Ratio = 0.1
+    min_lr_factor: Ratio = 0.1
     """The rate at the last step, as a part of the highest."""
 
 
@@ -29,7 +29,7 @@ class LinearSchedule(ScheduleSection):
     """A straight line from the highest rate down."""
 
     name: Literal["linear"] = "linear"
-    final_ratio: Ratio = 0.1
+    min_lr_factor: Ratio = 0.1
     """The rate at the last step, as a part of the highest."""
 
 
@@ -53,9 +53,9 @@ class WSDSchedule(ScheduleSection):
     name: Literal["wsd"] = "wsd"
     decay_ratio: Annotated[float, Field(gt=0, le=1)] = 0.2
     """Part of the run, at its end, over which the rate falls."""
-    shape: Literal["linear", "1-sqrt"] = "1-sqrt"
+    decay_type: Literal["linear", "1-sqrt"] = "1-sqrt"
     """How it falls over the part t of that time: as 1 - t, or as 1 - t^1/2."""
-    final_ratio: Ratio = 0.0
+    min_lr_factor: Ratio = 0.0
     """The rate at the last step, as a part of the highest."""
 
 

@@ -20,18 +20,19 @@ class ParallelConfig(Section):
     """Data-parallel ranks over which a ZeRO stage shards; -1: all that are left."""
     zero: Literal[0, 1, 2, 3] = 3
     """What is sharded over dp_shard: 1: optimizer state, 2: gradients too, 3: parameters too; 0: nothing."""
-    accumulate: Literal["whole", "shards"] = "whole"
+    grad_accumulation: Literal["unsharded", "sharded"] = "unsharded"
     """With several micro-batches a step: keep whole gradients, reduced once, or with zero = 2 or 3 only shards of them,
     reduced after each micro-batch: less memory, more traffic."""
-    reduce_dtype: Literal["full", "bf16"] = "full"
+    reduce_dtype: Literal["param", "bf16"] = "param"
     """Type in which gradients are summed over data ranks; full: the weights' own. bf16 sends half of it, and each rank
     rounds what it has added up over its micro-batches."""
-    prefetch: NonNegativeInt | None = None
+    fsdp_prefetch: NonNegativeInt | None = None
     """With zero = 2 or 3: blocks ahead of the running one whose weights are asked for before it runs; 0: torch asks
     when a block's turn comes, and one ahead in the backward pass; left out: 1 on GPUs, else 0. Each takes its gathered
     weights of memory."""
-    comm_memory: Literal["torch", "group"] = "torch"
-    """With zero = 2 or 3: who allocates what gathering and scattering send; "group": the process group itself, where it
+    comm_buffers: Literal["torch", "process_group"] = "torch"
+    """With zero = 2 or 3: who allocates what gathering and scattering send; "process_group": the process group
+    itself, where it
     can (NCCL on a switch that computes), so that the network takes it without a copy."""
     tp: PositiveInt = Field(default=1, le=MAX_WIDTH)
     """Tensor-parallel ranks."""
@@ -42,60 +43,65 @@ class ParallelConfig(Section):
     pieces, each under way while products of the piece before are made."""
     pp: PositiveInt = Field(default=1, le=MAX_WIDTH)
     """Pipeline ranks, each with its share of the layers."""
-    schedule: Literal["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev"] = "1f1b"
+    pp_schedule: Literal["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev"] = (
+        "1f1b"
+    )
     """Order in which pipeline ranks take micro-batches forward and backward."""
     virtual_stages: PositiveInt | None = None
     """Stages on each pipeline rank of an interleaved schedule; left out: 2."""
-    cuts: list[str] = Field(default_factory=list, examples=[["decoder.layers.5"]])
+    pp_split_points: list[str] = Field(default_factory=list, examples=[["decoder.layers.5"]])
     """Steps of the model with which all pipeline stages but the first begin; left out: where costs are most equal."""
     cp: PositiveInt = Field(default=1, le=MAX_WIDTH)
     """Context-parallel ranks, each with its part of every row."""
-    context: Literal["auto", "ring", "heads"] = "auto"
+    cp_method: Literal["auto", "ring", "ulysses"] = "auto"
     """How full attention looks across parts: "ring": keys and values go round, or are fetched where documents leave
     less than half to send; "heads": ranks exchange tokens for heads, each has all tokens of some (Ulysses); auto: heads
     where it can and sends less."""
     ep: PositiveInt = Field(default=1, le=MAX_WIDTH)
     """Ranks of dp_shard × cp among which experts are divided, and which send each other tokens; divides their product.
     """
-    expert_tp: Literal["whole", "channels", "folded"] = "whole"
-    """What tensor-parallel ranks do with experts: "whole": each has some of them; "channels": each has a part of every
+    expert_tp: Literal["by_expert", "by_channel", "folded"] = "by_expert"
+    """What tensor-parallel ranks do with experts: "by_expert": each has some of them; "by_channel": each has a part
+    of every
     one's inner channels; "folded": they are among the ranks that `ep` divides, each with its own tokens."""
 
     @model_validator(mode="after")
     def _pipeline(self) -> Self:
-        fixed = {"gpipe": 1, "1f1b": 1, "zbv": 2, "dualpipev": 2}.get(self.schedule)
+        fixed = {"gpipe": 1, "1f1b": 1, "zbv": 2, "dualpipev": 2}.get(self.pp_schedule)
         if fixed and self.virtual_stages not in (None, fixed):
             raise ValueError(
-                f"virtual_stages = {self.virtual_stages}: schedule = {self.schedule!r} has {fixed} on each rank: leave "
-                "it out, or use schedule = 'interleaved'"
+                f"virtual_stages = {self.virtual_stages}: pp_schedule = {self.pp_schedule!r} has {fixed} on "
+                f"each rank: leave "
+                "it out, or use pp_schedule = 'interleaved'"
             )
-        if self.cuts and self.pp == 1:
-            raise ValueError("cuts are for pipeline stages, and pp = 1: leave them out")
+        if self.pp_split_points and self.pp == 1:
+            raise ValueError("pp_split_points are for pipeline stages, and pp = 1: leave them out")
         return self
 
     @property
     def stages_per_rank(self) -> int:
         """Pipeline stages on each rank."""
-        if self.schedule in ("gpipe", "1f1b"):
+        if self.pp_schedule in ("gpipe", "1f1b"):
             return 1
         return self.virtual_stages or 2
 
     @property
     def splits_backward(self) -> bool:
         """Whether gradients of weights are computed apart from those of inputs."""
-        return self.schedule in ("interleaved-zero-bubble", "zbv", "dualpipev")
+        return self.pp_schedule in ("interleaved-zero-bubble", "zbv", "dualpipev")
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if self.accumulate == "shards" and self.zero < 2:
+        if self.grad_accumulation == "sharded" and self.zero < 2:
             raise ValueError(
-                f"accumulate = 'shards': zero = {self.zero} doesn't shard gradients: use zero = 2 or 3, or "
-                "accumulate = 'whole'"
+                f"grad_accumulation = 'sharded': zero = {self.zero} doesn't shard gradients: use zero = 2 or 3, or "
+                "grad_accumulation = 'unsharded'"
             )
-        if self.reduce_dtype == "bf16" and self.zero >= 2 and self.accumulate == "whole":
+        if self.reduce_dtype == "bf16" and self.zero >= 2 and self.grad_accumulation == "unsharded":
             raise ValueError(
-                f"reduce_dtype = 'bf16': zero = {self.zero} would add micro-batches up in it, too: set accumulate = "
-                "'shards', or zero = 0 or 1"
+                f"reduce_dtype = 'bf16': zero = {self.zero} would add micro-batches up in it, too: set "
+                f"grad_accumulation = "
+                "'sharded', or zero = 0 or 1"
             )
         axes = {key: getattr(self, key) for key in ("dp_replicate", "dp_shard", "tp", "pp", "cp")}
         if (ranks := abs(prod(axes.values()))) > MAX_WIDTH:
@@ -115,14 +121,14 @@ class ParallelConfig(Section):
         return self
 
     def _folds_experts(self) -> None:
-        if self.expert_tp != "whole" and self.tp == 1:
+        if self.expert_tp != "by_expert" and self.tp == 1:
             raise ValueError(
                 f"expert_tp = {self.expert_tp!r} is for tensor-parallel ranks, and tp = 1: leave it out"
             )
         if self.expert_tp == "folded" and not self.sequence_parallel:
             raise ValueError(
                 "expert_tp = 'folded': without sequence_parallel, ranks of tp have no tokens of their own to send: set "
-                "sequence_parallel = true, or expert_tp = 'channels'"
+                "sequence_parallel = true, or expert_tp = 'by_channel'"
             )
         if self.expert_tp == "folded" and self.ep == 1:
             raise ValueError(
@@ -180,7 +186,7 @@ class TrainConfig(Section):
     costs least until each block keeps no more than that of what it would; "none"."""
     init_from: PathStr | None = None
     """Start from the weights (only) of this run or checkpoint, which must have all of the model's."""
-    init_only: list[str] = Field(default_factory=list, examples=[["decoder.*"]])
+    init_include: list[str] = Field(default_factory=list, examples=[["decoder.*"]])
     """Patterns over names of the weights that `init_from` is for; the others are drawn. Left out, all."""
     branch_from: PathStr | None = Field(default=None, examples=["runs/mine@1000"])
     """Go on from a checkpoint of another run, `RUN@STEP`, with its optimizer and at its place in the data."""
@@ -192,9 +198,9 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _check_init_sources(self) -> Self:
-        if self.init_only and self.init_from is None:
+        if self.init_include and self.init_from is None:
             raise ValueError(
-                "init_only chooses among the weights of train.init_from: give that, or leave it out"
+                "init_include chooses among the weights of train.init_from: give that, or leave it out"
             )
         if self.init_from and self.branch_from:
             raise ValueError(
@@ -228,16 +234,16 @@ class CheckpointConfig(Section):
     """Checkpoints of steps that this divides are kept for ever. 0: none is."""
     mode: Literal["async", "sync"] = "async"
     """async: training goes on while a copy of the state is written; it takes that much memory. sync: it waits."""
-    read_back: bool = False
+    verify_after_write: bool = False
     """Read every file from the disk again, and compare it, before a checkpoint counts."""
-    local: str = Field(default="", examples=["/local/scratch", "$TMPDIR"])
+    local_dir: str = Field(default="", examples=["/local/scratch", "$TMPDIR"])
     """A folder on each node's own disk, for frequent saves; each node's files also go to the next node. Empty: none."""
     local_every: NonNegativeInt = 0
     """Steps between saves to `local`. 0: none is made there."""
 
     @model_validator(mode="after")
     def _check_local(self) -> Self:
-        if (not self.local) != (self.local_every == 0):
+        if (not self.local_dir) != (self.local_every == 0):
             raise ValueError("local and local_every go together: where, and how often")
         return self
 
@@ -279,11 +285,11 @@ class LogConfig(Section):
     """Where metrics go besides metrics.jsonl: tensorboard, wandb."""
     wandb_project: str = "megatfm"
     """Project name for the wandb sink."""
-    norms_every: NonNegativeInt = 0
+    layer_stats_every: NonNegativeInt = 0
     """Steps between records of each layer's root mean square weight, gradient and (but with train.compile) activation.
     0: none."""
     profile: str | None = Field(default=None, pattern=r"^\d+:\d+$", examples=["10:13"])
     """Write a torch profile of these steps, first:end (end not included), into the run directory."""
-    allocations: bool = False
+    memory_snapshot: bool = False
     """On GPUs, remember which line of Python each block of memory comes from, for the snapshot of a run that runs out
     of it. Such a run does so by itself when it is started again."""

@@ -55,7 +55,7 @@ def expert_rules(config: ModelConfig, names: ExpertNames, *, fused: bool) -> lis
 def require_dropless(config: ModelConfig) -> MoEConfig:
     """The section of a model's experts. Raises UsageError for what these architectures of transformers lack."""
     experts = require_variant(config.ffn, MoEConfig, "model.ffn")
-    for key in ("capacity", "places"):
+    for key in ("capacity_factor", "expert_capacity"):
         if (given := getattr(experts, key)) is not None:
             raise UsageError(
                 f"model.ffn.{key} = {given}: transformers has no capacity here, and would compute otherwise"
@@ -76,7 +76,7 @@ def top_k_moe_section(theirs: Json, n_experts: int, d_ff: int, activation: str, 
         "activation": activation,
         "n_experts": n_experts,
         "top_k": theirs["num_experts_per_tok"],
-        "router": {"name": "top_k", "normalise": normalise},
+        "router": {"name": "top_k", "norm_topk_prob": normalise},
     }
 
 

@@ -31,7 +31,10 @@ def blocks(kinds: Sequence[str], local: Json, whole: Json) -> Json:
         i for i in range(1, len(names) + 1) if all(a == b for a, b in zip(names[i:], names, strict=False))
     )
     sections = {"local": local, "global": whole}
-    return {"blocks": names[:cycle], **{f"block.{name}": sections[name] for name in dict.fromkeys(names)}}
+    return {
+        "layer_types": names[:cycle],
+        **{f"layer_type.{name}": sections[name] for name in dict.fromkeys(names)},
+    }
 
 
 def write(ours: ModelConfig) -> list[str]:

@@ -45,10 +45,10 @@ def exported_models(config: ModelConfig, before: object = None) -> list[Exported
         except UsageError:
             name, architecture, theirs = architecture_for(config)
         return [ExportedModel("", name, architecture, theirs, architecture.weight_mappings(config))]
-    classes = DEBERTA if config.position.name == "disentangled_buckets" else CLASSES
+    classes = DEBERTA if config.position.name == "deberta_v2" else CLASSES
     halves = _halves(config)
     if classes is DEBERTA:
-        bare = {"family": "encoder", "head": HeadConfig(name="none")}
+        bare = {"family": "encoder", "lm_head": HeadConfig(name="none")}
         halves["discriminator"] = halves["discriminator"].model_copy(update=bare)
     return [_export(half, half_config, classes[half]) for half, half_config in halves.items()]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatfm.config import LatentAttentionConfig, ModelConfig, ScaledAttention
+from megatfm.config import MLAAttentionConfig, ModelConfig, ScaledAttention
 from megatfm.config.model import PER_LAYER_KEYS
 from megatfm.config.model_parts import HeadConfig
 from megatfm.convert.config_keys import COMMON, Json, Key, resolve_hf_config, supported_values
@@ -79,9 +79,9 @@ class Architecture:
 ARCHITECTURES: Registry[Architecture] = Registry("Hugging Face architecture")
 
 TRAINING_ONLY = {
-    "init.name", "init.std", "dropout", "attention.dropout", "ffn.dropout", "drop_path", "head.label_smoothing",
-    "heads.boundary.name", "ffn.router.balance", "ffn.router.sequence_balance", "ffn.router.z_loss",
-    "ffn.router.jitter", "ffn.router.bias_rate",
+    "init.name", "init.std", "dropout", "attention.dropout", "ffn.dropout", "drop_path", "lm_head.label_smoothing",
+    "extra_heads.boundary.name", "ffn.router.aux_loss_coef", "ffn.router.seq_aux_loss_coef", "ffn.router.z_loss_coef",
+    "ffn.router.jitter", "ffn.router.bias_update_rate",
 }  # fmt: skip
 """Keys of ModelConfig that don't change what a trained model computes; heads among them are left out, and that said."""
 
@@ -112,7 +112,7 @@ def register_base_model(name: str, architecture: Architecture) -> None:
         embedding = config.embedding.model_copy(update={"tied": True})
         bare = {"family": "encoder"} if config.family == "discriminator" else {}
         return config.model_copy(
-            update={**bare, "head": HeadConfig(name="none"), "heads": {}, "embedding": embedding}
+            update={**bare, "lm_head": HeadConfig(name="none"), "extra_heads": {}, "embedding": embedding}
         )
 
     def without_head(rules: Rules) -> Rules:
@@ -208,9 +208,9 @@ def format_error(error: Exception) -> str:
 
 def config_differences(ours: ModelConfig, back: ModelConfig) -> list[str]:
     """What of our config did not come back, as `key = value`."""
-    by_layer = bool(ours.blocks or back.blocks)
+    by_layer = bool(ours.layer_types or back.layer_types)
     wanted, found = functional_config(ours, by_layer=by_layer), functional_config(back, by_layer=by_layer)
-    keys = [*wanted, *(key for key in found if key.startswith("heads.") and key not in wanted)]
+    keys = [*wanted, *(key for key in found if key.startswith("extra_heads.") and key not in wanted)]
     return [
         f"model.{key} = {wanted.get(key)!r}" for key in keys if not _is_close(wanted.get(key), found.get(key))
     ]
@@ -234,13 +234,13 @@ def functional_config(config: ModelConfig, *, by_layer: bool = False) -> dict[st
         "embedding.dim": config.embedding_width,
         "n_encoder_layers": config.encoder_layers if config.family == "encoder_decoder" else None,
         "distinct_layers": config.distinct_layers or config.n_layers,
-        "norm.final": config.norm.has_final_norm,
+        "norm.final_norm": config.norm.has_final_norm,
     }
-    if config.head.name == "none":
-        values = {key: value for key, value in values.items() if not key.startswith("head.")}
-        values |= {"head.name": "none", "embedding.tied": True}
-    if isinstance(config.attention, LatentAttentionConfig):
-        values["attention.v_dim"] = config.attention.v_dim or config.head_width
+    if config.lm_head.name == "none":
+        values = {key: value for key, value in values.items() if not key.startswith("lm_head.")}
+        values |= {"lm_head.name": "none", "embedding.tied": True}
+    if isinstance(config.attention, MLAAttentionConfig):
+        values["attention.v_head_dim"] = config.attention.v_head_dim or config.head_width
     elif isinstance(config.attention, ScaledAttention):
         values["attention.scale"] = config.attention.scale or config.head_width**-0.5
     return values

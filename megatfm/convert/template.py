@@ -61,7 +61,7 @@ def _checked(values: dict[str, Any], target: Path) -> Config:
 
 UNTRAINABLE = {
     "discriminator": "no objective trains a discriminator without its generator: convert a folder with both, as "
-    "FOLDER/generator and FOLDER/discriminator, or add a head (model.heads) with an objective of its own"
+    "FOLDER/generator and FOLDER/discriminator, or add a head (model.extra_heads) with an objective of its own"
 }
 """Families that no objective of ours trains, and what to do."""
 

@@ -61,17 +61,17 @@ class Upcycling:
                     f"--granularity {self.granularity} does not divide {key} = {d_ff}: choose "
                     f"{max(g for g in range(1, self.granularity) if d_ff % g == 0)}"
                 )
-        if self.every > 1 and (dense.blocks or dense.distinct_layers):
+        if self.every > 1 and (dense.layer_types or dense.distinct_layers):
             raise UsageError(
                 f"--every {self.every}: the model's blocks differ already, so all get experts: leave it out"
             )
         try:
             if self.every == 1:
-                block = {kind: self._block(dense, kind) for kind in dense.block}
-                return dense.with_changes({"ffn": self._section(dense.ffn), "block": block})
+                block = {kind: self._block(dense, kind) for kind in dense.layer_type}
+                return dense.with_changes({"ffn": self._section(dense.ffn), "layer_type": block})
             blocks = ["dense"] * (self.every - 1) + ["sparse"]
             sparse = {"ffn": self._section(dense.ffn)}
-            return dense.with_changes({"blocks": blocks, "block": {"dense": {}, "sparse": sparse}})
+            return dense.with_changes({"layer_types": blocks, "layer_type": {"dense": {}, "sparse": sparse}})
         except ValidationError as error:
             raise invalid("no mixture can be made of it", error) from None
 
@@ -86,13 +86,13 @@ class Upcycling:
             "dropout": 0.0,
             "n_experts": self.experts * self.granularity,
             "top_k": self.top_k * self.granularity,
-            "router": {"name": "top_k", "balance": 0.01},
+            "router": {"name": "top_k", "aux_loss_coef": 0.01},
         }
 
     def _block(self, dense: ModelConfig, kind: str) -> dict[str, Any]:
         """The keys of a kind of blocks, with experts of its own where its network is another than the model's."""
-        keys = {key: value for key, value in dense.block[kind].items() if key.partition(".")[0] != "ffn"}
-        has_ffn = len(keys) < len(dense.block[kind])
+        keys = {key: value for key, value in dense.layer_type[kind].items() if key.partition(".")[0] != "ffn"}
+        has_ffn = len(keys) < len(dense.layer_type[kind])
         return keys | ({"ffn": self._section(dense.type_config(kind).ffn)} if has_ffn else {})
 
     def tensors(
@@ -142,13 +142,13 @@ class Upcycling:
 
 def kinds_of(model: ModelConfig) -> list[ModelConfig]:
     """The model's config, and that of each kind of blocks."""
-    return [model, *(model.type_config(kind) for kind in model.block)]
+    return [model, *(model.type_config(kind) for kind in model.layer_type)]
 
 
 def _widths(dense: ModelConfig) -> dict[str, int]:
     """d_ff of every kind of blocks, by its key."""
     kinds = {"model.ffn.d_ff": dense} | {
-        f"model.block.{k}.ffn.d_ff": dense.type_config(k) for k in dense.block
+        f"model.layer_type.{k}.ffn.d_ff": dense.type_config(k) for k in dense.layer_type
     }
     return {key: kind.ffn.d_ff for key, kind in kinds.items() if isinstance(kind.ffn, DenseFFNConfig)}
 

@@ -106,7 +106,7 @@ class DataLoader(Iterator[list[Fields]]):
             check_global_batch(batch, micro_batch, data_ranks)
         if any(stage.splits_per_row > 1 for stage in self.batch_schedule.warmup) and not rows.can_split_rows:
             raise UsageError(
-                "data.warmup: this objective's sequences are whole, so rows can't be cut into shorter ones: leave "
+                "data.rampup: this objective's sequences are whole, so rows can't be cut into shorter ones: leave "
                 "sequence_length out of its stages"
             )
         self.rows = rows

@@ -83,7 +83,8 @@ class Mixture:
         self._check_alike()
         if not 0 < block * streams <= MAX_POINTS:
             raise UsageError(
-                f"data.mixture_block = {block}: with {streams} streams that is more than {MAX_POINTS:,} rows: choose "
+                f"data.mixture_block_rows = {block}: with {streams} streams that is more than {MAX_POINTS:,} "
+                f"rows: choose "
                 f"at most {MAX_POINTS // streams}"
             )
         self._step = _golden_step(block, streams)
@@ -234,7 +235,7 @@ def largest_remainder(weights: Mapping[str, float], names: Sequence[str], block:
         if share > 0 and not quota:
             raise UsageError(
                 f"data.mixture.{name}: its share of {share:.2g} comes to no row in a block of {block}: choose a larger "
-                f"weight, or data.mixture_block = {int(np.ceil(1 / share))}"
+                f"weight, or data.mixture_block_rows = {int(np.ceil(1 / share))}"
             )
     return quotas
 

@@ -155,7 +155,7 @@ class CachedRemoteStorage:
                     self._download(path, known)
         except OSError as error:
             raise MegatfmError(
-                f"{path}: cannot be written ({error.strerror}): make room, or choose another folder as data.cache"
+                f"{path}: cannot be written ({error.strerror}): make room, or choose another folder as data.cache_dir"
             ) from error
 
     def _download(self, path: Path, known: FileEntry) -> None:
@@ -245,7 +245,7 @@ def _locked(path: Path) -> Iterator[None]:
         except OSError as error:
             raise MegatfmError(
                 f"{path}: its file system can't lock files ({error.strerror}), so processes would fetch over one "
-                "another: choose a folder on a disk of this machine as data.cache"
+                "another: choose a folder on a disk of this machine as data.cache_dir"
             ) from error
         yield
     finally:

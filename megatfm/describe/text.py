@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 
 from megatfm.config import (
     Config,
-    DisentangledPositionConfig,
-    LatentAttentionConfig,
+    DebertaPositionConfig,
     LearnedPositionConfig,
+    MLAAttentionConfig,
     ModelConfig,
     RopeConfig,
     SentenceHeadConfig,
@@ -65,12 +65,11 @@ def _architecture(model: ModelConfig) -> list[Line]:
 
 def _heads(model: ModelConfig) -> str:
     text = f"{model.attention.n_heads} heads of {model.head_width}"
-    if isinstance(latent := model.attention, LatentAttentionConfig):
-        queries = f", queries from {latent.q_rank}" if latent.q_rank else ""
-        return (
-            f"{text} + {latent.rope_dim} rotary, keys and values from a latent of {latent.kv_rank}{queries}"
-        )
-    kind = "" if model.attention.name == "heads" else f", {model.attention.name}"
+    if isinstance(latent := model.attention, MLAAttentionConfig):
+        queries = f", queries from {latent.q_lora_rank}" if latent.q_lora_rank else ""
+        rotary = f"{text} + {latent.qk_rope_head_dim} rotary"
+        return f"{rotary}, keys and values from a latent of {latent.kv_lora_rank}{queries}"
+    kind = "" if model.attention.name == "gqa" else f", {model.attention.name}"
     return f"{text}, {model.attention.kv_heads} of keys and values{kind}"
 
 
@@ -84,7 +83,7 @@ def _patterns(model: ModelConfig) -> str:
 
 def _pattern(model: ModelConfig) -> str:
     pattern = model.attention.pattern
-    if pattern.name == "full" and model.attention.name not in ("heads", "latent"):
+    if pattern.name == "full" and model.attention.name not in ("gqa", "mla"):
         return model.attention.name
     own = pattern.model_dump(exclude_defaults=True, exclude={"name"})
     told = ", ".join(f"{key} {value}" for key, value in own.items())
@@ -101,7 +100,7 @@ def _position(model: ModelConfig) -> str:
             return f"t5, {buckets} buckets up to {distance}"
         case (
             ShawConfig(name=name, max_distance=distance)
-            | DisentangledPositionConfig(name=name, max_distance=distance)
+            | DebertaPositionConfig(name=name, max_distance=distance)
         ):
             return f"{name}, up to {distance} away"
     return model.position.name
@@ -116,13 +115,13 @@ def _embeddings(model: ModelConfig) -> str:
 
 def _extra_heads(model: ModelConfig) -> list[str]:
     heads = []
-    for name, section in model.heads.items():
+    for name, section in model.extra_heads.items():
         if isinstance(section, SentenceHeadConfig):
             heads.append(f"{section.classes} classes of sentences")
         else:
             heads.append("span boundary" if name == "boundary" else name)
-    if model.future_tokens:
-        heads.append(f"{model.future_tokens} tokens beyond the next")
+    if model.n_mtp_heads:
+        heads.append(f"{model.n_mtp_heads} tokens beyond the next")
     return heads
 
 
@@ -154,17 +153,23 @@ def _counts(found: "Description") -> list[Line]:
 
 
 def _without_warmup(config: Config) -> list[Line]:
-    if config.schedule.warmup_steps or config.optimizer.name not in ("adamw", "muon", "soap", "lamb", "lion"):
+    if config.lr_schedule.warmup_steps or config.optimizer.name not in (
+        "adamw",
+        "muon",
+        "soap",
+        "lamb",
+        "lion",
+    ):
         return []
     usual = max(1, min(2000, config.train.steps // 50))
     return [
-        ("schedule", f"no warm-up: the full rate from step 1; usual: schedule.warmup_steps={usual}"),
+        ("schedule", f"no warm-up: the full rate from step 1; usual: lr_schedule.warmup_steps={usual}"),
     ]
 
 
 def _feed_forward(model: ModelConfig) -> str:
     """Of each kind of block."""
-    kinds = (model.layer_config(depth).ffn for depth in range(max(1, len(model.blocks))))
+    kinds = (model.layer_config(depth).ffn for depth in range(max(1, len(model.layer_types))))
     return "; or ".join(dict.fromkeys(map(_network, kinds)))
 
 
@@ -203,9 +208,9 @@ def _flops(found: "Description") -> list[Line]:
     lines = [("FLOPs per token", f"in training; {length}, N = {found.matmul_parameters:,} ({what})")]
     if (
         model.family == "decoder"
-        and not model.blocks
+        and not model.layer_types
         and _sees_all(model)
-        and model.attention.name == "heads"
+        and model.attention.name == "gqa"
     ):
         return [
             *lines,
@@ -222,9 +227,9 @@ def _flops(found: "Description") -> list[Line]:
 
 def _sees_all(model: ModelConfig) -> bool:
     """Whether all blocks have full attention, to all tokens by themselves."""
-    kinds = [model, *(model.type_config(kind) for kind in model.block)]
+    kinds = [model, *(model.type_config(kind) for kind in model.layer_type)]
     return all(
-        kind.attention.pattern.name == "full" and kind.attention.name in ("heads", "latent") for kind in kinds
+        kind.attention.pattern.name == "full" and kind.attention.name in ("gqa", "mla") for kind in kinds
     )
 
 

@@ -33,7 +33,7 @@ def build_prompts(
     """
     model, objective, tokenizer = loaded.config.model, loaded.config.objective.name, loaded.tokenizer
     check_makes_text(loaded.model)
-    if model.head.name == "none":
+    if model.lm_head.name == "none":
         raise UsageError(
             "the model has no head over the vocabulary, and makes no text: give one with its head (…ForCausalLM), or "
             "take vectors by megatfm.load(FOLDER).encode"
@@ -45,7 +45,7 @@ def build_prompts(
     ids = tokenizer.encode(text).tolist()
     if objective == "span_corruption":
         ids = encode_with_sentinels(loaded, text, sentinel)
-    if objective == "denoisers" and "S" in tokenizer.modes:
+    if objective == "ul2" and "S" in tokenizer.modes:
         ids = [tokenizer.modes["S"], *ids]
     first: list[int] | None
     if has_encoder(loaded.model):
@@ -54,8 +54,8 @@ def build_prompts(
         else:
             encoder, first = [*ids, tokenizer.eos], [tokenizer.pad]
         return Prompts(_rows(first, samples), _rows(encoder, samples))
-    bare = objective == "span_corruption" or (objective == "denoisers" and "S" in tokenizer.modes)
-    prefix = objective in ("prefix", "span_corruption", "denoisers")
+    bare = objective == "span_corruption" or (objective == "ul2" and "S" in tokenizer.modes)
+    prefix = objective in ("prefix", "span_corruption", "ul2")
     if not bare:
         first = (
             [tokenizer.bos]

@@ -24,7 +24,7 @@ class Block(nn.Module):
         super().__init__()
         self.depth, self.kind, config = depth, config.layer_type_at(depth), config.layer_config(depth)
         initial, residual = initialiser(config, stack), RESIDUALS.get(config.norm.placement)
-        first = RESIDUALS.get("none") if depth == 0 and not config.norm.first else residual
+        first = RESIDUALS.get("none") if depth == 0 and not config.norm.first_attention_norm else residual
         self.attn_residual = first(config, "attention residual", stack)
         pattern = PATTERNS.get(config.attention.pattern.name)(config, stack == "decoder").at_depth(depth)
         self.attn = ATTENTIONS.get(config.attention.name)(config, initial, pattern)

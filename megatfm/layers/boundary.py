@@ -44,7 +44,9 @@ class SpanBoundaryHead(nn.Module):
     def __init__(self, config: ModelConfig, section: Any, tokens: Embedding | None) -> None:
         super().__init__()
         if tokens is None:
-            raise UsageError("model.heads.boundary predicts tokens: set model.embedding.name = 'tokens'")
+            raise UsageError(
+                "model.extra_heads.boundary predicts tokens: set model.embedding.name = 'tokens'"
+            )
         initial, d, width = initialiser(config), config.d_model, config.embedding_width
         inner = 2 * d + POSITION_WIDTH
         self.around = SpanBoundaryGather()

@@ -102,7 +102,7 @@ class InputEmbedding(nn.Module):
         if self.table is None:
             raise UsageError(
                 f"model.embedding.name = {self.name!r} has no table of tokens for the head to share: set "
-                "model.embedding.tied = false, or model.head.name = 'none'"
+                "model.embedding.tied = false, or model.lm_head.name = 'none'"
             )
         return self.table
 

@@ -56,7 +56,7 @@ class PredictionHeadTransform(nn.Module):
     def __init__(self, config: ModelConfig, initial: Initialiser, d_in: int) -> None:
         super().__init__()
         width = config.embedding_width
-        self.dense = Linear(d_in, width, initial("dense", d_in, width), bias=config.head.transform_bias)
+        self.dense = Linear(d_in, width, initial("dense", d_in, width), bias=config.lm_head.transform_bias)
         self.activation = ACTIVATIONS.get(config.ffn.activation).function
         self.norm = make_norm(config, width)
 
@@ -80,18 +80,18 @@ class LMHead(nn.Module):
         super().__init__()
         initial, width, vocabulary = initialiser(config), config.embedding_width, config.vocab_size or 0
         self.transform: nn.Module | None = None
-        if config.head.name == "transform":
+        if config.lm_head.name == "transform":
             self.transform = PredictionHeadTransform(config, initial, config.d_model)
         elif width != config.d_model:
             self.transform = Linear(config.d_model, width, initial("dense", config.d_model, width))
         self.weight = tied_to.weight if tied_to else nn.Parameter(torch.empty(vocabulary, width))
         self.initial = {} if tied_to else {"weight": initial("head", width, vocabulary)}
-        self.bias = nn.Parameter(torch.empty(vocabulary)) if config.head.bias else None
-        if config.head.bias:
+        self.bias = nn.Parameter(torch.empty(vocabulary)) if config.lm_head.bias else None
+        if config.lm_head.bias:
             self.initial["bias"] = Constant(0.0)
         self.scale = config.head_scale * (config.mup.base_width / config.d_model if config.mup else 1.0)
-        self.softcap, self.sparse = config.head.softcap, sparse
-        self.loss = CrossEntropy(LogitOptions(config.head.softcap, config.head.label_smoothing))
+        self.softcap, self.sparse = config.lm_head.softcap, sparse
+        self.loss = CrossEntropy(LogitOptions(config.lm_head.softcap, config.lm_head.label_smoothing))
 
     def cost(self, tokens: TokenCounts) -> Cost:
         """Its matrix, though shared with a table, is multiplied with the tokens that have a target."""
@@ -116,7 +116,9 @@ class LMHead(nn.Module):
         return hidden if self.scale == 1.0 else hidden * self.scale
 
 
-HEADS: Registry[Callable[[ModelConfig, Any, Embedding | None], nn.Module]] = Registry("head (model.heads)")
+HEADS: Registry[Callable[[ModelConfig, Any, Embedding | None], nn.Module]] = Registry(
+    "head (model.extra_heads)"
+)
 """Heads besides the one over the vocabulary. Made as `head(config, section, tokens)`: tokens is the table of tokens, if
 there is one. A head is a module that takes hidden vectors [B, T, D] and the fields of the batch that it `reads`, where
 the batch has all of them, and gives the sum of the loss `term` (called as the head is unless it says otherwise);

@@ -13,7 +13,7 @@ def auxiliary_losses(config: ModelConfig) -> dict[str, AuxiliaryLoss]:
     Raises UsageError where two declare one term differently.
     """
     found: dict[str, AuxiliaryLoss] = {}
-    kinds = [config.type_config(kind) for kind in dict.fromkeys(config.blocks)] or [config]
+    kinds = [config.type_config(kind) for kind in dict.fromkeys(config.layer_types)] or [config]
     parts: list[tuple[ModelConfig, object]] = [(own, FFNS.get(own.ffn.name)) for own in kinds]
     # Some families have an attention of their own.
     named = ATTENTIONS.names()

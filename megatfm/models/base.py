@@ -36,7 +36,8 @@ class Output(NamedTuple):
     losses: dict[str, Tensor] | None = None
     """Summed loss in nats of each term, if the batch has targets of a head."""
     predictions: dict[str, Tensor] | None = None
-    """Predictions of `model.heads` by name, if the batch has no targets of any head: of "sentence" logits [B, C]."""
+    """Predictions of `model.extra_heads` by name, if the batch has no targets of any head: of "sentence" logits [B,
+    C]."""
     carry: dict[str, Tensor] | None = None
     """Hidden vectors besides `hidden` that a later pipeline stage reads, by name: "encoder_hidden" [B, S, D]."""
 
@@ -64,9 +65,9 @@ class Model(nn.Module):
 
     def add_heads(self, table: Embedding | None) -> None:
         """Add the heads of `config.heads` as modules of their names. table: the embedding of tokens."""
-        for name, section in self.config.heads.items():
+        for name, section in self.config.extra_heads.items():
             self.add_module(name, HEADS.get(section.name)(self.config, section, table))
-        self.extra_heads = list(self.config.heads)
+        self.extra_heads = list(self.config.extra_heads)
 
     def accept(self, *fields: str, targets: Sequence[str] = ("targets",)) -> None:
         """Declare the fields of a batch that `forward` reads: these, `targets` of its own head and what additional
@@ -132,7 +133,7 @@ def needed(batch: Mapping[str, Tensor], name: str) -> Tensor:
 
 def targets_of(config: ModelConfig) -> tuple[str, ...]:
     """Return the fields of targets that the head over the vocabulary reads."""
-    return () if config.head.name == "none" else ("targets",)
+    return () if config.lm_head.name == "none" else ("targets",)
 
 
 def sequence_fields(config: ModelConfig) -> tuple[str, ...]:

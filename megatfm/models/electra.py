@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatfm.config import HeadsAttentionConfig, ModelConfig
+from megatfm.config import GQAAttentionConfig, ModelConfig
 from megatfm.errors import UsageError
 from megatfm.layers.activation import ACTIVATIONS
 from megatfm.layers.embedding import InputEmbedding
@@ -142,7 +142,7 @@ def _replaced(batch: Mapping[str, Tensor], corrupted: Tensor) -> Tensor:
 class Discriminator(Model):
     """An encoder and, for each token, the log-odds that it was replaced; trained, it is a family of its own.
 
-    Then it may have other heads, and `head.name = "none"` leaves the log-odds out.
+    Then it may have other heads, and `lm_head.name = "none"` leaves the log-odds out.
     """
 
     tp_plan = (("dense", "sequence"), ("verdict", "sequence, gathered"))
@@ -156,7 +156,7 @@ class Discriminator(Model):
         self.reads = embedding.reads
         initial, d = initialiser(config, "encoder"), config.d_model
         self.activation = ACTIVATIONS.get(config.ffn.activation).function
-        self.runs_head = config.head.name != "none"
+        self.runs_head = config.lm_head.name != "none"
         if self.runs_head:
             self.dense = Linear(d, d, initial("dense", d, d), bias=True)
             self.verdict = Linear(d, 1, initial("dense", d, 1), bias=True)
@@ -220,7 +220,7 @@ def generator_config(config: ModelConfig) -> ModelConfig:
         raise UsageError("model.family = 'electra' needs model.generator")
     generator = config.generator
     heads = {"n_heads": generator.n_heads, "head_dim": None}
-    if isinstance(config.attention, HeadsAttentionConfig):
+    if isinstance(config.attention, GQAAttentionConfig):
         heads["n_kv_heads"] = None
     return config.model_copy(
         update={

@@ -141,7 +141,7 @@ def has_position_bias(config: ModelConfig, depth: int) -> bool:
     made = POSITIONS.get(position.name)
     if position != config.position and (made.absolute or made.score_bias):
         raise UsageError(
-            f"model.block.{config.layer_type_at(depth)}.position: {position.name} is made once for all blocks "
+            f"model.layer_type.{config.layer_type_at(depth)}.position: {position.name} is made once for all blocks "
             "of a stack: set "
             "it as model.position, and position.name = 'none' for blocks without it"
         )

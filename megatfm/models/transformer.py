@@ -43,10 +43,10 @@ class Decoder(Model):
         embedding = InputEmbedding(config, "decoder")
         self.decoder = Stack(config, "decoder", embedding=embedding)
         self.reads = embedding.reads
-        self.runs_head = config.head.name != "none"
+        self.runs_head = config.lm_head.name != "none"
         self.head = LMHead(config, embedding.tied_table(config)) if self.runs_head else None
         self.future = nn.ModuleDict(
-            {str(n): FutureHead(config, config.n_layers + n - 1) for n in range(1, config.future_tokens + 1)}
+            {str(n): FutureHead(config, config.n_layers + n - 1) for n in range(1, config.n_mtp_heads + 1)}
         )
         self.ahead = list(self.future)
         self.add_heads(embedding.table)
@@ -115,7 +115,7 @@ class Encoder(Model):
         embedding = embedding or InputEmbedding(config, "encoder")
         self.encoder = Stack(config, "encoder", embedding=embedding)
         self.reads = embedding.reads
-        self.runs_head = config.head.name != "none"
+        self.runs_head = config.lm_head.name != "none"
         self.head = LMHead(config, embedding.tied_table(config), sparse=True) if self.runs_head else None
         self.add_heads(embedding.table)
         self.accept(self.reads, *sequence_fields(config), targets=targets_of(config))
@@ -184,7 +184,7 @@ class EncoderDecoder(Model):
         embedding = InputEmbedding(config, "decoder", shared=shared)
         self.decoder = Stack(config, "decoder", cross=True, embedding=embedding)
         self.encoder_reads, self.reads = shared.reads, embedding.reads
-        self.runs_head = config.head.name != "none"
+        self.runs_head = config.lm_head.name != "none"
         self.head = LMHead(config, embedding.tied_table(config)) if self.runs_head else None
         self.add_heads(embedding.table)
         of_encoder = (f"encoder_{name}" for name in (self.encoder_reads, *sequence_fields(config)))

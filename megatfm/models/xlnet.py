@@ -58,7 +58,7 @@ class XLNet(Model):
         embedding = InputEmbedding(config, "encoder")
         self.encoder = TwoStreamStack(config, embedding)
         self.reads = embedding.reads
-        self.runs_head = config.head.name != "none"
+        self.runs_head = config.lm_head.name != "none"
         self.head = LMHead(config, embedding.tied_table(config), sparse=True) if self.runs_head else None
         # Segments are compared by attention, whether the embedding has some or not.
         self.accept(self.reads, *sequence_fields(config), "segments", "order", targets=("targets",))

@@ -26,7 +26,7 @@ from megatfm.ops.targets import shifted_targets
 class Causal(Objective):
     """Each document is read as [BOS, d…] and predicts [d…, EOS], so every token counts exactly once an epoch.
 
-    With `model.future_tokens` = n there are the terms future_1 … future_n: at each place the token that comes so many
+    With `model.n_mtp_heads` = n there are the terms future_1 … future_n: at each place the token that comes so many
     further on in the same document (Gloeckle et al. 2024).
     """
 
@@ -43,8 +43,8 @@ class Causal(Objective):
         row_lengths: tuple[int, ...] = (),
     ) -> None:
         self.special = special
-        self.future = range(1, 1 + (model.future_tokens if model else 0))
-        weight = config.future_weight if config else 1.0
+        self.future = range(1, 1 + (model.n_mtp_heads if model else 0))
+        weight = config.mtp_loss_weight if config else 1.0
         self.loss_weights: Mapping[str, float] = {"causal": 1.0} | {
             f"future_{n}": weight for n in self.future
         }

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatfm import keyed
-from megatfm.config import DenoisersObjective, ModelConfig
+from megatfm.config import ModelConfig, UL2Objective
 from megatfm.data import DocumentChunk
 from megatfm.keyed import PieceKey
 from megatfm.objectives.masking import randint_below
@@ -55,7 +55,7 @@ DENOISERS = (
 """R: (μ=3, r=.15), (μ=8, r=.15). X: (3, .5), (8, .5), (64, .15), (64, .5). S: (L/4, .25), one span at the end."""
 
 
-@OBJECTIVES.register("denoisers")
+@OBJECTIVES.register("ul2")
 class Denoisers(Objective):
     """Each piece goes through one of seven denoisers: R and X are span corruptions, S predicts the end of the text, of
     uniform length up to half of it, without sentinels.
@@ -72,7 +72,7 @@ class Denoisers(Objective):
     def __init__(
         self,
         special: SpecialTokens,
-        config: DenoisersObjective,
+        config: UL2Objective,
         model: ModelConfig,
         row_lengths: tuple[int, ...],
     ) -> None:
@@ -82,7 +82,11 @@ class Denoisers(Objective):
         self.mode_token = {
             mode: special.modes.get(mode, None if self.is_encoder_decoder else special.bos) for mode in "RSX"
         }
-        shares = {"R": config.regular / 2, "X": config.extreme / 4, "S": config.sequential}
+        shares = {
+            "R": config.r_denoiser_weight / 2,
+            "X": config.x_denoiser_weight / 4,
+            "S": config.s_denoiser_weight,
+        }
         weights = np.array([shares[denoiser.mode] for denoiser in DENOISERS])
         self.cumulative_probs = np.cumsum(weights / weights.sum())
         used = [d for d in range(len(DENOISERS)) if weights[d] > 0]

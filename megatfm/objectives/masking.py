@@ -47,10 +47,17 @@ class Masking:
         """As a config's section asks. Raises UsageError if the tokenizer lacks what it needs."""
         mask = special.require_token("mask", config.name)
         if isinstance(config, ReplacedTokenObjective):
-            return cls(special, mask, config.rate, config.mask_share, 0.0)
+            return cls(special, mask, config.mask_rate, config.mask_replace_prob, 0.0)
         if config.whole_words:
             special.require_word_starts("objective.whole_words = true")
-        return cls(special, mask, config.rate, config.mask_share, config.random_share, config.whole_words)
+        return cls(
+            special,
+            mask,
+            config.mask_rate,
+            config.mask_replace_prob,
+            config.random_replace_prob,
+            config.whole_words,
+        )
 
     def __call__(self, tokens: TokenArray, key: tuple[int | str, ...]) -> tuple[Ints, Ints]:
         """What is shown of a text's tokens [n], and the targets [n]."""

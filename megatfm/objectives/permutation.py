@@ -67,7 +67,7 @@ class Permutation(Objective):
     def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
         tokens = piece.tokens
         n = len(tokens)
-        contexts = n // self.config.every + 2
+        contexts = n // self.config.tokens_per_prediction + 2
         random = keyed.uniform(2 * contexts + 2 + n, *masking_key(key, "permutation"))
         chosen = self.choose_tokens(n, random[2 : 2 * contexts + 2], float(random[0]))
         cut = 1 + int(randint_below(n - 1, float(random[1])))
@@ -98,7 +98,7 @@ class Permutation(Objective):
         drawn, where = np.split(random, 2)
         spans = 1 + randint_below(self.config.max_span, drawn)
         spans[0] = 1 + np.searchsorted(self.cumulative_probs, drawn[0], side="right")
-        contexts = self.config.every * spans
+        contexts = self.config.tokens_per_prediction * spans
         starts = np.cumsum(contexts) - contexts - randint_below(int(contexts[0]), u)
         firsts = starts + randint_below(contexts - spans + 1, where)
         numbers = np.repeat(firsts - np.cumsum(spans) + spans, spans) + np.arange(spans.sum())

@@ -225,10 +225,12 @@ def build_objective(
             f"objective.name = {config.name!r} does not train model.family = {model.family!r}, but "
             f"{' and '.join(objective.model_families)}: change one of the two"
         )
-    if objective.predicts_tokens and model.head.name == "none":
+    if objective.predicts_tokens and model.lm_head.name == "none":
         raise UsageError(
-            f"objective.name = {config.name!r} predicts tokens, and a model with model.head.name = 'none' has no head "
-            "for them: set model.head.name=linear, or transform for a BERT's (train.init_only then says which weights "
+            f"objective.name = {config.name!r} predicts tokens, and a model with model.lm_head.name = 'none' "
+            f"has no head "
+            "for them: set model.lm_head.name=linear, or transform for a BERT's (train.init_include then "
+            "says which weights "
             "come from elsewhere)"
         )
     if len(row_lengths) < len(objective.field_prefixes):
@@ -264,7 +266,7 @@ def max_piece_tokens(
 
 def require_head(model: ModelConfig, head: str, objective: str) -> None:
     """Raise UsageError unless an encoder has a head; other families are refused with the objective."""
-    if model.family == "encoder" and head not in model.heads:
+    if model.family == "encoder" and head not in model.extra_heads:
         raise UsageError(
-            f"objective.name = {objective!r} needs a model with the head: add [model.heads.{head}]"
+            f"objective.name = {objective!r} needs a model with the head: add [model.extra_heads.{head}]"
         )

@@ -55,9 +55,9 @@ class SpanBoundary(Objective):
         self.masking = Masking(
             special,
             special.require_token("mask", config.name),
-            config.rate,
-            config.mask_share,
-            config.random_share,
+            config.mask_rate,
+            config.mask_replace_prob,
+            config.random_replace_prob,
         )
         self.cls, self.sep = (
             special.require_token("cls", config.name),
@@ -65,7 +65,7 @@ class SpanBoundary(Objective):
         )
         self.loss_weights = {"masked": 1.0, "boundary": 1.0}
         self.max_tokens = max_piece_tokens(lambda n: n + 2, row_lengths[:1], config.name)
-        shares = (1 - config.stop) ** np.arange(config.max_words)
+        shares = (1 - config.geometric_p) ** np.arange(config.max_span_words)
         self.cumulative_probs = np.cumsum(shares / shares.sum())
         self.mean = float(1 + (1 - self.cumulative_probs).sum())
 
@@ -97,7 +97,7 @@ class SpanBoundary(Objective):
     def _spans(self, bounds: Ints, random: Floats) -> tuple[Ints, Ints]:
         """First tokens and ends [spans] of spans of the words that `bounds` [words + 1] cuts the tokens into."""
         n_words = len(bounds) - 1
-        n_spans = stochastic_round(self.config.rate * n_words / self.mean, float(random[-1]))
+        n_spans = stochastic_round(self.config.mask_rate * n_words / self.mean, float(random[-1]))
         words = 1 + np.searchsorted(self.cumulative_probs, random[:n_spans], side="right")
         # In a text of a few words, those at the end may find no room.
         words = words[np.cumsum(words + 1) <= n_words + 1].astype(np.int64)

@@ -54,9 +54,9 @@ class SpanCorruption(Objective):
             self._lengths, row_lengths[: len(self.field_prefixes)], config.name
         )
         most = int(
-            count_noise_spans(np.arange(2, self.max_tokens + 1), config.rate, config.mean_span)[1].max(
-                initial=0
-            )
+            count_noise_spans(
+                np.arange(2, self.max_tokens + 1), config.noise_density, config.mean_noise_span_length
+            )[1].max(initial=0)
         )
         require_sentinels(special, most, config.name)
 
@@ -66,8 +66,8 @@ class SpanCorruption(Objective):
     def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
         inputs, target_tokens = corrupt_spans(
             piece.tokens,
-            self.config.rate,
-            self.config.mean_span,
+            self.config.noise_density,
+            self.config.mean_noise_span_length,
             self.special.sentinels,
             (*key, "span_corruption"),
         )
@@ -79,7 +79,9 @@ class SpanCorruption(Objective):
         return {term: (batch["targets"] != IGNORE).sum() for term in self.loss_weights}
 
     def _lengths(self, n_tokens: Ints) -> Ints:
-        return corrupted_lengths(n_tokens, self.config.rate, self.config.mean_span, self.is_encoder_decoder)
+        return corrupted_lengths(
+            n_tokens, self.config.noise_density, self.config.mean_noise_span_length, self.is_encoder_decoder
+        )
 
 
 def count_noise_spans(n_tokens: Ints, rate: float, mean_span: float) -> tuple[Ints, Ints]:

@@ -24,7 +24,7 @@ class ContextParallel:
     is_zigzag: of rows of a length, whether a rank has a run from the front and its mirror image from the back, so that
     causal attention is equally much on all (zig-zag); else one run. multiple_of: tokens that stay together, so that
     sequence parallelism divides them.
-    method: of full attention, "ring", "heads", or "auto", by what is sent.
+    method: of full attention, "ring", "ulysses", or "auto", by what is sent.
     """
 
     group: ProcessGroup

@@ -24,7 +24,7 @@ def uses_ulysses(
     """Whether it is asked for, or heads can be dealt and that sends less in both passes than what is done instead: a
     ring, or a fetch of what is needed. sent: numbers of a token that go round, or are fetched."""
     c, n, h = contexts.size, q_BNTH.shape[1], q_BNTH.shape[3]
-    if contexts.method == "heads":
+    if contexts.method == "ulysses":
         return True
     if contexts.method != "auto" or n % c or (kv_heads % c and c % kv_heads):
         return False

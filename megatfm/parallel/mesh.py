@@ -84,7 +84,7 @@ class Mesh:
 
     device_mesh: DeviceMesh
     expert_mesh: DeviceMesh | None = None
-    expert_tp: str = "whole"
+    expert_tp: str = "by_expert"
 
     def size(self, axis: str) -> int:
         """Ranks along an axis; 1 for one that divides nothing."""

@@ -173,12 +173,14 @@ def _named_cuts(points: Sequence[SplitPoint], at: Sequence[str], stages: int) ->
     unknown = [name for name in at if name not in names[1:]]
     if unknown:
         raise UsageError(
-            f"parallel.cuts: no split point is called {unknown[0]!r} after the first; there are {', '.join(names[1:])}"
+            f"parallel.pp_split_points: no split point is called {unknown[0]!r} after the first; there are "
+            f"{', '.join(names[1:])}"
         )
     bounds = [names.index(name) for name in at]
     if len(bounds) != stages - 1 or bounds != sorted(set(bounds)):
         raise UsageError(
-            f"parallel.cuts = {list(at)}: {stages} stages need {stages - 1} different names in the model's order"
+            f"parallel.pp_split_points = {list(at)}: {stages} stages need {stages - 1} different names in the "
+            f"model's order"
         )
     return bounds
 
@@ -189,7 +191,7 @@ def _fewer(schedule: str, ranks: int, virtual: int, most: int) -> str:
         return f"parallel.virtual_stages = {most // ranks}"
     if most // virtual > 1:
         return f"parallel.pp = {most // virtual}"
-    return f"parallel.pp = {min(ranks, most)} and parallel.schedule = '1f1b'"
+    return f"parallel.pp = {min(ranks, most)} and parallel.pp_schedule = '1f1b'"
 
 
 def _balanced(starts: Sequence[int], costs: Sequence[float], stages: int) -> list[int]:

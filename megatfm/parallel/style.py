@@ -150,7 +150,7 @@ class ParallelStyle:
         dim = self.dim if self.dims is None else self.dims.get(key)
         return None if dim is None or not -dims <= dim < dims else dim % dims
 
-    def resolve(self, module: nn.Module, parts: int, expert_tp: str = "whole") -> "ParallelStyle":
+    def resolve(self, module: nn.Module, parts: int, expert_tp: str = "by_expert") -> "ParallelStyle":
         """This style, or another: where the module's heads are fewer than the parts and divide them, or where experts
         are taken otherwise."""
         if self.expert_tp_overrides and parts > 1 and expert_tp in self.expert_tp_overrides:

@@ -238,7 +238,7 @@ EXPERTS_BY_CHANNELS = replace(
     apply=_experts_by_channels,
 )
 STACKED_EXPERTS = replace(
-    EXPERTS_FOLDED, dim=0, expert_tp_overrides={"channels": EXPERTS_BY_CHANNELS, "folded": EXPERTS_FOLDED}
+    EXPERTS_FOLDED, dim=0, expert_tp_overrides={"by_channel": EXPERTS_BY_CHANNELS, "folded": EXPERTS_FOLDED}
 )
 """Matrices of experts in a module that has seams for what travels: cut by experts, by the inner channels of each, or
 not at all by tensor-parallel ranks, which then keep their own tokens."""

@@ -45,7 +45,7 @@ class HeatMap:
 
 
 def expert_load_maps(run: Run) -> list[HeatMap]:
-    """One for each layer with experts, or for some of many, evenly spread (see `log.norms_every`)."""
+    """One for each layer with experts, or for some of many, evenly spread (see `log.layer_stats_every`)."""
     layers = {path[1] for path in run.curves if path[0] == "norms" and len(path) == 4 and path[2] == "load"}
     drawn = evenly_spaced(sorted(layers, key=natural_key), MAX_LAYERS)
     some = f" · {len(drawn)} of {len(layers)} layers" if len(drawn) < len(layers) else ""

@@ -23,7 +23,7 @@ KINDS = {
 
 
 def layer_charts(run: Run) -> list[Chart | None]:
-    """One chart for each kind; None where the run has recorded none (see `log.norms_every`)."""
+    """One chart for each kind; None where the run has recorded none (see `log.layer_stats_every`)."""
     return [_chart(run, kind, *said) for kind, said in KINDS.items()]
 
 

@@ -34,7 +34,9 @@ def build_engine(config: Config, mesh: Mesh, device: torch.device, precision: st
     fp8_modules = convert_to_fp8(model, rowwise=fp8_scaling == "rowwise") if fp8_scaling else {}
     optimizers = optimizer_groups(config.optimizer, model)
     parallel = config.parallel
-    layout = parallelize(model, mesh, sequence_parallel=parallel.sequence_parallel, context=parallel.context)
+    layout = parallelize(
+        model, mesh, sequence_parallel=parallel.sequence_parallel, context=parallel.cp_method
+    )
     if (tp_size := mesh.size(TENSOR)) > 1:
         check_sharded_shapes(
             fp8_modules, {name: placement.shape for name, placement in layout.items()}, tp_size
@@ -89,7 +91,7 @@ def plan_pipeline_split(config: Config, model: nn.Module) -> Pipeline:
     parallel, data = config.parallel, config.data
     return split_into_stages(
         model,
-        parallel.schedule,
+        parallel.pp_schedule,
         parallel.pp,
         parallel.stages_per_rank,
         lengths={
@@ -97,7 +99,7 @@ def plan_pipeline_split(config: Config, model: nn.Module) -> Pipeline:
             "encoder_tokens": data.sequence_length,
         },
         predicted=target_fraction(config.objective),
-        at=parallel.cuts,
+        at=parallel.pp_split_points,
         sequence_parts=parallel.tp if parallel.sequence_parallel else 1,
     )
 

@@ -138,7 +138,7 @@ def open_corpora(config: Config, tokenizer: Tokenizer | None) -> Corpora:
 def note_few_streams(config: Config) -> str:
     """What is to be said where a batch has no divisor near the number of places that a corpus is best read in."""
     batch, streams = config.train.global_batch, choose_interleave(config.train.global_batch).streams
-    if config.data.streams or streams >= FEW_STREAMS:
+    if config.data.read_streams or streams >= FEW_STREAMS:
         return ""
     near = next(
         n
@@ -148,7 +148,7 @@ def note_few_streams(config: Config) -> str:
     )
     return (
         f"train.global_batch = {batch} has few divisors, so the text is read in {streams} place{'s' * (streams > 1)} "
-        f"at a time and neighbouring documents come in one batch: choose {near}, or set data.streams = 64"
+        f"at a time and neighbouring documents come in one batch: choose {near}, or set data.read_streams = 64"
     )
 
 
@@ -157,31 +157,31 @@ def open_corpus(config: Config, path: str) -> Corpus:
     data = config.data
     return Corpus.open(
         path,
-        ShardCacheConfig(Path(data.cache), data.cache_bytes)
-        if data.cache
+        ShardCacheConfig(Path(data.cache_dir), data.cache_bytes)
+        if data.cache_dir
         else ShardCacheConfig(limit=data.cache_bytes),
     )
 
 
 def batch_schedule(config: Config) -> BatchSchedule:
-    """How many rows each step takes, from `data.warmup` and `train.global_batch`.
+    """How many rows each step takes, from `data.rampup` and `train.global_batch`.
 
     Raises UsageError if a stage's batch does not divide into micro-batches, or its sequences into their shards.
     """
     data, train, stages = config.data, config.train, []
-    for stage in data.warmup:
+    for stage in data.rampup:
         batch, length = (
             stage.global_batch or train.global_batch,
             stage.sequence_length or data.sequence_length,
         )
         if batch % train.micro_batch:
             raise UsageError(
-                f"data.warmup: global_batch = {batch} is not a multiple of train.micro_batch = "
+                f"data.rampup: global_batch = {batch} is not a multiple of train.micro_batch = "
                 f"{train.micro_batch}: choose one that is"
             )
         if config.parallel.sequence_parallel and length % config.parallel.tp:
             raise UsageError(
-                f"data.warmup: sequence_length = {length} does not divide into parallel.tp = {config.parallel.tp} "
+                f"data.rampup: sequence_length = {length} does not divide into parallel.tp = {config.parallel.tp} "
                 "shards of the sequence: choose a multiple of it, or parallel.sequence_parallel=false"
             )
         stages.append(Stage(stage.steps, batch, data.sequence_length // length))
@@ -241,13 +241,13 @@ class _CorpusOpener:
         }
         row_tokens = next(iter(sources.values())).row_tokens
         phases = [Phase(0, {name: source.weight for name, source in data.mixture.items()})]
-        phases += [Phase(-(-change.tokens // row_tokens), change.weights) for change in data.mixture_changes]
+        phases += [Phase(-(-change.tokens // row_tokens), change.weights) for change in data.mixture_schedule]
         streams, turn = self.streams
-        return Mixture(sources, phases, seed=seed, streams=streams, turn=turn, block=data.mixture_block)
+        return Mixture(sources, phases, seed=seed, streams=streams, turn=turn, block=data.mixture_block_rows)
 
     @property
     def streams(self) -> Interleave:
-        return choose_interleave(self.config.train.global_batch, self.config.data.streams)
+        return choose_interleave(self.config.train.global_batch, self.config.data.read_streams)
 
     def _plan_name(self) -> str | None:
         """What besides corpus, row lengths and seed decides the plan; a plugin's objective may change unnoticed."""

@@ -91,7 +91,7 @@ def match_weights(wanted: Shapes, stored: Shapes, only: Sequence[str], source: P
     for pattern in only:
         if not any(fnmatchcase(name, pattern) for name in wanted):
             raise UsageError(
-                f"train.init_only: {pattern!r} matches none of the model's weights{did_you_mean(pattern, wanted)}; "
+                f"train.init_include: {pattern!r} matches none of the model's weights{did_you_mean(pattern, wanted)}; "
                 f"patterns are such as {', '.join(map(repr, _loadable_patterns(wanted, stored) or ['decoder.*']))}"
             )
     unfit = [name for name in wanted if name in chosen and stored.get(name) != wanted[name]]
@@ -118,7 +118,7 @@ def match_weights(wanted: Shapes, stored: Shapes, only: Sequence[str], source: P
             )
         elif patterns:
             advice = (
-                f"name the weights to take over, {shlex.quote(f'train.init_only={json.dumps(patterns)}')}"
+                f"name the weights to take over, {shlex.quote(f'train.init_include={json.dumps(patterns)}')}"
             )
         elif model - source_checkpoint:
             advice = (

@@ -76,7 +76,9 @@ def train(config: Config, flops_per_token: FlopsPerToken | None = None) -> int:
         watch.tick(0, "start")
         with RunDirectory(run_folder(config), rank.rank) as run, RunLog(run, config.train.steps) as screen:
             watch.attach_run_log(run.log, run.log_failure)
-            if rank.device.type == "cuda" and should_record_allocations(run.folder, config.log.allocations):
+            if rank.device.type == "cuda" and should_record_allocations(
+                run.folder, config.log.memory_snapshot
+            ):
                 record_allocations()
             nodes = resume.discover_nodes(config, run)
             found = resume.find_resume_point(run.checkpoints, nodes, run.decisions)
@@ -150,8 +152,8 @@ class Trainer:
                     [f"from {config.train.branch_from}", *self.state.resume_from(branch, own=False)]
                 )
             elif config.train.init_from:
-                takeover = load_weights(self.engine, config.train.init_from, config.train.init_only)
-                if not config.train.init_only:
+                takeover = load_weights(self.engine, config.train.init_from, config.train.init_include)
+                if not config.train.init_include:
                     self.state.origin = origin_of(takeover.source, self.corpora.tokenizer_hash)
                 detail = f"with {takeover}"
                 for line in takeover.lines() if takeover.has_missing else ():
@@ -226,7 +228,9 @@ class Trainer:
         config, at, start, data_wait = self.config, self.state, time.perf_counter(), loader.wait_seconds
         self.watch.tick(at.step, "step")
         checks, objective = config.resilience, self.corpora.objective
-        collect_statistics = config.log.norms_every > 0 and (at.step + 1) % config.log.norms_every == 0
+        collect_statistics = (
+            config.log.layer_stats_every > 0 and (at.step + 1) % config.log.layer_stats_every == 0
+        )
         stats = forward_backward_with_replay(
             self.engine,
             next(loader),
@@ -237,7 +241,7 @@ class Trainer:
         )
         at.step, at.position = at.step + 1, loader.position
         norms = self.engine.layer_statistics() if collect_statistics else None
-        lr = config.optimizer.lr * schedule_factor(config.schedule, at.step, config.train.steps)
+        lr = config.optimizer.lr * schedule_factor(config.lr_schedule, at.step, config.train.steps)
         at.saver.wait_for_staging()  # the forward and backward pass changed nothing of what is being saved
         grad_norm, skipped = at.loss_guard.guarded_step(self.engine, at.step, stats, lr)
         if skipped:

@@ -38,7 +38,7 @@ ALLOWABLE_CHANGES = {
     "data": ("data.",),
     "tokenizer": ("tokenizer",),
     "seed": ("config.train.seed",),
-    "schedule": ("config.schedule.", "config.train.steps"),
+    "schedule": ("config.lr_schedule.", "config.train.steps"),
     "optimizer": ("config.optimizer.",),
     "model": ("config.model.", "config.objective.", "config.train.freeze"),
     "batch": ("config.train.global_batch",),
@@ -154,7 +154,7 @@ def discover_nodes(config: Config, run: RunDirectory) -> NodeTopology | None:
 
     The folder bears a name that is drawn once per run directory: what another run left there is not this one's.
     """
-    if not config.checkpoint.local:
+    if not config.checkpoint.local_dir:
         return None
 
     def name() -> str:
@@ -168,10 +168,11 @@ def discover_nodes(config: Config, run: RunDirectory) -> NodeTopology | None:
             f"{path}: can't be read, or is damaged: remove it; what the nodes hold of this run is then not found"
         )
 
-    folder = Path(os.path.expandvars(config.checkpoint.local))
+    folder = Path(os.path.expandvars(config.checkpoint.local_dir))
     if not folder.is_absolute() or "$" in str(folder):
         raise UsageError(
-            f"checkpoint.local = {config.checkpoint.local!r} is {folder} here: give an absolute path on the node's own "
+            f"checkpoint.local_dir = {config.checkpoint.local_dir!r} is {folder} here: give an absolute path "
+            f"on the node's own "
             "disk, in which every variable is set"
         )
     return NodeTopology.discover(folder / f"{config.name}-{run_on_rank_0_raising(name)}", None)
@@ -315,7 +316,7 @@ def hardware_changes(found: ResumePoint, machines: HardwareByRank) -> list[str]:
 def _put_numbers(facts: dict[str, Any]) -> None:
     """Put the number in place of a factor that follows the width: earlier versions stored numbers."""
     width = facts.get("config.model.d_model")
-    for key in ("config.model.embedding.scale", "config.model.head.scale"):
+    for key in ("config.model.embedding.scale", "config.model.lm_head.scale"):
         factor = facts.get(key)
         if isinstance(factor, str) and factor in WIDTH_POWERS and isinstance(width, int) and width > 0:
             facts[key] = factor_at(factor, width)

@@ -40,12 +40,12 @@ class RunState:
             mode=kept.mode,
             keep=kept.keep,
             keep_every=kept.keep_every,
-            read_back=kept.read_back,
+            read_back=kept.verify_after_write,
             local_dir=nodes.folder if nodes else None,
         )
         self.nodes = nodes
         generators.seed_all(config.train.seed, run.rank)
-        self.loss_guard = LossGuard(config.resilience, config.optimizer.clip, run.decisions)
+        self.loss_guard = LossGuard(config.resilience, config.optimizer.max_grad_norm, run.decisions)
         self.step, self.tokens, self.position = 0, 0, 0
         self.origin: JsonValue = None
 

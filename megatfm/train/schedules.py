@@ -27,15 +27,15 @@ def constant(config: ConstantSchedule, step: int, steps: int) -> float:
 
 @SCHEDULES.register("linear")
 def linear(config: LinearSchedule, step: int, steps: int) -> float:
-    """Straight from 1 to `final_ratio`."""
-    return 1.0 + (config.final_ratio - 1.0) * _progress(config, step, steps)
+    """Straight from 1 to `min_lr_factor`."""
+    return 1.0 + (config.min_lr_factor - 1.0) * _progress(config, step, steps)
 
 
 @SCHEDULES.register("cosine")
 def cosine(config: CosineSchedule, step: int, steps: int) -> float:
-    """Half a cosine from 1 to `final_ratio` (Loshchilov & Hutter 2017, equation 5, without restarts)."""
+    """Half a cosine from 1 to `min_lr_factor` (Loshchilov & Hutter 2017, equation 5, without restarts)."""
     fall = 0.5 * (1.0 + math.cos(math.pi * _progress(config, step, steps)))
-    return config.final_ratio + (1.0 - config.final_ratio) * fall
+    return config.min_lr_factor + (1.0 - config.min_lr_factor) * fall
 
 
 @SCHEDULES.register("inverse_sqrt")
@@ -46,13 +46,13 @@ def inverse_sqrt(config: InverseSqrtSchedule, step: int, steps: int) -> float:
 
 @SCHEDULES.register("wsd")
 def wsd(config: WSDSchedule, step: int, steps: int) -> float:
-    """1, and over the run's last `decay_ratio` down to `final_ratio` (Hu et al. 2024; Hägele et al. 2024)."""
+    """1, and over the run's last `decay_ratio` down to `min_lr_factor` (Hu et al. 2024; Hägele et al. 2024)."""
     falling = max(1, round(config.decay_ratio * steps))
     part = (step - (steps - falling)) / falling
     if part <= 0:
         return 1.0
-    fall = part if config.shape == "linear" else math.sqrt(part)
-    return 1.0 + (config.final_ratio - 1.0) * fall
+    fall = part if config.decay_type == "linear" else math.sqrt(part)
+    return 1.0 + (config.min_lr_factor - 1.0) * fall
 
 
 def schedule_factor(config: ScheduleConfig, step: int, steps: int) -> float:

@@ -217,8 +217,8 @@ class ContextShards:
         times what goes round, of a fetch twice a share of that, by heads twice queries, keys, values and what is made,
         1/c of it). share: of a fetch; None: a ring."""
         parallel, (q, k, v) = self._config.parallel, qkv
-        if parallel.context != "auto":
-            return parallel.context == "heads"
+        if parallel.cp_method != "auto":
+            return parallel.cp_method == "ulysses"
         (heads, keys), c = self._heads(q, k), parallel.cp
         can = heads % c == 0 and (keys % c == 0 or c % keys == 0)
         times = 3 if share is None else 2 * share

@@ -27,7 +27,7 @@ def add_experts(
     out, each part's rows go to a rank of its own.
     """
     size, parts, me = PRECISIONS[config.train.precision].compute_dtype.itemsize, len(among), place.ep
-    dealt, peers = config.parallel.tp if config.parallel.expert_tp == "whole" else 1, place.peers
+    dealt, peers = config.parallel.tp if config.parallel.expert_tp == "by_expert" else 1, place.peers
     for calls in zip(*among, strict=True):
         call, experts = calls[me], calls[me].n_experts // parts
         here = experts // dealt

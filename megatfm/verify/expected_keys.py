@@ -97,8 +97,8 @@ def sees_runs_alone(pattern: Section, length: int, *, causal: bool) -> bool | No
     pattern is a plugin's. A window or chunk as wide as the row sees all, as full attention does."""
     match pattern:
         case WindowPatternConfig():
-            side = (pattern.width - 1 if causal else pattern.width // 2) * pattern.step
-            return pattern.step > 1 or side < length - 1
+            side = (pattern.width - 1 if causal else pattern.width // 2) * pattern.dilation
+            return pattern.dilation > 1 or side < length - 1
         case ChunkedPatternConfig():
             return pattern.size < length
         case BigBirdPatternConfig() | LongformerPatternConfig():
@@ -118,16 +118,16 @@ def runs_of_query(pattern: Section, q: int, length: int, *, causal: bool) -> Run
     match pattern:
         case WindowPatternConfig():
             if causal:
-                left = (pattern.width - 1) * pattern.step
-                return (q - left, q + 1), (0, min(pattern.first, q + 1))
-            side = pattern.width // 2 * pattern.step
+                left = (pattern.width - 1) * pattern.dilation
+                return (q - left, q + 1), (0, min(pattern.initial_tokens, q + 1))
+            side = pattern.width // 2 * pattern.dilation
             return ((q - side, q + side + 1),)
         case ChunkedPatternConfig():
             begin = q - q % pattern.size
             return ((begin, q + 1 if causal else begin + pattern.size),)
         case LongformerPatternConfig():
             side = pattern.width // 2
-            return (q - side, q + side + 1), *((token, token + 1) for token in pattern.tokens)
+            return (q - side, q + side + 1), *((token, token + 1) for token in pattern.global_tokens)
         case BigBirdPatternConfig():
             return _of_bigbird(pattern, q, length, causal=causal)
     return ((0, q + 1 if causal else length),)
@@ -135,25 +135,35 @@ def runs_of_query(pattern: Section, q: int, length: int, *, causal: bool) -> Run
 
 def _of_bigbird(pattern: BigBirdPatternConfig, q: int, length: int, *, causal: bool) -> Runs:
     """The block, those beside it, the first (or additional tokens), those drawn from, and the last."""
-    size, drawn_from = pattern.block, 5 + 2 * pattern.random
+    size, drawn_from = pattern.block_size, 5 + 2 * pattern.n_random_blocks
     if not causal and length <= drawn_from * size:
         return ((0, length),)
     begin = q - q % size
-    ahead = max(pattern.extra or size, drawn_from * size if pattern.random else 0)
+    ahead = max(pattern.n_global_tokens or size, drawn_from * size if pattern.n_random_blocks else 0)
     if causal:
         return (begin - size, q + 1), (0, min(ahead, q + 1))
     last = (length - 1) // size * size
-    return (begin - size, begin + 2 * size), (0, ahead), *(() if pattern.extra else ((last, length),))
+    return (
+        (begin - size, begin + 2 * size),
+        (0, ahead),
+        *(() if pattern.n_global_tokens else ((last, length),)),
+    )
 
 
 def wide_queries(pattern: Section, length: int, *, causal: bool) -> Runs:
     """Places of a document's queries that see all of it."""
     match pattern:
         case LongformerPatternConfig():
-            return tuple((token, token + 1) for token in pattern.tokens)
-        case BigBirdPatternConfig() if not causal and length > (5 + 2 * pattern.random) * pattern.block:
-            last = (length - 1) // pattern.block * pattern.block
-            return ((0, pattern.extra),) if pattern.extra else ((0, pattern.block), (last, length))
+            return tuple((token, token + 1) for token in pattern.global_tokens)
+        case BigBirdPatternConfig() if (
+            not causal and length > (5 + 2 * pattern.n_random_blocks) * pattern.block_size
+        ):
+            last = (length - 1) // pattern.block_size * pattern.block_size
+            return (
+                ((0, pattern.n_global_tokens),)
+                if pattern.n_global_tokens
+                else ((0, pattern.block_size), (last, length))
+            )
     return ()
 
 

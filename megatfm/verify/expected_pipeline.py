@@ -46,7 +46,7 @@ class Stages:
 def divide(config: Config, model: nn.Module) -> Stages:
     """The division of the model's split points whose sum of squared costs is least, of all that there are."""
     parallel, points = config.parallel, list(model.split_points)  # type: ignore[arg-type]
-    rank_of = _stage_ranks(parallel.schedule, parallel.pp, parallel.stages_per_rank)
+    rank_of = _stage_ranks(parallel.pp_schedule, parallel.pp, parallel.stages_per_rank)
     costs = _costs(config, model, points)
     starts = [i for i, point in enumerate(points) if i and (costs[i] > 0 or point.name.endswith("embedding"))]
     bounds = _cheapest(starts, costs, len(rank_of))

@@ -110,7 +110,7 @@ def _fully_sharded(
             gathers = sum(_block_gathers(path, calls) for calls in microbatches)
         else:
             gathers = len(microbatches) if parallel.pp == 1 else _root_all_gathers(held, len(microbatches))
-        reductions = len(microbatches) if parallel.accumulate == "shards" else 1
+        reductions = len(microbatches) if parallel.grad_accumulation == "sharded" else 1
         if parallel.pp == 1 and uses > 1 and len(microbatches) > reductions:
             reductions += 1  # what was accumulated of its gradients is reduced after the first use
         axis = held.shard_axis(names[0])

@@ -10,11 +10,11 @@ LAYOUTS: Mapping[str, Mapping[str, object]] = {
     "dp2-zero1": {"dp_shard": 2, "zero": 1},
     "tp2": {"tp": 2},
     "cp2": {"cp": 2},
-    "cp3-ring": {"cp": 3, "context": "ring"},
-    "cp2-heads": {"cp": 2, "context": "heads"},
+    "cp3-ring": {"cp": 3, "cp_method": "ring"},
+    "cp2-heads": {"cp": 2, "cp_method": "ulysses"},
     "pp2": {"pp": 2},
     "ep2": {"dp_shard": 2, "ep": 2},
     "tp2-cp2": {"tp": 2, "cp": 2},
-    "pp2-dp2": {"pp": 2, "dp_shard": 2, "schedule": "interleaved"},
+    "pp2-dp2": {"pp": 2, "dp_shard": 2, "pp_schedule": "interleaved"},
 }
 """Name → values of [parallel]; axes that are left out have one rank."""

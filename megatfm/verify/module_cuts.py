@@ -79,7 +79,7 @@ OTHERWISE: Mapping[tuple[str, str], ModuleCut] = {
     ("whole choices", "folded"): ModuleCut(gradient="sequence", sends=WHOLE_OUTPUT),
     ("own choices", "folded"): OWN_OUTPUT,
 }
-"""The same under other values of `parallel.expert_tp` than "whole"."""
+"""The same under other values of `parallel.expert_tp` than "by_expert"."""
 
 Rows = tuple[tuple[str, str], ...]
 

@@ -143,7 +143,7 @@ def _step(config: Config, batch: Arrays, world_size: int) -> RankResult:
     with TrafficCounter(engine.process_groups()) as traffic:
         stats = engine.forward_backward(_microbatches(config, engine, batch), objective_for(config))
         gradients = {name: gradient.clone() for name, gradient in engine.gradients().items()}
-        grad_norm = engine.step(config.optimizer.lr, config.optimizer.clip)
+        grad_norm = engine.step(config.optimizer.lr, config.optimizer.max_grad_norm)
     updated = {name: box.tensor.detach().clone() for name, box in _weights(engine).items()}
     return RankResult(
         stats.loss, grad_norm, _blocks(weights, gradients), traffic.flows(), _blocks(weights, updated)

@@ -14,10 +14,10 @@ from megatfm.config import (
     CompressedAttentionConfig,
     Config,
     FixedPatternConfig,
-    HeadsAttentionConfig,
-    LatentAttentionConfig,
+    GQAAttentionConfig,
     LinformerAttentionConfig,
     LongformerPatternConfig,
+    MLAAttentionConfig,
     ModelConfig,
     StridedPatternConfig,
     WindowPatternConfig,
@@ -60,7 +60,7 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
         few = 2 if parallel.tp * parallel.pp * parallel.cp == 1 else 1
         ep_multiple = parallel.ep // gcd(parallel.ep, -parallel.expert_mesh_size)
         parallel = parallel.model_copy(update={"dp_shard": -(-few // ep_multiple) * ep_multiple})
-    parallel = parallel.model_copy(update={"cuts": []})
+    parallel = parallel.model_copy(update={"pp_split_points": []})
     world_size = parallel.pp * parallel.dp_replicate * parallel.dp_shard * parallel.cp * parallel.tp
     if world_size > MAX_RANKS:
         raise UsageError(
@@ -88,7 +88,7 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
         update={
             "model": model,
             "parallel": parallel.model_copy(
-                update={"reduce_dtype": "full", "comm_memory": "torch", "async_tp": False}
+                update={"reduce_dtype": "param", "comm_buffers": "torch", "async_tp": False}
             ),
             "data": config.data.model_copy(update=lengths),
             "train": config.train.model_copy(
@@ -127,7 +127,7 @@ def _model(model: ModelConfig, *, heads_over: int, shards: int, stages: int, row
     head_dim = min(model.head_width, HEAD_DIM)
     is_square = model.d_model == model.attention.n_heads * model.head_width
     distinct = model.distinct_layers and min(model.distinct_layers, LAYERS)
-    of_kinds = (model.blocks.index(kind) + 1 for kind in model.block)
+    of_kinds = (model.layer_types.index(kind) + 1 for kind in model.layer_type)
     layers = max(LAYERS, stages, 1 + (distinct or 0), *of_kinds)  # one block more, so that two share weights
     changes: dict[str, Any] = {
         "vocab_size": _shrunk_size(model.vocab_size or VOCABULARY, WIDTH, shards),
@@ -139,7 +139,7 @@ def _model(model: ModelConfig, *, heads_over: int, shards: int, stages: int, row
         "attention.head_dim": model.attention.head_dim and head_dim,
         "ffn.d_ff": _shrunk_size(model.ffn.d_ff, WIDTH, shards),
     }
-    if isinstance(model.attention, HeadsAttentionConfig):
+    if isinstance(model.attention, GQAAttentionConfig):
         changes["attention.n_kv_heads"] = model.attention.n_kv_heads and kv_heads
     for key, size in _sizes(model.attention, rows.length, shards).items():
         changes[f"attention.{key}"] = size
@@ -154,23 +154,26 @@ def _model(model: ModelConfig, *, heads_over: int, shards: int, stages: int, row
             "d_ff": _shrunk_size(generator.d_ff, WIDTH, shards),
             "n_layers": generator.n_layers and min(generator.n_layers, layers),
         }
-    changes["block"] = {kind: _block(model, kind, heads_over, shards, rows) for kind in model.block}
+    changes["layer_type"] = {kind: _block(model, kind, heads_over, shards, rows) for kind in model.layer_type}
     return model.with_changes(changes)
 
 
 def _sizes(attention: AttentionSection, length: int, shards: int) -> dict[str, Any]:
     """Sizes of an attention layer beside heads and pattern. length: tokens of the longest row."""
-    if isinstance(attention, LatentAttentionConfig):
-        width = attention.v_dim
+    if isinstance(attention, MLAAttentionConfig):
+        width = attention.v_head_dim
         return {
-            "kv_rank": _shrunk_size(attention.kv_rank, RANK, shards),
-            "q_rank": attention.q_rank and _shrunk_size(attention.q_rank, RANK, shards),
-            "rope_dim": _shrunk_size(attention.rope_dim, HEAD_DIM, 2),
+            "kv_lora_rank": _shrunk_size(attention.kv_lora_rank, RANK, shards),
+            "q_lora_rank": attention.q_lora_rank and _shrunk_size(attention.q_lora_rank, RANK, shards),
+            "qk_rope_head_dim": _shrunk_size(attention.qk_rope_head_dim, HEAD_DIM, 2),
             # Of another width than keys have, where it was.
-            "v_dim": width and min(width, HEAD_DIM + (0 if width == attention.head_dim else 2)),
+            "v_head_dim": width and min(width, HEAD_DIM + (0 if width == attention.head_dim else 2)),
         }
     if isinstance(attention, LinformerAttentionConfig):
-        return {"length": min(attention.length, length), "rank": min(attention.rank, max(1, length // 8))}
+        return {
+            "length": min(attention.max_length, length),
+            "rank": min(attention.projected_length, max(1, length // 8)),
+        }
     if isinstance(attention, CompressedAttentionConfig):
         return {"factor": min(attention.factor, max(1, length // 8))}
     return {}
@@ -183,14 +186,14 @@ def _sizes_of_pattern(pattern: Section, rows: Rows) -> dict[str, Any]:
     fourth, eighth = max(1, length // 4), max(1, length // 8)
     match pattern:
         case WindowPatternConfig():
-            step = min(pattern.step, 2)
+            step = min(pattern.dilation, 2)
             width = _shrunk_size(pattern.width, max(1, fourth // step), 2)
-            if pattern.width * pattern.step >= before:
-                width = pattern.width * pattern.step * length // before // step
-            return {"width": width, "step": step, "first": min(pattern.first, 2)}
+            if pattern.width * pattern.dilation >= before:
+                width = pattern.width * pattern.dilation * length // before // step
+            return {"width": width, "step": step, "first": min(pattern.initial_tokens, 2)}
         case LongformerPatternConfig():
             width = _shrunk_size(pattern.width, fourth, 2)
-            tokens = dict.fromkeys(min(token, length // 2) for token in pattern.tokens)
+            tokens = dict.fromkeys(min(token, length // 2) for token in pattern.global_tokens)
             return {
                 "width": width if pattern.width < before else pattern.width * length // before,
                 "tokens": tuple(tokens),
@@ -202,21 +205,21 @@ def _sizes_of_pattern(pattern: Section, rows: Rows) -> dict[str, Any]:
             return {"stride": min(pattern.stride, eighth)}
         case FixedPatternConfig():
             stride = min(pattern.stride, eighth)
-            return {"stride": stride, "summary": max(1, min(pattern.summary, stride // 3))}
+            return {"stride": stride, "summary": max(1, min(pattern.n_summary_tokens, stride // 3))}
         case BigBirdPatternConfig():
             # Documents of at most `few` blocks are seen whole: a row keeps more blocks than that if it had more.
-            random, extra = min(pattern.random, 2), min(pattern.extra, eighth)
+            random, extra = min(pattern.n_random_blocks, 2), min(pattern.n_global_tokens, eighth)
             few = 5 + 2 * random
-            if (5 + 2 * pattern.random) * pattern.block >= before:
-                return {"block": -(-length // few), "random": random, "extra": extra}
-            block = min(pattern.block, max(1, length // (few + 4)))
-            return {"block": block, "random": random, "extra": extra}
+            if (5 + 2 * pattern.n_random_blocks) * pattern.block_size >= before:
+                return {"block_size": -(-length // few), "n_random_blocks": random, "n_global_tokens": extra}
+            block = min(pattern.block_size, max(1, length // (few + 4)))
+            return {"block_size": block, "n_random_blocks": random, "n_global_tokens": extra}
     return {}
 
 
 def _block(model: ModelConfig, kind: str, heads_over: int, shards: int, rows: Rows) -> dict[str, Any]:
     """What the blocks of a kind have otherwise, with its sizes made small as the model's are."""
-    keys, own = unflatten(model.block[kind]), model.type_config(kind)
+    keys, own = unflatten(model.layer_type[kind]), model.type_config(kind)
     if "d_ff" in keys.get("ffn", {}):
         keys["ffn"] = {**keys["ffn"], "d_ff": _shrunk_size(own.ffn.d_ff, WIDTH, shards)}
     attention = dict(keys.get("attention", {}))
@@ -224,7 +227,7 @@ def _block(model: ModelConfig, kind: str, heads_over: int, shards: int, rows: Ro
         kv_heads = min(own.attention.kv_heads, 2 * heads_over)
         heads = kv_heads * (own.attention.n_heads // own.attention.kv_heads)
         attention |= {"n_heads": heads, "head_dim": min(own.head_width, HEAD_DIM)}
-        if isinstance(own.attention, HeadsAttentionConfig):
+        if isinstance(own.attention, GQAAttentionConfig):
             attention["n_kv_heads"] = kv_heads
     sizes = _sizes(own.attention, rows.length, shards)
     attention |= {key: sizes[key] for key in attention.keys() & sizes.keys()}

@@ -32,7 +32,7 @@ def plain_step(
     they are nearly zero (Adam divides by their size).
     """
     norm = torch.stack([gradient.double().norm() for gradient in gradients.values()]).norm()
-    clip = config.optimizer.clip
+    clip = config.optimizer.max_grad_norm
     factor = clip / (float(norm) + CLIPPED) if clip and norm > clip else 1.0
     moved = {name: weight.clone() for name, weight in weights.items()}
     for group in optimizer_groups(config.optimizer, model):

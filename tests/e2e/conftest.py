@@ -36,7 +36,7 @@ sequence_length = 64
 name = "muon"
 lr = 3e-3
 
-[schedule]
+[lr_schedule]
 warmup_steps = 2
 
 [train]

@@ -66,7 +66,7 @@ tokenizer = "CORPUS/tokenizer.model"
 sequence_length = 16
 [optimizer]
 lr = 1e-3
-[schedule]
+[lr_schedule]
 warmup_steps = 2
 [train]
 steps = {STEPS}

@@ -102,7 +102,7 @@ def test_the_commands_of_the_readme_run_as_they_stand(texts, tmp_path):
     block = re.search(r"step by step.*?```console\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
     lines = [line for line in block.splitlines() if line.startswith("megatfm ")]
     assert [line.split()[1] for line in lines] == ["prep", "launch", "generate", "evaluate", "report"]
-    tiny = "model.d_model=32 model.ffn.d_ff=64 model.n_layers=1 train.steps=4 schedule.warmup_steps=1"
+    tiny = "model.d_model=32 model.ffn.d_ff=64 model.n_layers=1 train.steps=4 lr_schedule.warmup_steps=1"
     less = {"prep": [f"read.folder={texts}"], "launch": tiny.split()}
     for line in lines:
         words = shlex.split(line)[1:]

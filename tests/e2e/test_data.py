@@ -16,8 +16,8 @@ from tests.workers import WorkerFailure
 
 WARMUP = """
 warmup = [{ steps = 3, global_batch = 4, sequence_length = 16 }, { steps = 2, sequence_length = 32 }]
-mixture_changes = [{ tokens = 1600, weights = { web = 1, code = 3 } }]
-mixture_block = 8
+mixture_schedule = [{ tokens = 1600, weights = { web = 1, code = 3 } }]
+mixture_block_rows = 8
 
 [data.mixture.web]
 path = "CORPUS/train"
@@ -89,22 +89,22 @@ def test_warmups_and_mixtures_resume_exactly(workers: Any, mixed: Any, tmp_path:
     with pytest.raises(WorkerFailure, match=r"UsageError: .*data\.mixture: .*resume\.allow"):
         workers.run(run_training, 1, mixed(exact, "data.mixture.code.weight=2", run="whole"))
     with pytest.raises(WorkerFailure, match=r"UsageError: .*data\.warmup: .*resume\.allow"):
-        workers.run(run_training, 1, mixed(exact, "data.warmup=[]", run="whole"))
+        workers.run(run_training, 1, mixed(exact, "data.rampup=[]", run="whole"))
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         (
-            "data.warmup=[{steps=1, global_batch=3}]",
+            "data.rampup=[{steps=1, global_batch=3}]",
             "global_batch = 3 is not a multiple of train.micro_batch",
         ),
-        ("data.warmup=[{steps=1, sequence_length=24}]", "24 does not divide data.sequence_length = 64"),
+        ("data.rampup=[{steps=1, sequence_length=24}]", "24 does not divide data.sequence_length = 64"),
         ("data.train=x", "data.train, or several as data.mixture, and not both"),
         ('data.quarantine=["3"]', "in a mixture this is a key of the source"),
         ('data.mixture.code.quarantine=["999999"]', "quarantine '999999': give a sample"),
         (
-            "data.mixture_changes=[{tokens=5, weights={web=1}}]",
+            "data.mixture_schedule=[{tokens=5, weights={web=1}}]",
             "the mixture has web, code: give one for each",
         ),
         ("data.mixture.code.weight=0.001", "comes to no row in a block of 8"),

@@ -16,7 +16,13 @@ from megatfm.convert.convert import convert
 from megatfm.errors import EXIT_OK, UsageError
 from tests.e2e.test_training import curve, final_state, run_training
 
-STILL = ("optimizer.lr=1e-12", "train.steps=1", "schedule.warmup_steps=0", "evaluate.every=0", "log.sinks=[]")
+STILL = (
+    "optimizer.lr=1e-12",
+    "train.steps=1",
+    "lr_schedule.warmup_steps=0",
+    "evaluate.every=0",
+    "log.sinks=[]",
+)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from tests.e2e.test_training import curve, final_state, run_training, run_until
 @pytest.mark.parametrize("name", ["schedule_free_adamw", pytest.param("soap", marks=pytest.mark.slow)])
 def test_stopped_and_resumed_is_bitwise_the_run_never_stopped(workers, make_config, tmp_path, name):
     """Evaluations and saves lie in between, at which schedule-free weights are exchanged for their average."""
-    options = [f'optimizer={{name="{name}", lr=3e-3}}', 'schedule={name="constant", warmup_steps=2}']
+    options = [f'optimizer={{name="{name}", lr=3e-3}}', 'lr_schedule={name="constant", warmup_steps=2}']
     assert workers.run(run_training, 2, make_config(*options, run="whole")) == [EXIT_OK, EXIT_OK]
     config = make_config(*options, run="stopped")
     assert workers.run(run_until, 2, config, 5) == [EXIT_REQUEUE, EXIT_REQUEUE]

@@ -18,7 +18,7 @@ def test_two_pipeline_ranks_train_like_one_process_and_resume_without_stages(
     workers: Workers, make_config: Callable[..., Config], tmp_path: Path
 ) -> None:
     assert workers.run(run_training, 1, make_config(run="whole"), timeout=PATIENCE) == [EXIT_OK]
-    config = make_config("parallel.pp=2", "parallel.schedule=interleaved", run="moved")
+    config = make_config("parallel.pp=2", "parallel.pp_schedule=interleaved", run="moved")
     assert workers.run(run_until, 2, config, 5, timeout=PATIENCE) == [EXIT_REQUEUE, EXIT_REQUEUE]
     plan = (tmp_path / "moved" / "plan.txt").read_text(encoding="utf-8")
     assert "mesh  pp 2 × dp_replicate 1 × dp_shard 1 × tp 1" in plan
@@ -37,7 +37,7 @@ def test_two_pipeline_ranks_train_like_one_process_and_resume_without_stages(
 def test_stopped_and_resumed_is_bitwise_the_run_never_stopped(
     workers: Workers, make_config: Callable[..., Config], tmp_path: Path
 ) -> None:
-    layout = ["parallel.pp=2", "parallel.schedule=zbv", "evaluate.every=0"]
+    layout = ["parallel.pp=2", "parallel.pp_schedule=zbv", "evaluate.every=0"]
     assert workers.run(run_training, 2, make_config(*layout, run="whole"), timeout=PATIENCE) == [
         EXIT_OK,
         EXIT_OK,

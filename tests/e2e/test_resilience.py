@@ -142,7 +142,7 @@ def test_a_run_goes_on_from_node_local_checkpoints_without_one_of_its_nodes(
     # Each rank stands for a node, with a disk of its own.
     often = (
         "train.steps=16", "checkpoint.every=100", "evaluate.every=0", "evaluate.max_rows=2", "log.sinks=[]",
-        "checkpoint.local_every=2", f"checkpoint.local={tmp_path}/node-$RANK",
+        "checkpoint.local_every=2", f"checkpoint.local_dir={tmp_path}/node-$RANK",
     )  # fmt: skip
     whole = start(*often, run="whole")
     assert whole.wait(90) == [EXIT_OK, EXIT_OK], whole.said(0)

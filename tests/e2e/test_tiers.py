@@ -58,7 +58,7 @@ def test_the_newest_whole_one_of_either_tier_is_taken(
     """Shared at 4, 8 and 12; each rank stands for a node, with a disk of its own, and saves at 3, 6 and 9."""
 
     def config(name: str) -> Config:
-        local = [f"checkpoint.local={tmp_path / name}-nodes/node-$RANK", "checkpoint.local_every=3"]
+        local = [f"checkpoint.local_dir={tmp_path / name}-nodes/node-$RANK", "checkpoint.local_every=3"]
         return make_config("parallel.dp_shard=2", "evaluate.every=0", *local, run=name)
 
     assert workers.run(run_training, 2, config("whole")) == [EXIT_OK, EXIT_OK]

@@ -69,7 +69,7 @@ def assert_bitwise_equal(first: Path, second: Path) -> None:
         assert torch.equal(tensor, other[name]), name
 
 
-HALF = ["train.precision=fp16", "train.recompute=full", "log.norms_every=4"]
+HALF = ["train.precision=fp16", "train.recompute=full", "log.layer_stats_every=4"]
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(workers, make_c
 
 def test_weights_of_another_run_start_a_fresh_one(workers, make_config, tmp_path):
     workers.run(run_training, 2, make_config("parallel.tp=2", run="first"))
-    still = ["optimizer.lr=1e-12", "optimizer.matrix_lr=1e-12", "train.steps=1", "schedule.warmup_steps=0"]
+    still = ["optimizer.lr=1e-12", "optimizer.matrix_lr=1e-12", "train.steps=1", "lr_schedule.warmup_steps=0"]
     config = make_config(f"train.init_from={tmp_path / 'first'}", *still, run="second")
     workers.run(run_training, 1, config)
     old = checkpoint.read_tensors(tmp_path / "first/checkpoints/step-00000012", "model.")
@@ -332,9 +332,13 @@ def test_a_sink_that_there_is_not_leaves_nothing(workers, make_config, tmp_path)
 
 
 def test_a_refused_resume_is_one_line_in_the_log(workers, make_config, tmp_path):
-    assert workers.run(run_training, 1, make_config("train.steps=1", "schedule.warmup_steps=1")) == [EXIT_OK]
+    assert workers.run(run_training, 1, make_config("train.steps=1", "lr_schedule.warmup_steps=1")) == [
+        EXIT_OK
+    ]
     with pytest.raises(WorkerFailure, match=r"resume\.allow=seed"):
-        workers.run(run_training, 1, make_config("train.steps=1", "schedule.warmup_steps=1", "train.seed=5"))
+        workers.run(
+            run_training, 1, make_config("train.steps=1", "lr_schedule.warmup_steps=1", "train.seed=5")
+        )
     log = (tmp_path / "run/logs/rank-0.log").read_text()
     assert "resume.allow=seed" in log
     assert "Traceback" not in log

@@ -118,7 +118,7 @@ def test_every_bit_of_weights_and_of_adam_s_state_goes_over_and_a_run_goes_on(
             f"data.tokenizer={corpus / 'tokenizer.model'}",
             *("data.sequence_length=32", "train.steps=4", "train.global_batch=4", "train.precision=fp32"),
             *(
-                "schedule.warmup_steps=1",
+                "lr_schedule.warmup_steps=1",
                 "log.sinks=[]",
                 "parallel.engine=deepspeed",
                 f"parallel.zero={stage}",

@@ -108,8 +108,8 @@ def curves(
         if mixtures:
             loads = [mixture.observed["load"].double() for mixture in mixtures]
             found.setdefault("busiest", []).append(max(float(load.max() / load.mean()) for load in loads))
-        rate = config.optimizer.lr * lr_factor * schedule_factor(config.schedule, step, config.train.steps)
-        engine.step(rate, config.optimizer.clip)
+        rate = config.optimizer.lr * lr_factor * schedule_factor(config.lr_schedule, step, config.train.steps)
+        engine.step(rate, config.optimizer.max_grad_norm)
     return found
 
 

@@ -48,9 +48,9 @@ sequence_length = 32
 [optimizer]
 name = "adamw"
 lr = 1e-2
-clip = 0.5
+max_grad_norm = 0.5
 
-[schedule]
+[lr_schedule]
 warmup_steps = 1
 
 [train]
@@ -87,22 +87,22 @@ vocab_size = 320
 
 def variants() -> dict[str, list[str]]:
     """Overrides of quickstart: every optimizer and schedule, and keys that presets leave out."""
-    common = ["optimizer.clip=0.7", "train.seed=3"]
+    common = ["optimizer.max_grad_norm=0.7", "train.seed=3"]
     return {
-        "adafactor-linear": ["optimizer={name='adafactor',lr=0.01}", "schedule.name=linear", *common],
-        "adamw-bf16-moments": ["optimizer={name='adamw',lr=0.01,moments='bf16'}", "schedule.name=wsd", *common],
-        "lamb-inverse-sqrt": ["optimizer={name='lamb',lr=0.01}", "schedule.name=inverse_sqrt", *common],
-        "lion": ["optimizer={name='lion',lr=0.01}", "schedule.name=constant", *common],
-        "schedule-free": ["optimizer={name='schedule_free_adamw',lr=0.01}", "schedule.name=constant", *common],
-        "soap": ["optimizer={name='soap',lr=0.01,every=7,max_dim=512}", *common],
+        "adafactor-linear": ["optimizer={name='adafactor',lr=0.01}", "lr_schedule.name=linear", *common],
+        "adamw-bf16-moments": ["optimizer={name='adamw',lr=0.01,moments_dtype='bf16'}", "lr_schedule.name=wsd", *common],
+        "lamb-inverse-sqrt": ["optimizer={name='lamb',lr=0.01}", "lr_schedule.name=inverse_sqrt", *common],
+        "lion": ["optimizer={name='lion',lr=0.01}", "lr_schedule.name=constant", *common],
+        "schedule-free": ["optimizer={name='schedule_free_adamw',lr=0.01}", "lr_schedule.name=constant", *common],
+        "soap": ["optimizer={name='soap',lr=0.01,precondition_frequency=7,max_precond_dim=512}", *common],
         "layout": [
-            "parallel={pp=2,tp=2,dp_shard=2,schedule='interleaved',virtual_stages=2,context='heads',accumulate='whole'}",
-            "checkpoint={every=5,keep=2,read_back=false}", "log={norms_every=5,sinks=[]}", "data.streams=8",
-            "data.warmup=[{steps=3,global_batch=32}]", "resume.allow=['seed']", *common,
+            "parallel={pp=2,tp=2,dp_shard=2,pp_schedule='interleaved',virtual_stages=2,cp_method='ulysses',grad_accumulation='unsharded'}",
+            "checkpoint={every=5,keep=2,verify_after_write=false}", "log={layer_stats_every=5,sinks=[]}", "data.read_streams=8",
+            "data.rampup=[{steps=3,global_batch=32}]", "resume.allow=['seed']", *common,
         ],
         "mixture": [
             "data.train=", "data.mixture={code={path='/corpora/code',weight=2},prose={path='/corpora/prose',weight=1}}",
-            "data.mixture_changes=[{tokens=100000,weights={code=1,prose=3}}]", "data.mixture_block=64", *common,
+            "data.mixture_schedule=[{tokens=100000,weights={code=1,prose=3}}]", "data.mixture_block_rows=64", *common,
         ],
     }  # fmt: skip
 

@@ -26,11 +26,11 @@ SMALL = {
 }
 MODELS = {
     "gpt2-124m": {
-        "model.position.max_positions": 32, "model.init.std": 0.1, "optimizer.lr": 1e-2, "schedule.warmup_steps": 5,
+        "model.position.max_positions": 32, "model.init.std": 0.1, "optimizer.lr": 1e-2, "lr_schedule.warmup_steps": 5,
         "train.steps": 60,
     },
     "t5-base": {
-        "model.head.scale": 32**-0.5, "optimizer.lr": 0.1, "data.target_length": 16, "train.steps": 120,
+        "model.lm_head.scale": 32**-0.5, "optimizer.lr": 0.1, "data.target_length": 16, "train.steps": 120,
     },
 }  # fmt: skip
 STEPS = {"gpt2-124m": 60, "t5-base": 24}

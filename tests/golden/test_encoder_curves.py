@@ -35,15 +35,15 @@ SMALL = {
     "data.sequence_length": 32,
     "train.global_batch": 32,
     "train.micro_batch": 32,
-    "schedule.warmup_steps": 10,
+    "lr_schedule.warmup_steps": 10,
 }
 MODELS = {
     "bert-base": {"optimizer.lr": 2e-2, "model.init.std": 0.2, "train.steps": 160},
     "electra-small": {
         "model.d_model": 64, "model.ffn.d_ff": 128, "model.attention.n_heads": 4, "model.embedding.dim": 24,
         "model.generator.d_model": 16, "model.generator.d_ff": 32, "model.init.std": 0.1, "model.dropout": 0.0,
-        "model.attention.dropout": 0.0, "objective.rate": 0.25, "optimizer.lr": 5e-3, "optimizer.betas": "[0.9, 0.98]",
-        "train.steps": 140,
+        "model.attention.dropout": 0.0, "objective.mask_rate": 0.25, "optimizer.lr": 5e-3,
+        "optimizer.betas": "[0.9, 0.98]", "train.steps": 140,
     },
 }  # fmt: skip
 STEPS = {"bert-base": 30, "electra-small": 60}

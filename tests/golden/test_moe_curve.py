@@ -25,13 +25,13 @@ SMALL = {
     "model.ffn.d_ff": 32,
     "data.sequence_length": 32,
     "optimizer.lr": 1e-2,
-    "schedule.warmup_steps": 5,
+    "lr_schedule.warmup_steps": 5,
     "train.steps": STEPS,
     "train.global_batch": 32,
 }
 ROUTERS = {
     PRESET: {},
-    f"{PRESET}-deepseek-v3": {"model.ffn.router": '{name = "deepseek_v3", bias_rate = 0.01}'},
+    f"{PRESET}-deepseek-v3": {"model.ffn.router": '{name = "deepseek_v3", bias_update_rate = 0.01}'},
 }
 TERMS = {PRESET: {"causal", "balance"}, f"{PRESET}-deepseek-v3": set[str]()}
 """Beside the loss, where it is a sum."""

@@ -105,7 +105,7 @@ FAULTS: dict[Callable[[Patch], None], tuple[ModelConfig, ParallelConfig, Any, st
     ),
     a_rank_is_dealt_more_of_a_row_than_others: (MODELS["llama"], CP2, CausalObjective(), "over cp"),
     more_tokens_around_spans_are_fetched: (
-        MODELS["bert"].with_changes({"heads": {"boundary": {}}}),
+        MODELS["bert"].with_changes({"extra_heads": {"boundary": {}}}),
         CP2,
         SpanBoundaryObjective(),
         "send over cp",

@@ -95,7 +95,7 @@ CASES: dict[str, tuple[str, ParallelConfig, dict[Callable[[Patch], None], str]]]
         TP_OTHERWISE[2]["ep2 of tp2"],
         {leave_rows_in_the_order_of_experts: UP, bring_gradients_back_in_another_order: UP},
     ),
-    "channels": (
+    "by_channel": (
         "by batch",
         TP_OTHERWISE[2]["tp2 by channels"],
         {forget_the_weights_other_shares: ROUTER, forget_the_other_channels_gradient: ROUTER},

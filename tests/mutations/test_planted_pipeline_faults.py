@@ -24,8 +24,12 @@ TWO = ParallelConfig(pp=2)
 FOUR = ParallelConfig(pp=4)
 ZBV = ParallelConfig(
     pp=2,
-    schedule="zbv",
-    cuts=["generator.encoder.layers.1", "discriminator.encoder.layers.0", "discriminator.encoder.layers.1"],
+    pp_schedule="zbv",
+    pp_split_points=[
+        "generator.encoder.layers.1",
+        "discriminator.encoder.layers.0",
+        "discriminator.encoder.layers.1",
+    ],
 )
 
 

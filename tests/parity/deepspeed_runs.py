@@ -37,11 +37,11 @@ OPTIMIZERS: dict[str, list[str]] = {
     # As large as the largest gradients, so that an update is off by as much as its gradient is.
     "adamw": ["optimizer.name=adamw", "optimizer.eps=1e-2"],
     # At a usual rate the losses would show a single sign, of a gradient that is nothing but rounding.
-    "lion": ["~optimizer.eps", "optimizer.name=lion", "optimizer.lr=1e-5", "schedule.name=constant"],
+    "lion": ["~optimizer.eps", "optimizer.name=lion", "optimizer.lr=1e-5", "lr_schedule.name=constant"],
     "schedule_free_adamw": [
         "optimizer.name=schedule_free_adamw",
         "optimizer.eps=1e-2",
-        "schedule.name=constant",
+        "lr_schedule.name=constant",
     ],
 }
 LAYOUTS: dict[str, dict[str, int]] = {
@@ -119,7 +119,7 @@ def take(config: Config, engine: Engine, step: int) -> float:
     seeded = config.model_copy(update={"train": config.train.model_copy(update={"seed": step})})
     batch = _microbatches(config, engine, random_batch(seeded))
     stats = engine.forward_backward(batch, objective_for(config))
-    engine.step(config.optimizer.lr, config.optimizer.clip)
+    engine.step(config.optimizer.lr, config.optimizer.max_grad_norm)
     return stats.loss
 
 
@@ -144,7 +144,7 @@ def run(config: Config, steps: int, **parallel: Any) -> Run:
     before = weights(engine)
     engine.forward_backward(_microbatches(config, engine, random_batch(config)), objective_for(config))
     gradients = whole(engine, engine.gradients())
-    engine.step(RATE, config.optimizer.clip)
+    engine.step(RATE, config.optimizer.max_grad_norm)
     update = {name: after.double() - before[name].double() for name, after in weights(engine).items()}
     engine = engine_of(config, **parallel)
     return Run(initial, gradients, update, [take(config, engine, step) for step in range(steps)])

@@ -184,8 +184,10 @@ class Dense:
         tables = "decoder" if config.family == "decoder" else "encoder"
         tied = f"{tables}.embedding.tokens" if config.embedding.tied else "head"
         x = torch.einsum("...d,vd->...v", hidden * config.head_scale, self[f"{tied}.weight"])
-        x = x + self["head.bias"] if config.head.bias else x
-        return config.head.softcap * torch.tanh(x / config.head.softcap) if config.head.softcap else x
+        x = x + self["head.bias"] if config.lm_head.bias else x
+        return (
+            config.lm_head.softcap * torch.tanh(x / config.lm_head.softcap) if config.lm_head.softcap else x
+        )
 
     def future_logits(self, hidden: Tensor, ahead: int) -> Tensor:
         """Of the head that looks `ahead` tokens beyond the next one."""
@@ -197,7 +199,7 @@ class Dense:
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Summed over targets ≥ 0, a share of each spread over the vocabulary."""
-        logs, share = logits.log_softmax(-1), self.config.head.label_smoothing
+        logs, share = logits.log_softmax(-1), self.config.lm_head.label_smoothing
         exact = F.one_hot(targets.clamp(min=0), logits.shape[-1]).double()
         wanted = (1 - share) * exact + share / logits.shape[-1]
         return -(wanted * logs).sum(-1)[targets >= 0].sum()

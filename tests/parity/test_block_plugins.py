@@ -26,30 +26,30 @@ WINDOWS = ModelConfig.from_dotted(
         "attention.n_kv_heads": 2,
         "attention.dropout": 0.1,
         "attention.pattern": {"name": "dilated", "width": 2, "step": 2},
-        "blocks": ["near", "far", "all"],
-        "block.near": {},
-        "block.far.attention.pattern": {"step": 3},
-        "block.far.position.name": "none",
-        "block.all.attention.pattern": "full",
+        "layer_types": ["near", "far", "all"],
+        "layer_type.near": {},
+        "layer_type.far.attention.pattern": {"step": 3},
+        "layer_type.far.position.name": "none",
+        "layer_type.all.attention.pattern": "full",
         "n_layers": 3,
     }
 )
 MODELS = {
     "windows of a decoder": WINDOWS,
-    "windows of an encoder": WINDOWS.with_changes({"family": "encoder", "head.bias": True}),
+    "windows of an encoder": WINDOWS.with_changes({"family": "encoder", "lm_head.bias": True}),
 }
 CHOSEN = ModelConfig.from_dotted(
     {
         **SMALL,
         "dropout": 0.2,
         "n_layers": 3,
-        "blocks": ["plain", "chosen"],
-        "block.plain": {},
-        "block.chosen.ffn": {"name": "chosen", "choices": 3, "rate": 0.01, "weight": 0.3},
-        "future_tokens": 1,
+        "layer_types": ["plain", "chosen"],
+        "layer_type.plain": {},
+        "layer_type.chosen.ffn": {"name": "chosen", "choices": 3, "rate": 0.01, "weight": 0.3},
+        "n_mtp_heads": 1,
     }
 )
-PAIRED = CHOSEN.with_changes({"family": "encoder_decoder", "future_tokens": 0})
+PAIRED = CHOSEN.with_changes({"family": "encoder_decoder", "n_mtp_heads": 0})
 ROUTED = {"routed tokens": CHOSEN, "routed tokens of an encoder-decoder": PAIRED}
 LAYOUTS = {
     1: {"one process": ParallelConfig()},

@@ -24,23 +24,30 @@ NO_POSITIONS = {"position": {"name": "none"}}
 OF_DECODERS: dict[str, dict[str, Any]] = {
     "full": {"attention": {"softcap": 2.0, "sinks": True}},
     "window": {"attention": {"pattern": {"name": "window", "width": 3}}},
-    "first": {"attention": {"pattern": {"name": "window", "width": 2, "first": 1}}},
-    "dilated": {"attention": {"pattern": {"name": "window", "width": 2, "step": 2}}},
+    "first": {"attention": {"pattern": {"name": "window", "width": 2, "initial_tokens": 1}}},
+    "dilated": {"attention": {"pattern": {"name": "window", "width": 2, "dilation": 2}}},
     "chunked": {"attention": {"pattern": {"name": "chunked", "size": 3}}},
     "strided": {"attention": {"pattern": {"name": "strided", "stride": 2}}},
-    "fixed": {"attention": {"pattern": {"name": "fixed", "stride": 3, "summary": 1}}},
-    "bigbird": {"attention": {"pattern": {"name": "bigbird", "block": 2, "random": 1}}},
+    "fixed": {"attention": {"pattern": {"name": "fixed", "stride": 3, "n_summary_tokens": 1}}},
+    "bigbird": {"attention": {"pattern": {"name": "bigbird", "block_size": 2, "n_random_blocks": 1}}},
     "compressed": {"attention": {"name": "compressed"}, **NO_POSITIONS},
 }
 OF_BIASED = {name: OF_DECODERS[name] for name in ("full", "window", "chunked", "bigbird")}
-LINFORMER = {"name": "linformer", "length": 12, "rank": 3}
+LINFORMER = {"name": "linformer", "max_length": 12, "projected_length": 3}
 OF_ENCODERS: dict[str, dict[str, Any]] = {
     "window": {"attention": {"pattern": {"name": "window", "width": 4}}},
-    "bigbird": {"attention": {"pattern": {"name": "bigbird", "block": 1, "random": 1}}},
-    "etc": {"attention": {"pattern": {"name": "bigbird", "block": 1, "random": 0, "extra": 2}}},
+    "bigbird": {"attention": {"pattern": {"name": "bigbird", "block_size": 1, "n_random_blocks": 1}}},
+    "etc": {
+        "attention": {
+            "pattern": {"name": "bigbird", "block_size": 1, "n_random_blocks": 0, "n_global_tokens": 2}
+        }
+    },
     "longformer": {"attention": {"pattern": {"name": "longformer", "width": 2}}},
     "apart": {
-        "attention": {"name": "longformer", "pattern": {"name": "longformer", "width": 2, "tokens": [0, 2]}}
+        "attention": {
+            "name": "longformer",
+            "pattern": {"name": "longformer", "width": 2, "global_tokens": [0, 2]},
+        }
     },
     **{f"linformer_{share}": {"attention": {**LINFORMER, "share": share}} for share in ("none", "headwise")},
     "linformer_both": {"attention": {**LINFORMER, "share": "key_value"}},
@@ -50,21 +57,21 @@ OF_ENCODERS: dict[str, dict[str, Any]] = {
 
 def one_block_each(model: dict[str, Any], kinds: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """A model whose every block has another pattern: so one comparison of all gradients tries all of them."""
-    return {**model, "n_layers": len(kinds), "blocks": [*kinds], "block": kinds}
+    return {**model, "n_layers": len(kinds), "layer_types": [*kinds], "layer_type": kinds}
 
 
 LATENT = {
     **SMALL,
-    "attention.name": "latent",
-    "attention.kv_rank": 8,
-    "attention.q_rank": 6,
-    "attention.rope_dim": 4,
-    "attention.v_dim": 5,
+    "attention.name": "mla",
+    "attention.kv_lora_rank": 8,
+    "attention.q_lora_rank": 6,
+    "attention.qk_rope_head_dim": 4,
+    "attention.v_head_dim": 5,
     "attention.dropout": 0.2,
 }
 MODELS = {
     "llama": DECODER,
-    "bert": {**ENCODER, "heads": {"sentence": {}, "boundary": {}}},
+    "bert": {**ENCODER, "extra_heads": {"sentence": {}, "boundary": {}}},
     "patterns of decoders": one_block_each(DECODER, OF_DECODERS),
     "patterns of encoders": one_block_each(ENCODER, OF_ENCODERS),
     "window": {**DECODER, "attention.pattern": {"name": "window", "width": 3}},
@@ -79,7 +86,7 @@ MODELS["latent, patterns"] = one_block_each(
     {
         "full": {},
         "window": {"attention": {"pattern": {"name": "window", "width": 3}}},
-        "bigbird": {"attention": {"pattern": {"name": "bigbird", "block": 2, "random": 1}}},
+        "bigbird": {"attention": {"pattern": {"name": "bigbird", "block_size": 2, "n_random_blocks": 1}}},
     },
 )
 MOE = {"name": "moe", "d_ff": 16, "n_experts": 4, "top_k": 2, "n_shared_experts": 1}
@@ -89,14 +96,14 @@ FAMILIES = {name: test_families.MODELS[name] for name in ("gpt", "t5", "albert",
 FAMILIES["experts"] = ModelConfig.from_dotted(
     **{key: value for key, value in SMALL.items() if key != "ffn.d_ff"},
     dropout=0.2,
-    ffn={**MOE, "router": {"name": "top_k", "balance": 0.3, "z_loss": 0.1}},
+    ffn={**MOE, "router": {"name": "top_k", "aux_loss_coef": 0.3, "z_loss_coef": 0.1}},
 )
 FAMILIES["soft experts"] = ModelConfig.from_dotted(
-    **{**ENCODER, "blocks": ["plain", "soft"], "block.plain": {}},
-    **{"block.soft.ffn": {"name": "soft_moe", "d_ff": 16, "n_experts": 4, "dropout": 0.0}},
+    **{**ENCODER, "layer_types": ["plain", "soft"], "layer_type.plain": {}},
+    **{"layer_type.soft.ffn": {"name": "soft_moe", "d_ff": 16, "n_experts": 4, "dropout": 0.0}},
 )
 MODELS = {name: ModelConfig.from_dotted(**model) for name, model in MODELS.items()} | FAMILIES
-OF_LATENTS = {"name": "latent", "kv_rank": 8, "q_rank": 6, "rope_dim": 4, "v_dim": 5}
+OF_LATENTS = {"name": "mla", "kv_lora_rank": 8, "q_lora_rank": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
 LATENTS = {
     f"latent {name}": {"attention": {**OF_LATENTS, **OF_DECODERS[name]["attention"]}}
     for name in ("window", "bigbird")
@@ -120,24 +127,24 @@ UNEVEN = (
     "soft experts",
 )
 """Also on rows of one document each, of a length that no number of ranks divides."""
-MODELS |= {f"{name}, rows of 11 tokens": MODELS[name].with_changes({"heads": {}}) for name in UNEVEN}
+MODELS |= {f"{name}, rows of 11 tokens": MODELS[name].with_changes({"extra_heads": {}}) for name in UNEVEN}
 MODELS["prefix language model"] = MODELS["llama"]
 MODELS["window, prefixes"] = MODELS["window"]
 LAYOUTS = {
     2: {
         "cp2": ParallelConfig(cp=2),
-        "cp2 by heads": ParallelConfig(cp=2, context="heads"),
+        "cp2 by heads": ParallelConfig(cp=2, cp_method="ulysses"),
         "ep2 × cp2": ParallelConfig(ep=2, dp_shard=1, cp=2),
     },
     3: {"cp3": ParallelConfig(cp=3)},
     4: {
         "cp4": ParallelConfig(cp=4),
-        "cp4 by heads": ParallelConfig(cp=4, context="heads"),
-        "cp4 by a ring": ParallelConfig(cp=4, context="ring"),
+        "cp4 by heads": ParallelConfig(cp=4, cp_method="ulysses"),
+        "cp4 by a ring": ParallelConfig(cp=4, cp_method="ring"),
         "cp2 × tp2": ParallelConfig(cp=2, tp=2),
         "cp2 × tp2 without sequence parallel": ParallelConfig(cp=2, tp=2, sequence_parallel=False),
         **{
-            f"pp2 {each} × cp2": ParallelConfig(pp=2, cp=2, schedule=each)
+            f"pp2 {each} × cp2": ParallelConfig(pp=2, cp=2, pp_schedule=each)
             for each in test_pipelines.SCHEDULES
         },
         "zero0 × cp2": ParallelConfig(dp_shard=2, cp=2, zero=0),

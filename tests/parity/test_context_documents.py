@@ -25,7 +25,7 @@ RUN = 10
 """Tokens of a run of a row: two and a half blocks."""
 TINY = {"vocab_size": 31, "d_model": 16, "n_layers": 2, "attention.n_heads": 2, "ffn.d_ff": 16}
 BERT = {**TINY, "family": "encoder", "embedding.n_segments": 0}
-LATENT = {"name": "latent", "n_heads": 2, "kv_rank": 6, "rope_dim": 4}
+LATENT = {"name": "mla", "n_heads": 2, "kv_lora_rank": 6, "qk_rope_head_dim": 4}
 ROW = "as wide as the row"
 MODELS: dict[str, dict[str, Any]] = {
     "causal": {**TINY, "attention.n_kv_heads": 1, "attention.dropout": 0.1, "attention.sinks": True},
@@ -94,7 +94,7 @@ def compare(names: Sequence[str], asked: Sequence[str], ranks: int) -> dict[tupl
                 here = took[name, way]
                 patch.setattr(context_attention, "_log_once", lambda _, taken, __, here=here: here.add(taken))
                 engine = test_layouts.make_engine(
-                    config, ParallelConfig(cp=ranks, context=way), test_layouts.ADAMW
+                    config, ParallelConfig(cp=ranks, cp_method=way), test_layouts.ADAMW
                 )
                 rows = [
                     {field: values[[row]] for field, values in batch.items()} for row in range(len(KINDS))
@@ -106,11 +106,11 @@ def compare(names: Sequence[str], asked: Sequence[str], ranks: int) -> dict[tupl
 
 
 CASES = [
-    pytest.param(2, ["causal", "both sides", "latent"], ["ring", "heads"], id="2"),
+    pytest.param(2, ["causal", "both sides", "latent"], ["ring", "ulysses"], id="2"),
     pytest.param(3, ["both sides", ROW], ["ring"], id="3"),
     pytest.param(4, ["both sides", "neighbours"], ["ring"], id="4"),
     pytest.param(5, ["causal"], ["ring"], id="5"),
-    pytest.param(2, [ROW, "strided", "alibi"], ["ring", "heads"], id="2, others", marks=SLOW),
+    pytest.param(2, [ROW, "strided", "alibi"], ["ring", "ulysses"], id="2, others", marks=SLOW),
     *(pytest.param(ranks, [*MODELS], ["ring"], id=f"{ranks}, all", marks=SLOW) for ranks in (3, 4, 5)),
 ]
 
@@ -125,7 +125,7 @@ def test_documents_wherever_rows_are_cut(
     for (name, way), ways in took[0].items():
         if name == "neighbours":
             assert ways == {context_attention.FETCH}
-        elif way == "heads":
+        elif way == "ulysses":
             assert ways == {context_attention.ULYSSES}
         else:
             assert ways == {context_attention.FETCH, context_attention.RING}, name

@@ -24,7 +24,7 @@ def next_step(name: str, folder: Path, source: Path | None) -> Step:
     config, batch, _, objective, _ = one_device(name)
     ranks = torch.distributed.get_world_size()
     # Full attention by ring; auto would take heads.
-    parallel = ParallelConfig(cp=ranks, context="ring" if ranks > 1 else "auto")
+    parallel = ParallelConfig(cp=ranks, cp_method="ring" if ranks > 1 else "auto")
     engine = test_layouts.make_engine(config, parallel, test_layouts.ADAMW)
     mine = microbatches(engine, batch)
     if source is None:

@@ -94,7 +94,7 @@ def test_counted_traffic_is_expected(workers: Workers, ranks: int) -> None:
             objective = OBJECTIVES.get(name, CausalObjective())
             parallel = LAYOUTS[ranks][which]
             parallel = parallel if parallel.ep > 1 else parallel.model_copy(update={"dp_shard": 1})
-            model = MODELS[name].with_changes({"heads": {"boundary": {}} if name == "bert" else {}})
+            model = MODELS[name].with_changes({"extra_heads": {"boundary": {}} if name == "bert" else {}})
             recompute = "full" if "recomputed" in again else "none"
             config = config_of(model, objective, parallel, recompute=recompute)
             whole = {"attend_across_documents": "one document" in again}

@@ -54,16 +54,16 @@ LLAMA = {
 MLA = {
     **SMALL,
     "norm.eps": 1e-6,
-    "attention.name": "latent",
+    "attention.name": "mla",
     "position.theta": 500.0,
     "embedding.tied": False,
 }
 EXPERTS = {"name": "moe", "d_ff": 20, "n_experts": 6, "top_k": 2}
-NOT_NORMALISED = {**EXPERTS, "router": {"name": "top_k", "normalise": False}}
+NOT_NORMALISED = {**EXPERTS, "router": {"name": "top_k", "norm_topk_prob": False}}
 V3_EXPERTS = {
     **EXPERTS,
     "n_shared_experts": 2,
-    "router": {"name": "deepseek_v3", "n_groups": 3, "top_groups": 2, "scale": 2.5},
+    "router": {"name": "deepseek_v3", "n_group": 3, "topk_group": 2, "routed_scaling_factor": 2.5},
 }
 T5 = {
     **SMALL,
@@ -81,7 +81,7 @@ T5 = {
 V2_EXPERTS = {
     **EXPERTS,
     "n_shared_experts": 2,
-    "router": {"name": "deepseek_v2", "n_groups": 3, "top_groups": 2, "scale": 1.5},
+    "router": {"name": "deepseek_v2", "n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.5},
 }
 OSS_EXPERTS = {
     **EXPERTS,
@@ -94,7 +94,7 @@ SWITCH_EXPERTS = {
     "d_ff": 40,
     "activation": "relu",
     "top_k": 1,
-    "places": 3,
+    "expert_capacity": 3,
     "router": {"name": "switch"},
 }
 WINDOW = {"attention.pattern": {"name": "window", "width": 4}}
@@ -107,19 +107,19 @@ GEMMA = {
     "ffn.activation": "geglu_tanh",
     "norm.eps": 1e-4,
     "norm.placement": "sandwich",
-    "norm.from_one": True,
+    "norm.zero_centered": True,
     "embedding.scale": 6.0,
-    "blocks": ["local", "global"],
-    "block.local": WINDOW,
-    "block.global": {},
+    "layer_types": ["local", "global"],
+    "layer_type.local": WINDOW,
+    "layer_type.global": {},
 }
 SWITCH = {
     **T5,
-    "head.scale": 24**-0.5,
+    "lm_head.scale": 24**-0.5,
     "n_layers": 4,
     "n_encoder_layers": 4,
-    "blocks": ["dense", "sparse"],
-    "block.dense": {},
+    "layer_types": ["dense", "sparse"],
+    "layer_type.dense": {},
 }
 YARN = {"name": "yarn", "factor": 4.0, "original_length": 16, "beta_fast": 2.0, "beta_slow": 0.3}
 LLAMA3 = {"name": "llama3", "factor": 4.0, "original_length": 40, "high_freq_factor": 3.0}
@@ -150,13 +150,16 @@ MODELS = {
         {
             **MLA,
             "attention.head_dim": 5,
-            "attention.kv_rank": 7,
-            "attention.q_rank": 9,
-            "attention.rope_dim": 6,
-            "attention.v_dim": 3,
+            "attention.kv_lora_rank": 7,
+            "attention.q_lora_rank": 9,
+            "attention.qk_rope_head_dim": 6,
+            "attention.v_head_dim": 3,
         },
     ),
-    "mla-whole-queries": ("DeepseekV3ForCausalLM", {**MLA, "attention.kv_rank": 7, "attention.rope_dim": 2}),
+    "mla-whole-queries": (
+        "DeepseekV3ForCausalLM",
+        {**MLA, "attention.kv_lora_rank": 7, "attention.qk_rope_head_dim": 2},
+    ),
     "mixtral": ("MixtralForCausalLM", {**LLAMA, "ffn": EXPERTS}),
     "qwen3-moe": ("Qwen3MoeForCausalLM", {**LLAMA, "ffn": EXPERTS, "attention.qk_norm": True}),
     "qwen3-moe-not-normalised": (
@@ -167,20 +170,20 @@ MODELS = {
         "DeepseekV3ForCausalLM",
         {
             **MLA,
-            "attention.kv_rank": 7,
-            "attention.rope_dim": 2,
-            "blocks": ["first", "rest", "rest"],
-            "block.first": {},
-            "block.rest": {"ffn": V3_EXPERTS},
+            "attention.kv_lora_rank": 7,
+            "attention.qk_rope_head_dim": 2,
+            "layer_types": ["first", "rest", "rest"],
+            "layer_type.first": {},
+            "layer_type.rest": {"ffn": V3_EXPERTS},
         },
     ),
-    "olmoe": ("OlmoeForCausalLM", {**LLAMA, "ffn": NOT_NORMALISED, "attention.qk_norm": "whole"}),
+    "olmoe": ("OlmoeForCausalLM", {**LLAMA, "ffn": NOT_NORMALISED, "attention.qk_norm": "all_heads"}),
     "deepseek-v2": (
         "DeepseekV2ForCausalLM",
         {
             **MLA,
-            "attention.kv_rank": 6,  # transformers' complex numbers need even strides
-            "attention.rope_dim": 8,
+            "attention.kv_lora_rank": 6,  # transformers' complex numbers need even strides
+            "attention.qk_rope_head_dim": 8,
             "attention.scale": 0.4,
             "position.scaling": {
                 "name": "yarn",
@@ -189,9 +192,9 @@ MODELS = {
                 "beta_fast": 2.0,
                 "attention_factor": 1.1,
             },
-            "blocks": ["first", "rest", "rest"],
-            "block.first": {},
-            "block.rest": {"ffn": V2_EXPERTS},
+            "layer_types": ["first", "rest", "rest"],
+            "layer_type.first": {},
+            "layer_type.rest": {"ffn": V2_EXPERTS},
         },
     ),
     "gpt-oss": (
@@ -203,31 +206,34 @@ MODELS = {
             "attention.sinks": True,
             "ffn": OSS_EXPERTS,
             "position.scaling": {"name": "yarn", "factor": 4.0, "original_length": 16, "truncate": False},
-            "blocks": ["local", "global"],
-            "block.local": WINDOW,
-            "block.global": {},
+            "layer_types": ["local", "global"],
+            "layer_type.local": WINDOW,
+            "layer_type.global": {},
         },
     ),
-    "gemma2": ("Gemma2ForCausalLM", {**GEMMA, "attention.softcap": 2.0, "head.softcap": 3.0}),
+    "gemma2": ("Gemma2ForCausalLM", {**GEMMA, "attention.softcap": 2.0, "lm_head.softcap": 3.0}),
     "gemma3": (
         "Gemma3ForCausalLM",
         {
             **GEMMA,
             "attention.qk_norm": True,
-            "blocks": ["local", "local", "global"],
-            "block.local": {**WINDOW, "position.theta": 20.0},
-            "block.global": {"position.theta": 500.0, "position.scaling": {"name": "linear", "factor": 4.0}},
+            "layer_types": ["local", "local", "global"],
+            "layer_type.local": {**WINDOW, "position.theta": 20.0},
+            "layer_type.global": {
+                "position.theta": 500.0,
+                "position.scaling": {"name": "linear", "factor": 4.0},
+            },
         },
     ),
     "switch": (
         "SwitchTransformersForConditionalGeneration",
-        {**SWITCH, "block.sparse": {"ffn": SWITCH_EXPERTS}},
+        {**SWITCH, "layer_type.sparse": {"ffn": SWITCH_EXPERTS}},
     ),
     "switch-roomy": (
         "SwitchTransformersForConditionalGeneration",
-        {**SWITCH, "block.sparse": {"ffn": {**SWITCH_EXPERTS, "places": 40}}},
+        {**SWITCH, "layer_type.sparse": {"ffn": {**SWITCH_EXPERTS, "expert_capacity": 40}}},
     ),
-    "t5": ("T5ForConditionalGeneration", {**T5, "head.scale": 24**-0.5}),
+    "t5": ("T5ForConditionalGeneration", {**T5, "lm_head.scale": 24**-0.5}),
     "t5-v1.1": (
         "T5ForConditionalGeneration",
         {**T5, "embedding.tied": False, "ffn.activation": "geglu_tanh"},

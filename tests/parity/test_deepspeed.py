@@ -55,7 +55,7 @@ SOME: dict[str, tuple[int, list[Config]]] = {
     "contexts": (10, [case("bert", "train.recompute=full", zero=1, dp_shard=1, cp=2)]),
     "pipelines": (10, [case("bert", zero=1, dp_shard=1, pp=2)]),
     "experts": (10, [case("moe", zero=2, dp_shard=2, ep=2)]),
-    "second copies": (2, [case("decoder", "deepspeed.hpz=2", zero=3, dp_shard=4)]),
+    "second copies": (2, [case("decoder", "deepspeed.zero_hpz_partition_size=2", zero=3, dp_shard=4)]),
     "tensors": (2, [case("t5", "train.recompute=selective", zero=3, dp_shard=2, tp=2)]),
 }
 """Each stage, layout and family once: steps, and cases of one layout."""
@@ -101,7 +101,7 @@ MORE_SAVED: dict[str, list[Config]] = {
         small("decoder", "deepspeed.offload_optimizer=cpu", zero=2, dp_shard=2),
     ],
     "4, stages": [in_precision(small("decoder", zero=1, dp_shard=2, pp=2), "bf16")],
-    "4, second copies": [small("decoder", "deepspeed.hpz=2", dp_shard=4)],
+    "4, second copies": [small("decoder", "deepspeed.zero_hpz_partition_size=2", dp_shard=4)],
     "4, experts": [small("moe", zero=3, dp_shard=2, ep=2, cp=2)],
 }
 

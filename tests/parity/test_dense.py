@@ -47,7 +47,7 @@ PARTS = {
         "ffn.bias": True,
         "position.name": "sinusoidal",
         "embedding.scale": 4.0,
-        "head.label_smoothing": 0.1,
+        "lm_head.label_smoothing": 0.1,
         "n_encoder_layers": 3,
     },
     "grouped heads, qk-norm": {
@@ -56,7 +56,12 @@ PARTS = {
         "attention.qk_norm": True,
         "attention.head_dim": 6,
     },
-    "soft caps": {"attention.softcap": 1.5, "head.softcap": 2.0, "head.bias": True, "position.name": "alibi"},
+    "soft caps": {
+        "attention.softcap": 1.5,
+        "lm_head.softcap": 2.0,
+        "lm_head.bias": True,
+        "position.name": "alibi",
+    },
     "soft cap with shaw, one key-value head": {
         "attention.softcap": 1.5,
         "position.name": "shaw",
@@ -65,13 +70,13 @@ PARTS = {
         "attention.n_kv_heads": 1,
     },
     "label smoothing, soft cap, scales": {
-        "head.label_smoothing": 0.2,
-        "head.softcap": 3.0,
-        "head.scale": 0.5,
+        "lm_head.label_smoothing": 0.2,
+        "lm_head.softcap": 3.0,
+        "lm_head.scale": 0.5,
         "attention.scale": 0.7,
         "embedding.tied": False,
     },
-    "later tokens": {"future_tokens": 2, "head.label_smoothing": 0.1},
+    "later tokens": {"n_mtp_heads": 2, "lm_head.label_smoothing": 0.1},
     "alibi with six heads": {"attention.n_heads": 6, "d_model": 24, "position.name": "alibi"},
     "t5 with more encoder layers, biases": {
         "family": "encoder_decoder",
@@ -151,7 +156,7 @@ def reference(config: ModelConfig, model: nn.Module, made: dict[str, Tensor]) ->
         logits.append(dense.logits(hidden))
         targets = made["targets"][0, piece]
         loss = loss + dense.loss(logits[-1], targets)
-        for ahead in range(1, config.future_tokens + 1):
+        for ahead in range(1, config.n_mtp_heads + 1):
             later = torch.full_like(targets, -100)
             later[:-ahead] = targets[ahead:]
             loss = loss + dense.loss(dense.future_logits(hidden, ahead), later)

@@ -183,7 +183,7 @@ def test_spanbert_is_bert_and_one_loss_more(dtype: torch.dtype) -> None:
     figures = Figures()
     plain = ModelConfig.from_dotted(**BERT)
     both = pair(plain, dtype)
-    ours = build(plain.with_changes({"heads": {"boundary": {}}})).to(dtype)
+    ours = build(plain.with_changes({"extra_heads": {"boundary": {}}})).to(dtype)
     perturb(ours, seed=5)
     ours.load_state_dict(both.ours.state_dict(), strict=False)
     tokens, targets = draw(VOCABULARY, 1, 13, seed=6, low=PAD + 1), torch.full((1, 13), -100)

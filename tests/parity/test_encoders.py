@@ -30,30 +30,31 @@ COMMON = {
     "ffn.activation": "gelu",
     "ffn.bias": True,
     "embedding.n_segments": 2,
-    "head.name": "transform",
-    "head.bias": True,
+    "lm_head.name": "transform",
+    "lm_head.bias": True,
 }
 LEARNED = {"attention.bias": True, "position.name": "learned", "position.max_positions": 15}
 """BERT's attention and positions; all but DeBERTa have them."""
 BERT = COMMON | LEARNED
-DEBERTA = {"attention.name": "disentangled", "position.name": "disentangled"}
+DEBERTA = {"attention.name": "deberta", "position.name": "deberta"}
 DEBERTA_V3 = {
-    **DEBERTA, "attention.name": "disentangled_shared", "position.name": "disentangled_buckets", "position.buckets": 6,
+    **DEBERTA, "attention.name": "deberta_v2", "position.name": "deberta_v2", "position.buckets": 6,
     "position.max_distance": 15,
 }  # fmt: skip
 MODERNBERT = {
-    "attention.name": "heads", "norm.placement": "pre", "norm.bias": False, "norm.first": False, "ffn.bias": False,
-    "ffn.activation": "geglu", "embedding.n_segments": 0, "head.transform_bias": False,
-    "blocks": ["global", "local", "local"],
-    "block.global": {"position.theta": 500.0},
-    "block.local": {"position.theta": 20.0, "attention.pattern": {"name": "window", "width": 4}},
+    "attention.name": "gqa", "norm.placement": "pre", "norm.bias": False, "norm.first_attention_norm": False,
+    "ffn.bias": False,
+    "ffn.activation": "geglu", "embedding.n_segments": 0, "lm_head.transform_bias": False,
+    "layer_types": ["global", "local", "local"],
+    "layer_type.global": {"position.theta": 500.0},
+    "layer_type.local": {"position.theta": 20.0, "attention.pattern": {"name": "window", "width": 4}},
 }  # fmt: skip
 MODELS = {
-    "bert": ("BertForPreTraining", {"heads.sentence.classes": 2}),
+    "bert": ("BertForPreTraining", {"extra_heads.sentence.classes": 2}),
     "bert-without-sentences": ("BertForMaskedLM", {"ffn.activation": "gelu_tanh"}),
     "roberta": ("RobertaForMaskedLM", {"position.offset": PAD + 1, "embedding.n_segments": 1}),
     "albert": ("AlbertForPreTraining", {
-        "ffn.activation": "gelu_tanh", "embedding.dim": 10, "distinct_layers": 1, "heads.sentence.classes": 2,
+        "ffn.activation": "gelu_tanh", "embedding.dim": 10, "distinct_layers": 1, "extra_heads.sentence.classes": 2,
     }),
     "albert-in-groups": ("AlbertForMaskedLM", {"embedding.dim": 10, "distinct_layers": 2, "n_layers": 4}),
     "deberta": ("DebertaForMaskedLM", {**DEBERTA, "embedding.n_segments": 0, "position.max_distance": 15}),
@@ -61,8 +62,8 @@ MODELS = {
     "deberta-v3": ("DebertaV2ForMaskedLM", {**DEBERTA_V3, "embedding.n_segments": 0}),
     "modernbert": ("ModernBertForMaskedLM", MODERNBERT),
     "modernbert-biases": ("ModernBertForMaskedLM", {
-        **MODERNBERT, "norm.bias": True, "ffn.bias": True, "attention.bias": True, "head.transform_bias": True,
-        "head.bias": False, "n_layers": 4,
+        **MODERNBERT, "norm.bias": True, "ffn.bias": True, "attention.bias": True, "lm_head.transform_bias": True,
+        "lm_head.bias": False, "n_layers": 4,
     }),
     "deberta-v3-segments": ("DebertaV2ForMaskedLM", {**DEBERTA_V3, "embedding.n_segments": 2}),
     "electra-generator": ("ElectraForMaskedLM", {"embedding.dim": 10}),
@@ -104,7 +105,7 @@ def padded_batch(config: ModelConfig) -> dict[str, Tensor]:
 
 def sentence_labels(config: ModelConfig) -> dict[str, Tensor]:
     """Under transformers' name, which differs."""
-    if "sentence" not in config.heads:
+    if "sentence" not in config.extra_heads:
         return {}
     name = "sentence_order_label" if config.embedding.dim else "next_sentence_label"
     return {name: torch.tensor([0, 1, 1])}

@@ -16,12 +16,18 @@ from tests.workers import Workers
 pytestmark = pytest.mark.slow
 
 ROUTERS: dict[str, dict[str, Any]] = {
-    "v2": {"name": "deepseek_v2", "n_groups": 3, "top_groups": 2, "scale": 1.5, "balance": 0.3},
+    "v2": {
+        "name": "deepseek_v2",
+        "n_group": 3,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+        "aux_loss_coef": 0.3,
+    },
     "v3": V3,
-    "noisy": {"name": "noisy_top_k", "importance": 0.2, "load": 0.3},
-    "second": {"name": "gshard", "balance": 0.3},
+    "noisy": {"name": "noisy_top_k", "importance_loss_coef": 0.2, "load_loss_coef": 0.3},
+    "second": {"name": "gshard", "aux_loss_coef": 0.3},
     "hash": {"name": "hash"},
-    "plain": {"name": "top_k", "normalise": False, "balance": 0.3, "z_loss": 0.1},
+    "plain": {"name": "top_k", "norm_topk_prob": False, "aux_loss_coef": 0.3, "z_loss_coef": 0.1},
 }
 
 
@@ -29,11 +35,11 @@ def model(**ffn: Any) -> ModelConfig:
     """A block for each router; where experts are limited, some drop by position."""
     policies = {kind: {"drop_policy": "position"} for kind in ("second", "plain") if ffn}
     kinds = {
-        f"block.{kind}.ffn": {**MOE, **ffn, **policies.get(kind, {}), "router": router}
+        f"layer_type.{kind}.ffn": {**MOE, **ffn, **policies.get(kind, {}), "router": router}
         for kind, router in ROUTERS.items()
     }
     return ModelConfig.from_dotted(
-        **{**SMALL, "dropout": 0.2, "n_layers": 6, "blocks": list(ROUTERS)}, **kinds
+        **{**SMALL, "dropout": 0.2, "n_layers": 6, "layer_types": list(ROUTERS)}, **kinds
     )
 
 

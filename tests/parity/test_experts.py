@@ -34,31 +34,49 @@ from tests.workers import Workers
 
 Patch = pytest.MonkeyPatch
 
-SPARSE = {**SMALL, "dropout": 0.2, "blocks": ["plain", "sparse"], "block.plain": {}}
+SPARSE = {**SMALL, "dropout": 0.2, "layer_types": ["plain", "sparse"], "layer_type.plain": {}}
 ALL = {"balance": 0.3, "sequence_balance": 0.2, "z_loss": 0.1}
 MOE = {"name": "moe", "d_ff": 24, "n_experts": 12, "top_k": 2}
 BIASED = {**MOE, "bias": True, "activation": "clamped_swiglu"}
-V3 = {"name": "deepseek_v3", "n_groups": 3, "top_groups": 2, "scale": 2.5, "bias_rate": 0.05}
+V3 = {
+    "name": "deepseek_v3",
+    "n_group": 3,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "bias_update_rate": 0.05,
+}
 MODELS = {
     "top-k": ModelConfig.from_dotted(
-        **SPARSE, **{"block.sparse.ffn": {**MOE, "router": {"name": "top_k", **ALL}}}
+        **SPARSE, **{"layer_type.sparse.ffn": {**MOE, "router": {"name": "top_k", **ALL}}}
     ),
     "by batch": ModelConfig.from_dotted(
-        **SPARSE, **{"block.sparse.ffn": {**MOE, "router": {"name": "top_k", "balance": 0.3, "z_loss": 0.1}}}
+        **SPARSE,
+        **{
+            "layer_type.sparse.ffn": {
+                **MOE,
+                "router": {"name": "top_k", "aux_loss_coef": 0.3, "z_loss_coef": 0.1},
+            }
+        },
     ),
     "deepseek-v3": ModelConfig.from_dotted(
         **SPARSE,
-        **{"block.sparse.ffn": {**BIASED, "n_shared_experts": 2, "router": {**V3, "sequence_balance": 0.2}}},
-        **{"attention.qk_norm": "whole"},
+        **{
+            "layer_type.sparse.ffn": {
+                **BIASED,
+                "n_shared_experts": 2,
+                "router": {**V3, "sequence_balance": 0.2},
+            }
+        },
+        **{"attention.qk_norm": "all_heads"},
         future_tokens=1,
     ),
     "switch": ModelConfig.from_dotted(
         **SPARSE,
         **{
-            "block.sparse.ffn": {
+            "layer_type.sparse.ffn": {
                 **MOE,
                 "top_k": 1,
-                "capacity": 0.8,
+                "capacity_factor": 0.8,
                 "activation": "relu",
                 "router": {"name": "switch", "jitter": 0.1, **ALL},
             }
@@ -68,19 +86,19 @@ MODELS = {
 }
 MODELS |= {
     "drawn": ModelConfig.from_dotted(
-        **{**SMALL, "dropout": 0.2, "n_layers": 4, "blocks": ["noisy", "second", "hash"]},
+        **{**SMALL, "dropout": 0.2, "n_layers": 4, "layer_types": ["noisy", "second", "hash"]},
         **{
-            f"block.{kind}.ffn": {**MOE, "router": router}
+            f"layer_type.{kind}.ffn": {**MOE, "router": router}
             for kind, router in {
-                "noisy": {"name": "noisy_top_k", "importance": 0.2, "load": 0.3},
-                "second": {"name": "gshard", "balance": 0.3, "sequence_balance": 0.2},
+                "noisy": {"name": "noisy_top_k", "importance_loss_coef": 0.2, "load_loss_coef": 0.3},
+                "second": {"name": "gshard", "aux_loss_coef": 0.3, "seq_aux_loss_coef": 0.2},
                 "hash": {"name": "hash"},
             }.items()
         },
     ),
     "expert-choice": ModelConfig.from_dotted(
         **SPARSE,
-        **{"block.sparse.ffn": {**MOE, "router": {"name": "expert_choice", "z_loss": 0.1}}},
+        **{"layer_type.sparse.ffn": {**MOE, "router": {"name": "expert_choice", "z_loss_coef": 0.1}}},
         family="encoder",
     ),
 }
@@ -97,7 +115,7 @@ EXPERTS_OVER_RANKS = {
             dp_shard=2, ep=2, tp=2, zero=1, sequence_parallel=False
         ),
         **{
-            f"ep2 × pp2, {schedule}": ParallelConfig(dp_shard=2, ep=2, pp=2, schedule=schedule)
+            f"ep2 × pp2, {schedule}": ParallelConfig(dp_shard=2, ep=2, pp=2, pp_schedule=schedule)
             for schedule in ("1f1b", "zbv")
         },
         "ep2 × pp2, zero1": ParallelConfig(dp_shard=2, ep=2, pp=2, zero=1),
@@ -106,12 +124,12 @@ EXPERTS_OVER_RANKS = {
     8: {"ep2 of 4 × tp2": ParallelConfig(dp_shard=4, ep=2, tp=2)},
 }
 LAYOUTS = {
-    1: {"one process": ParallelConfig(), "accumulated shards": ParallelConfig(accumulate="shards")},
+    1: {"one process": ParallelConfig(), "accumulated shards": ParallelConfig(grad_accumulation="sharded")},
     2: {
         "tp2": TP2,
         "tp2 without sequence parallel": ParallelConfig(tp=2, sequence_parallel=False),
         "pp2": ParallelConfig(pp=2),
-        "pp2, zero bubble": ParallelConfig(pp=2, schedule="zbv"),
+        "pp2, zero bubble": ParallelConfig(pp=2, pp_schedule="zbv"),
         **{f"zero{zero}": ParallelConfig(dp_shard=2, zero=zero) for zero in range(4)},
         "replicas": ParallelConfig(dp_replicate=2, dp_shard=1),
     },
@@ -246,14 +264,14 @@ def test_gradients_and_state_equal_one_device(
 
 
 OTHER_SCHEDULES = {
-    f"ep2 × pp2, {schedule}": ParallelConfig(dp_shard=2, ep=2, pp=2, schedule=schedule)
+    f"ep2 × pp2, {schedule}": ParallelConfig(dp_shard=2, ep=2, pp=2, pp_schedule=schedule)
     for schedule in ("gpipe", "interleaved", "interleaved-zero-bubble", "dualpipev")
 }
 CONTEXTS = {
     **{f"ep2 × cp2, zero{zero}": ParallelConfig(dp_shard=2, ep=2, cp=2, zero=zero) for zero in (0, 1, 3)},
     **{f"ep4 of 2 × cp2, zero{zero}": ParallelConfig(dp_shard=2, ep=4, cp=2, zero=zero) for zero in (1, 3)},
     "ep4 of tp2 × cp2": ParallelConfig(dp_shard=1, ep=4, cp=2, tp=2, expert_tp="folded"),
-    "ep2 × cp2 × tp2, by channels": ParallelConfig(dp_shard=1, ep=2, cp=2, tp=2, expert_tp="channels"),
+    "ep2 × cp2 × tp2, by channels": ParallelConfig(dp_shard=1, ep=2, cp=2, tp=2, expert_tp="by_channel"),
 }
 
 
@@ -263,15 +281,15 @@ def with_tp(zero: int, **more: Any) -> ParallelConfig:
 
 TP_OTHERWISE = {
     2: {
-        "tp2 by channels": with_tp(0, dp_shard=1, expert_tp="channels"),
+        "tp2 by channels": with_tp(0, dp_shard=1, expert_tp="by_channel"),
         "ep2 of tp2": with_tp(0, dp_shard=1, ep=2, expert_tp="folded"),
     },
     4: {
-        **{f"ep2 × tp2 by channels, zero{z}": with_tp(z, ep=2, expert_tp="channels") for z in (0, 1, 2, 3)},
+        **{f"ep2 × tp2 by channels, zero{z}": with_tp(z, ep=2, expert_tp="by_channel") for z in (0, 1, 2, 3)},
         "ep2 × tp2 by channels without sequence parallel": with_tp(
-            3, ep=2, expert_tp="channels", sequence_parallel=False
+            3, ep=2, expert_tp="by_channel", sequence_parallel=False
         ),
-        "tp2 by channels × zero3": with_tp(3, expert_tp="channels"),
+        "tp2 by channels × zero3": with_tp(3, expert_tp="by_channel"),
         **{f"ep4 of 2 × tp2, zero{z}": with_tp(z, ep=4, expert_tp="folded") for z in (0, 1, 2, 3)},
         **{f"ep2 of 2 × tp2, zero{z}": with_tp(z, ep=2, expert_tp="folded") for z in (0, 1, 3)},
         "ep2 of tp4": with_tp(3, dp_shard=1, tp=4, ep=2, expert_tp="folded"),
@@ -281,7 +299,7 @@ TP_OTHERWISE = {
             f"ep2 of tp2 × pp2, {s}": with_tp(3, dp_shard=1, pp=2, ep=2, expert_tp="folded", schedule=s)
             for s in ("1f1b", "zbv")
         },
-        "tp2 by channels × pp2": with_tp(3, dp_shard=1, pp=2, expert_tp="channels"),
+        "tp2 by channels × pp2": with_tp(3, dp_shard=1, pp=2, expert_tp="by_channel"),
     },
 }
 

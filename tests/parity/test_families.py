@@ -41,8 +41,8 @@ BERT = {
     "position.name": "learned",
     "position.max_positions": LENGTH,
     "embedding.n_segments": 2,
-    "head.name": "transform",
-    "head.bias": True,
+    "lm_head.name": "transform",
+    "lm_head.bias": True,
     "init.name": "bert",
 }
 MODELS = {
@@ -57,8 +57,8 @@ MODELS = {
             "position.max_positions": LENGTH,
             "attention.bias": True,
             "ffn.bias": True,
-            "head.label_smoothing": 0.1,
-            "head.softcap": 5.0,
+            "lm_head.label_smoothing": 0.1,
+            "lm_head.softcap": 5.0,
         },
     ),
     "alibi, sandwich norm": ModelConfig.from_dotted(
@@ -82,10 +82,10 @@ MODELS = {
     "latent attention": ModelConfig.from_dotted(
         **SMALL,
         **{
-            "attention.name": "latent",
-            "attention.kv_rank": 8,
-            "attention.q_rank": 6,
-            "attention.rope_dim": 4,
+            "attention.name": "mla",
+            "attention.kv_lora_rank": 8,
+            "attention.q_lora_rank": 6,
+            "attention.qk_rope_head_dim": 4,
         },
     ),
     "bert": ModelConfig.from_dotted(
@@ -98,15 +98,15 @@ MODELS = {
         **SMALL,
         **DROPPED,
         family="encoder",
-        **{"attention.name": "disentangled", "position.name": "disentangled", "position.max_distance": 4},
+        **{"attention.name": "deberta", "position.name": "deberta", "position.max_distance": 4},
     ),
     "deberta v3": ModelConfig.from_dotted(
         **SMALL,
         **DROPPED,
         family="encoder",
         **{
-            "attention.name": "disentangled_shared",
-            "position.name": "disentangled_buckets",
+            "attention.name": "deberta_v2",
+            "position.name": "deberta_v2",
             "position.buckets": 4,
             "position.max_distance": 8,
         },
@@ -116,13 +116,13 @@ MODELS = {
         **DROPPED,
         family="encoder_decoder",
         n_encoder_layers=1,
-        **{"position.name": "t5", "init.name": "t5", "attention.scale": 1.0, "head.scale": 0.2},
+        **{"position.name": "t5", "init.name": "t5", "attention.scale": 1.0, "lm_head.scale": 0.2},
     ),
     "xlnet": ModelConfig.from_dotted(
         **SMALL,
         **DROPPED,
         family="xlnet",
-        **{"attention.name": "two_stream", "position.name": "transformer_xl", "head.bias": True},
+        **{"attention.name": "two_stream", "position.name": "transformer_xl", "lm_head.bias": True},
     ),
     "electra": ModelConfig.from_dotted(
         **SMALL,
@@ -190,7 +190,7 @@ def batch_for(config: ModelConfig) -> dict[str, Tensor]:
     batch = global_batch(seed=3)
     batch["keys"] = torch.arange(ROWS) * 7919 + 3
     if config.family == "decoder":
-        if config.future_tokens:
+        if config.n_mtp_heads:
             same = batch["documents"][:, 1:] == batch["documents"][:, :-1]
             batch["ahead"] = torch.full_like(batch["targets"], -100)
             batch["ahead"][:, :-1] = batch["targets"][:, 1:].where(same, -100)
@@ -213,10 +213,10 @@ def batch_for(config: ModelConfig) -> dict[str, Tensor]:
         batch["segments"] = batch["positions"].remainder(2)
     if config.family == "electra":
         batch["original"] = original
-    if "sentence" in config.heads:
+    if "sentence" in config.extra_heads:
         first = batch["positions"] == 0
         batch["sentence_targets"] = (original % 2).where(first & (batch["documents"] >= 0), -100)
-    if "boundary" in config.heads:
+    if "boundary" in config.extra_heads:
         inside = torch.arange(LENGTH).clamp(1, LENGTH - 2) == torch.arange(LENGTH)
         batch["span_left"] = batch["span_right"] = (masked & inside).long()
     return batch

@@ -31,14 +31,14 @@ LAYOUTS = {
         "zero1": ParallelConfig(dp_shard=2, zero=1),
         "zero2": ParallelConfig(dp_shard=2, zero=2),
         "zero3": ParallelConfig(dp_shard=2),
-        "zero3, shards accumulated": ParallelConfig(dp_shard=2, accumulate="shards"),
+        "zero3, shards accumulated": ParallelConfig(dp_shard=2, grad_accumulation="sharded"),
         "tp2": ParallelConfig(tp=2),
         "pp2": ParallelConfig(pp=2),
-        "zbv": ParallelConfig(pp=2, schedule="zbv"),
+        "zbv": ParallelConfig(pp=2, pp_schedule="zbv"),
     },
     4: {
         "pp2 × zero3": ParallelConfig(pp=2, dp_shard=2),
-        "zbv × zero1": ParallelConfig(pp=2, schedule="zbv", dp_shard=2, zero=1),
+        "zbv × zero1": ParallelConfig(pp=2, pp_schedule="zbv", dp_shard=2, zero=1),
         "zero2 × tp2": ParallelConfig(dp_shard=2, tp=2, zero=2),
     },
 }
@@ -89,9 +89,9 @@ def wrong(name: str, parallel: ParallelConfig) -> set[str]:
         if stats.loss != pytest.approx(float(loss.detach()), rel=1e-9):
             found.add("loss")
         found |= wrong_gradients(engine, {n: p.grad for n, p in trained.items()})
-        norm = torch.nn.utils.clip_grad_norm_(list(trained.values()), ADAMW.clip)
+        norm = torch.nn.utils.clip_grad_norm_(list(trained.values()), ADAMW.max_grad_norm)
         plain.step()
-        if engine.step(ADAMW.lr, ADAMW.clip) != pytest.approx(float(norm), rel=1e-9):
+        if engine.step(ADAMW.lr, ADAMW.max_grad_norm) != pytest.approx(float(norm), rel=1e-9):
             found.add("norm")
         for n, local in engine.local.items():
             wanted = block(engine, n, named[n].detach())

@@ -13,13 +13,13 @@ from tests.plugins import plugin
 from tests.workers import Workers
 
 plugin("labels")
-TOPIC = {"heads": {"topic": {"classes": 5}}}
-NONE = {**TOPIC, "head.name": "none", "head.bias": False}
+TOPIC = {"extra_heads": {"topic": {"classes": 5}}}
+NONE = {**TOPIC, "lm_head.name": "none", "lm_head.bias": False}
 DISCRIMINATOR = MODELS["electra"].with_changes({"family": "discriminator", "generator": None})
 CONFIGS = {
     "encoder-decoder": MODELS["t5"].with_changes(TOPIC),
     "encoder-decoder, that head alone": MODELS["t5"].with_changes(NONE),
-    "discriminator": DISCRIMINATOR.with_changes({**TOPIC, "heads.sentence": {}}),
+    "discriminator": DISCRIMINATOR.with_changes({**TOPIC, "extra_heads.sentence": {}}),
     "discriminator, that head alone": DISCRIMINATOR.with_changes(NONE),
 }
 TERMS = {
@@ -34,7 +34,7 @@ LAYOUTS = {
         "tp2": ParallelConfig(tp=2),
         "tp2 without sequence parallel": ParallelConfig(tp=2, sequence_parallel=False),
         "pp2": ParallelConfig(pp=2),
-        "zbv": ParallelConfig(pp=2, schedule="zbv"),
+        "zbv": ParallelConfig(pp=2, pp_schedule="zbv"),
         "zero3": ParallelConfig(dp_shard=2),
     },
 }
@@ -56,7 +56,7 @@ def batch_of(config: ModelConfig) -> dict[str, Tensor]:
         del batch["targets"]
         places = batch["documents"]
         batch["replaced"] = torch.randint(2, places.shape, generator=draw).masked_fill(places < 0, -100)
-    if config.head.name == "none":
+    if config.lm_head.name == "none":
         for name in ("targets", "replaced", "sentence_targets"):
             batch.pop(name, None)
     return batch
@@ -109,5 +109,5 @@ def test_the_loss_is_that_of_the_mean_of_the_text(name: str) -> None:
         total = total + (logits.logsumexp(0) - logits[label] if label >= 0 else 0.0)
     torch.testing.assert_close(output.losses["topic"], total)
     assert (model.head if hasattr(model, "head") else getattr(model, "verdict", None)) is None or (
-        config.head.name != "none"
+        config.lm_head.name != "none"
     )

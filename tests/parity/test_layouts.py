@@ -27,8 +27,8 @@ MODEL = ModelConfig(
     embedding={"tied": False},
 )
 TIED = MODEL.with_changes({"embedding.tied": True})
-ADAMW = AdamWConfig(lr=1e-2, weight_decay=0.1, clip=0.3)
-MUON = MuonConfig(lr=1e-2, matrix_lr=0.02, weight_decay=0.1, clip=0.3)
+ADAMW = AdamWConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.3)
+MUON = MuonConfig(lr=1e-2, matrix_lr=0.02, weight_decay=0.1, max_grad_norm=0.3)
 CAUSAL = Causal(SpecialTokens(bos=1, eos=2, pad=0))
 ROWS, LENGTH = 8, 12
 
@@ -38,7 +38,7 @@ LAYOUTS = {
     "zero1 on 2": ParallelConfig(dp_shard=2, zero=1),
     "zero2 on 2": ParallelConfig(dp_shard=2, zero=2),
     "zero3 on 2": ParallelConfig(dp_shard=2),
-    "zero3 on 2, shards accumulated": ParallelConfig(dp_shard=2, accumulate="shards"),
+    "zero3 on 2, shards accumulated": ParallelConfig(dp_shard=2, grad_accumulation="sharded"),
     "replicas on 2": ParallelConfig(dp_replicate=2, dp_shard=1),
     "tp2": ParallelConfig(tp=2),
     "tp2 without sequence parallel": ParallelConfig(tp=2, sequence_parallel=False),
@@ -107,7 +107,9 @@ def make_engine(
     with torch.device("meta"):
         model = build(config)
     optimizers = optimizer_groups(optimizer, model)
-    layout = parallelize(model, mesh, sequence_parallel=parallel.sequence_parallel, context=parallel.context)
+    layout = parallelize(
+        model, mesh, sequence_parallel=parallel.sequence_parallel, context=parallel.cp_method
+    )
     return NativeEngine(
         model,
         layout,

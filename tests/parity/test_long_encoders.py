@@ -18,7 +18,7 @@ from tests.parity.test_encoders import BERT, PAD, VOCABULARY, draw
 BIGBIRD = {
     **BERT,
     "ffn.activation": "gelu_tanh",
-    "heads.sentence.classes": 2,
+    "extra_heads.sentence.classes": 2,
     "position.max_positions": 40,
 }
 LONGFORMER = {
@@ -28,12 +28,18 @@ LONGFORMER = {
     "position.offset": PAD + 1,
 }
 MODELS = {
-    "bigbird": {**BIGBIRD, "attention.pattern": {"name": "bigbird", "block": 2, "random": 1}},
-    "bigbird-two": {**BIGBIRD, "attention.pattern": {"name": "bigbird", "block": 3, "random": 2}},
-    "longformer": {**LONGFORMER, "attention.pattern": {"name": "longformer", "width": 4, "tokens": [0]}},
+    "bigbird": {**BIGBIRD, "attention.pattern": {"name": "bigbird", "block_size": 2, "n_random_blocks": 1}},
+    "bigbird-two": {
+        **BIGBIRD,
+        "attention.pattern": {"name": "bigbird", "block_size": 3, "n_random_blocks": 2},
+    },
+    "longformer": {
+        **LONGFORMER,
+        "attention.pattern": {"name": "longformer", "width": 4, "global_tokens": [0]},
+    },
     "longformer-three": {
         **LONGFORMER,
-        "attention.pattern": {"name": "longformer", "width": 6, "tokens": [0, 5, 30]},
+        "attention.pattern": {"name": "longformer", "width": 6, "global_tokens": [0, 5, 30]},
         "embedding.n_segments": 1,
     },
 }
@@ -67,7 +73,7 @@ def compare(model: str, dtype: torch.dtype) -> Figures:
         extra: dict[str, Tensor] = {}
         if wide:
             mask = torch.zeros_like(batch["input_ids"])
-            mask[:, [token for token in config.attention.pattern.tokens if token < length]] = 1
+            mask[:, [token for token in config.attention.pattern.global_tokens if token < length]] = 1
             extra = {"global_attention_mask": mask}
         else:
             both.theirs.train()  # in evaluation its random blocks are all the first one

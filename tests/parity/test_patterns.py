@@ -20,12 +20,12 @@ from tests.parity.test_families import DROPPED, SMALL, PassThroughObjective, bat
 from tests.workers import Workers
 
 DECODER = {**SMALL, **DROPPED, "attention.n_kv_heads": 2}
-ENCODER = {**SMALL, **DROPPED, "family": "encoder", "head.bias": True}
+ENCODER = {**SMALL, **DROPPED, "family": "encoder", "lm_head.bias": True}
 LINFORMER = {
     **ENCODER,
     "attention.name": "linformer",
-    "attention.length": 12,
-    "attention.rank": 3,
+    "attention.max_length": 12,
+    "attention.projected_length": 3,
     "position.name": "learned",
     "position.max_positions": 12,
 }
@@ -41,20 +41,23 @@ MODELS = {
     "window of an encoder": {**ENCODER, "attention.pattern": {"name": "window", "width": 4}},
     "alternating": {
         **DECODER,
-        "blocks": ["near", "all"],
-        "block.near.attention.pattern": {"name": "window", "width": 3},
-        "block.all.position.name": "none",
+        "layer_types": ["near", "all"],
+        "layer_type.near.attention.pattern": {"name": "window", "width": 3},
+        "layer_type.all.position.name": "none",
     },
-    "first tokens": {**DECODER, "attention.pattern": {"name": "window", "width": 2, "first": 1}},
-    "dilated": {**DECODER, "attention.pattern": {"name": "window", "width": 2, "step": 2}},
+    "first tokens": {**DECODER, "attention.pattern": {"name": "window", "width": 2, "initial_tokens": 1}},
+    "dilated": {**DECODER, "attention.pattern": {"name": "window", "width": 2, "dilation": 2}},
     "chunked": {**DECODER, "attention.pattern": {"name": "chunked", "size": 3}},
     "strided": {**DECODER, "attention.pattern": {"name": "strided", "stride": 2}},
-    "bigbird": {**ENCODER, "attention.pattern": {"name": "bigbird", "block": 1, "random": 1}},
-    "bigbird of a decoder": {**DECODER, "attention.pattern": {"name": "bigbird", "block": 2, "random": 1}},
+    "bigbird": {**ENCODER, "attention.pattern": {"name": "bigbird", "block_size": 1, "n_random_blocks": 1}},
+    "bigbird of a decoder": {
+        **DECODER,
+        "attention.pattern": {"name": "bigbird", "block_size": 2, "n_random_blocks": 1},
+    },
     "longformer": {
         **ENCODER,
         "attention.name": "longformer",
-        "attention.pattern": {"name": "longformer", "width": 2, "tokens": [0, 3]},
+        "attention.pattern": {"name": "longformer", "width": 2, "global_tokens": [0, 3]},
         "position.name": "learned",
         "position.max_positions": 12,
     },
@@ -75,20 +78,20 @@ MODELS = {
     "local, compressed and experts": {
         **{key: value for key, value in COMPRESSED.items() if key != "attention.dropout"},
         "n_layers": 3,
-        "blocks": ["local", "compressed", "experts"],
-        "block.local.attention.pattern": {"name": "chunked", "size": 5},
-        "block.compressed.attention.name": "compressed",
-        "block.experts.attention.pattern": {"name": "chunked", "size": 5},
-        "block.experts.ffn": {
+        "layer_types": ["local", "compressed", "experts"],
+        "layer_type.local.attention.pattern": {"name": "chunked", "size": 5},
+        "layer_type.compressed.attention.name": "compressed",
+        "layer_type.experts.attention.pattern": {"name": "chunked", "size": 5},
+        "layer_type.experts.ffn": {
             "name": "moe",
             "dropout": 0.0,
             "d_ff": 16,
             "n_experts": 4,
             "top_k": 2,
-            "router": {"name": "noisy_top_k", "importance": 0.1, "load": 0.1},
+            "router": {"name": "noisy_top_k", "importance_loss_coef": 0.1, "load_loss_coef": 0.1},
         },
     },
-    "fixed": {**DECODER, "attention.pattern": {"name": "fixed", "stride": 3, "summary": 1}},
+    "fixed": {**DECODER, "attention.pattern": {"name": "fixed", "stride": 3, "n_summary_tokens": 1}},
 }
 LAYOUTS = {
     1: {"one process": ParallelConfig()},
@@ -156,7 +159,7 @@ def test_gradients_equal_one_device(workers: Workers, name: str, layouts: list[s
 def test_every_pattern_is_here() -> None:
     here = {
         section["attention.pattern"]["name"]
-        for section in ({**model, **model.get("block.near", {})} for model in MODELS.values())
+        for section in ({**model, **model.get("layer_type.near", {})} for model in MODELS.values())
         if "attention.pattern" in section
     }
     shipped = {name for name in PATTERNS.names() if PATTERNS.get(name).__module__.startswith("megatfm.")}

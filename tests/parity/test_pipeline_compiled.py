@@ -49,6 +49,6 @@ def compare(names: Sequence[str], layouts: Sequence[ParallelConfig], backend: st
 def test_compiled_blocks_in_stages_have_the_gradients_of_one_device(
     workers: Workers, schedules: list[str], backend: str
 ) -> None:
-    layouts = [ParallelConfig(pp=2, schedule=schedule) for schedule in schedules]
+    layouts = [ParallelConfig(pp=2, pp_schedule=schedule) for schedule in schedules]
     blocks = workers.run(compare, 2, ["llama"], layouts, backend, timeout=280.0)
     assert sum(blocks) == 2 * len(layouts)

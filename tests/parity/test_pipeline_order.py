@@ -46,7 +46,7 @@ def one_step(schedules: Sequence[str], ranks: int) -> dict[str, list[Action]]:
     rows = {key: value[: 2 * ranks] for key, value in global_batch(seed=3).items()}
     batch = [{key: value[i : i + 1] for key, value in rows.items()} for i in range(2 * ranks)]
     for schedule in schedules:
-        engine = make_engine(DEEP, ParallelConfig(pp=ranks, schedule=schedule))
+        engine = make_engine(DEEP, ParallelConfig(pp=ranks, pp_schedule=schedule))
         done: list[Action] = []
         with pytest.MonkeyPatch.context() as patch:
             for name, kind in METHODS.items():

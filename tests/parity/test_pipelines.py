@@ -60,14 +60,16 @@ def make_engine(
     with torch.device("meta"):
         model = build(config)
     optimizers = optimizer_groups(optimizer, model)
-    layout = parallelize(model, mesh, sequence_parallel=parallel.sequence_parallel, context=parallel.context)
+    layout = parallelize(
+        model, mesh, sequence_parallel=parallel.sequence_parallel, context=parallel.cp_method
+    )
     pipeline = split_into_stages(
         model,
-        parallel.schedule,
+        parallel.pp_schedule,
         parallel.pp,
         parallel.stages_per_rank,
         lengths=LENGTHS,
-        at=parallel.cuts,
+        at=parallel.pp_split_points,
         sequence_parts=parallel.tp if parallel.sequence_parallel else 1,
     )
     prune_to_stages(model, pipeline.stages_of(mesh.rank("pp")))
@@ -171,17 +173,17 @@ def check(workers: Workers, ranks: int, names: Sequence[str], parallel: Parallel
 
 @pytest.mark.parametrize(("schedule", "names"), cells(dict.fromkeys(SCHEDULES, FAMILIES), rounds=2))
 def test_two_ranks(workers: Workers, schedule: str, names: list[str]) -> None:
-    check(workers, 2, names, ParallelConfig(pp=2, schedule=schedule))
+    check(workers, 2, names, ParallelConfig(pp=2, pp_schedule=schedule))
 
 
 @pytest.mark.parametrize(("schedule", "names"), cells(dict.fromkeys(SCHEDULES, FAMILIES)))
 def test_four_ranks(workers: Workers, schedule: str, names: list[str]) -> None:
-    check(workers, 4, names, ParallelConfig(pp=4, schedule=schedule))
+    check(workers, 4, names, ParallelConfig(pp=4, pp_schedule=schedule))
 
 
 @pytest.mark.parametrize(("schedule", "names"), cells(dict.fromkeys(("1f1b", "zbv"), OTHERS)))
 def test_other_parts(workers: Workers, schedule: str, names: list[str]) -> None:
-    check(workers, 2, names, ParallelConfig(pp=2, schedule=schedule))
+    check(workers, 2, names, ParallelConfig(pp=2, pp_schedule=schedule))
 
 
 AXES = {
@@ -206,13 +208,13 @@ def test_with_other_axes(workers: Workers, layout: str, names: list[str]) -> Non
 
 
 MIXED = {
-    "zbv × tp2": (4, ParallelConfig(pp=2, schedule="zbv", tp=2)),
+    "zbv × tp2": (4, ParallelConfig(pp=2, pp_schedule="zbv", tp=2)),
     "1f1b × tp2 without sequence parallel": (4, ParallelConfig(pp=2, tp=2, sequence_parallel=False)),
-    "zbv × zero3": (4, ParallelConfig(pp=2, schedule="zbv", dp_shard=2)),
-    "interleaved × zero2": (4, ParallelConfig(pp=2, schedule="interleaved", dp_shard=2, zero=2)),
+    "zbv × zero3": (4, ParallelConfig(pp=2, pp_schedule="zbv", dp_shard=2)),
+    "interleaved × zero2": (4, ParallelConfig(pp=2, pp_schedule="interleaved", dp_shard=2, zero=2)),
     "1f1b × zero1": (4, ParallelConfig(pp=2, dp_shard=2, zero=1)),
-    "zbv × replicas": (4, ParallelConfig(pp=2, schedule="zbv", dp_shard=2, zero=0)),
-    "three stages a rank": (2, ParallelConfig(pp=2, schedule="interleaved", virtual_stages=3)),
+    "zbv × replicas": (4, ParallelConfig(pp=2, pp_schedule="zbv", dp_shard=2, zero=0)),
+    "three stages a rank": (2, ParallelConfig(pp=2, pp_schedule="interleaved", virtual_stages=3)),
 }
 
 
@@ -246,17 +248,17 @@ def train(parallel: ParallelConfig, optimizer: OptimizerSection) -> float:
     for step in range(5):
         batch = test_layouts.global_batch(seed=step)
         test_layouts.one_device_gradients(model, batch)
-        norm = torch.nn.utils.clip_grad_norm_(list(named.values()), optimizer.clip)
+        norm = torch.nn.utils.clip_grad_norm_(list(named.values()), optimizer.max_grad_norm)
         for one in plain:
             one.step()
         engine.forward_backward(microbatches(engine, batch), CAUSAL)
-        assert engine.step(optimizer.lr, optimizer.clip) == pytest.approx(float(norm), rel=1e-6)
+        assert engine.step(optimizer.lr, optimizer.max_grad_norm) == pytest.approx(float(norm), rel=1e-6)
     return max(float((block(engine, n, named[n].detach()) - t).abs().max()) for n, t in engine.local.items())
 
 
 STEPS = {
     "1f1b": (2, ParallelConfig(pp=2), ADAMW),
-    "zbv": (2, ParallelConfig(pp=2, schedule="zbv"), ADAMW),
+    "zbv": (2, ParallelConfig(pp=2, pp_schedule="zbv"), ADAMW),
     "tp2 × pp2": (4, ParallelConfig(pp=2, tp=2), ADAMW),
     "pp2 × zero3": (4, ParallelConfig(pp=2, dp_shard=2), ADAMW),
     "muon, pp2 × zero3": (4, ParallelConfig(pp=2, dp_shard=2), MUON),
@@ -303,7 +305,7 @@ def reshard(folder: Path, there: ParallelConfig, between: ParallelConfig) -> int
 
 
 def test_checkpoints_pass_between_layouts(workers: Workers, tmp_path: Path) -> None:
-    there, between = ParallelConfig(pp=2, schedule="zbv"), ParallelConfig(dp_shard=2)
+    there, between = ParallelConfig(pp=2, pp_schedule="zbv"), ParallelConfig(dp_shard=2)
     assert sum(workers.run(reshard, 2, tmp_path, there, between)) > 70  # weights and two moments
 
 
@@ -320,8 +322,8 @@ def count_traffic(parallel: ParallelConfig) -> dict[str, int]:
     ("parallel", "boundaries"),
     [
         (ParallelConfig(pp=2), 1),
-        (ParallelConfig(pp=2, schedule="interleaved"), 3),
-        (ParallelConfig(pp=2, schedule="zbv"), 2),
+        (ParallelConfig(pp=2, pp_schedule="interleaved"), 3),
+        (ParallelConfig(pp=2, pp_schedule="zbv"), 2),
     ],
     ids=["1f1b", "interleaved", "zbv"],
 )
@@ -347,7 +349,7 @@ def most_in_flight(parallel: ParallelConfig) -> int:
 
 
 def test_1f1b_holds_few_micro_batches(workers: Workers) -> None:
-    assert workers.run(most_in_flight, 2, ParallelConfig(pp=2, schedule="gpipe")) == [5, 5]
+    assert workers.run(most_in_flight, 2, ParallelConfig(pp=2, pp_schedule="gpipe")) == [5, 5]
     held = workers.run(most_in_flight, 2, ParallelConfig(pp=2))
     assert held[0] == 2
     assert held[1] <= 2  # one, and perhaps one that has just arrived
@@ -361,7 +363,7 @@ def refuse(name: str, parallel: ParallelConfig, message: str) -> None:
 def test_what_cannot_be_cut_is_refused_in_a_line(workers: Workers) -> None:
     with pytest.raises(UsageError, match=r"parallel\.pp = 2: .* not cut into pipeline stages: set"):
         split_into_stages(nn.Linear(2, 2), "1f1b", 2, 1, lengths=LENGTHS)
-    many = ParallelConfig(pp=2, schedule="interleaved", virtual_stages=5)
+    many = ParallelConfig(pp=2, pp_schedule="interleaved", virtual_stages=5)
     workers.run(
         refuse,
         2,
@@ -369,7 +371,7 @@ def test_what_cannot_be_cut_is_refused_in_a_line(workers: Workers) -> None:
         many,
         r"10 pipeline stages .* can be cut into 4 at most: choose parallel\.virtual_stages = 2",
     )
-    wrong = ParallelConfig(pp=2, cuts=["decoder.layers.9"])
+    wrong = ParallelConfig(pp=2, pp_split_points=["decoder.layers.9"])
     workers.run(
         refuse,
         2,
@@ -377,7 +379,7 @@ def test_what_cannot_be_cut_is_refused_in_a_line(workers: Workers) -> None:
         wrong,
         r"parallel\.cuts: no split point is called 'decoder\.layers\.9' after the first",
     )
-    early = ParallelConfig(pp=2, cuts=["decoder.layers.1", "head"])
+    early = ParallelConfig(pp=2, pp_split_points=["decoder.layers.1", "head"])
     workers.run(refuse, 2, "llama", early, r"2 stages need 1 different names in the model's order")
 
 
@@ -386,7 +388,7 @@ def where_cut(parallel: ParallelConfig) -> set[str]:
 
 
 def test_cuts_that_are_asked_for(workers: Workers) -> None:
-    first, second = workers.run(where_cut, 2, ParallelConfig(pp=2, cuts=["decoder.layers.1"]))
+    first, second = workers.run(where_cut, 2, ParallelConfig(pp=2, pp_split_points=["decoder.layers.1"]))
     assert first & second == set()
     assert {n for n in first if "layers.1" in n} == set()
     assert "head.weight" in second
@@ -412,7 +414,7 @@ def change_lengths(parallel: ParallelConfig) -> None:
 def test_lengths_may_change_between_and_within_steps(workers: Workers) -> None:
     """And the number of micro-batches, here to one that a schedule of two stages a rank is not made for."""
     workers.run(change_lengths, 2, ParallelConfig(pp=2))
-    workers.run(change_lengths, 2, ParallelConfig(pp=2, schedule="interleaved-zero-bubble"))
+    workers.run(change_lengths, 2, ParallelConfig(pp=2, pp_schedule="interleaved-zero-bubble"))
 
 
 def half_precision(precision: str, parallel: ParallelConfig) -> tuple[float, ...]:
@@ -429,7 +431,7 @@ def half_precision(precision: str, parallel: ParallelConfig) -> tuple[float, ...
 def test_half_precision_is_near_to_double(workers: Workers, precision: str) -> None:
     """Three steps, whose losses and norms both ranks know; the tie is summed in the stored precision."""
     exact = workers.run(half_precision, 2, "fp64", ParallelConfig(pp=2))
-    near = workers.run(half_precision, 2, precision, ParallelConfig(pp=2, schedule="zbv"))
+    near = workers.run(half_precision, 2, precision, ParallelConfig(pp=2, pp_schedule="zbv"))
     assert near[0] == near[1]
     assert near[0] == pytest.approx(exact[0], rel=2e-2)
     assert near[0] != pytest.approx(exact[0], rel=1e-9)

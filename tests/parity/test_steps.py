@@ -44,12 +44,14 @@ def train(layouts: Sequence[str], optimizer: AdamWConfig) -> dict[str, float]:
     for step in range(STEPS):
         batch = global_batch(seed=step)
         one_device_gradients(reference, batch)
-        expected_norm = torch.nn.utils.clip_grad_norm_(list(named.values()), optimizer.clip)
+        expected_norm = torch.nn.utils.clip_grad_norm_(list(named.values()), optimizer.max_grad_norm)
         for torch_optimizer in plain:
             torch_optimizer.step()
         for engine in engines.values():
             engine.forward_backward(microbatches(engine, batch), CAUSAL)
-            assert engine.step(optimizer.lr, optimizer.clip) == pytest.approx(float(expected_norm), rel=1e-6)
+            assert engine.step(optimizer.lr, optimizer.max_grad_norm) == pytest.approx(
+                float(expected_norm), rel=1e-6
+            )
     return {
         layout: max(
             float((block(engine, n, p.detach()) - engine.local[n]).abs().max())

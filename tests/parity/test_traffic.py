@@ -60,9 +60,9 @@ LAYOUTS = {
         "replicas": ParallelConfig(dp_replicate=2, dp_shard=1),
         "zero1": ParallelConfig(dp_shard=2, zero=1),
         "zero2": ParallelConfig(dp_shard=2, zero=2),
-        "zero2, shards": ParallelConfig(dp_shard=2, zero=2, accumulate="shards"),
+        "zero2, shards": ParallelConfig(dp_shard=2, zero=2, grad_accumulation="sharded"),
         "zero3": ParallelConfig(dp_shard=2),
-        "zero3, shards": ParallelConfig(dp_shard=2, accumulate="shards"),
+        "zero3, shards": ParallelConfig(dp_shard=2, grad_accumulation="sharded"),
         "tp2": ParallelConfig(tp=2, dp_shard=1),
         "tp2 without sequence parallel": ParallelConfig(tp=2, dp_shard=1, sequence_parallel=False),
     },
@@ -76,21 +76,24 @@ LAYOUTS = {
     },
 }
 STAGES = {
-    2: {f"pp2 {schedule}": ParallelConfig(pp=2, dp_shard=1, schedule=schedule) for schedule in SCHEDULES},
+    2: {f"pp2 {schedule}": ParallelConfig(pp=2, dp_shard=1, pp_schedule=schedule) for schedule in SCHEDULES},
     4: {
-        **{f"pp4 {schedule}": ParallelConfig(pp=4, dp_shard=1, schedule=schedule) for schedule in SCHEDULES},
+        **{
+            f"pp4 {schedule}": ParallelConfig(pp=4, dp_shard=1, pp_schedule=schedule)
+            for schedule in SCHEDULES
+        },
         "pp2 × tp2": ParallelConfig(pp=2, tp=2, dp_shard=1),
         "pp2 × zero0": ParallelConfig(pp=2, dp_shard=2, zero=0),
         "pp2 × zero1": ParallelConfig(pp=2, dp_shard=2, zero=1),
         "pp2 × zero2": ParallelConfig(pp=2, dp_shard=2, zero=2),
         "pp2 × zero3": ParallelConfig(pp=2, dp_shard=2),
-        "pp2 gpipe × zero3": ParallelConfig(pp=2, dp_shard=2, schedule="gpipe"),
-        "pp2 interleaved × zero3": ParallelConfig(pp=2, dp_shard=2, schedule="interleaved"),
-        "pp2 zbv × zero3": ParallelConfig(pp=2, dp_shard=2, schedule="zbv"),
+        "pp2 gpipe × zero3": ParallelConfig(pp=2, dp_shard=2, pp_schedule="gpipe"),
+        "pp2 interleaved × zero3": ParallelConfig(pp=2, dp_shard=2, pp_schedule="interleaved"),
+        "pp2 zbv × zero3": ParallelConfig(pp=2, dp_shard=2, pp_schedule="zbv"),
     },
     8: {
         "tp2 × pp2 × zero3": ParallelConfig(tp=2, pp=2, dp_shard=2),
-        "tp2 × pp2 zbv × replicas": ParallelConfig(tp=2, pp=2, dp_replicate=2, dp_shard=1, schedule="zbv"),
+        "tp2 × pp2 zbv × replicas": ParallelConfig(tp=2, pp=2, dp_replicate=2, dp_shard=1, pp_schedule="zbv"),
     },
 }
 
@@ -131,7 +134,9 @@ def config_of(
 
 def case(name: str, parallel: ParallelConfig) -> Config:
     """A model with an objective that uses all of its heads, of seven blocks if eight stages are made of it."""
-    changes: dict[str, Any] = {"heads": {k: v for k, v in MODELS[name].heads.items() if k != "boundary"}}
+    changes: dict[str, Any] = {
+        "extra_heads": {k: v for k, v in MODELS[name].extra_heads.items() if k != "boundary"}
+    }
     if parallel.pp * parallel.stages_per_rank > 4:
         changes["n_layers"] = 7
     return config_of(MODELS[name].with_changes(changes), CASES[name], parallel)

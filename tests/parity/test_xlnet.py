@@ -22,7 +22,7 @@ CONFIG = ModelConfig(
     ffn={"d_ff": 40, "activation": "gelu", "bias": True},
     norm={"name": "layer_norm", "eps": 1e-7, "placement": "post"},
     position={"name": "transformer_xl"},
-    head={"bias": True},
+    lm_head={"bias": True},
 )
 
 

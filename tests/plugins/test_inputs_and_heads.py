@@ -57,7 +57,7 @@ def test_every_gradient_is_one_process_s(plugin: str, layout: str) -> None:
     """And every byte is sent that the plan says, no other: of frozen weights no gradient."""
     parallel = {"dp_shard": 1, **LAYOUTS[layout]}
     freeze = ["decoder.embedding.*", "decoder.layers.0.*", "decoder.layers.1.attn.*"]
-    more = {"init_from": None, "init_only": [], "freeze": freeze} if plugin == "labels" else {}
+    more = {"init_from": None, "init_include": [], "freeze": freeze} if plugin == "labels" else {}
     found = verify(Config.model_validate(values(plugin, parallel=parallel, train=more)))
     assert not found.wrong
     assert not found.traffic_mismatches
@@ -134,7 +134,7 @@ def test_a_head_is_trained_on_weights_that_stay_to_the_bit(tmp_path: Path, worke
     before = values(
         "labels",
         **common,
-        train={"steps": 2, "micro_batch": 4, "init_from": None, "init_only": [], "freeze": []},
+        train={"steps": 2, "micro_batch": 4, "init_from": None, "init_include": [], "freeze": []},
     )
     del before["model"]["head"], before["model"]["heads"]
     before |= {"objective": {"name": "causal"}, "run_dir": str(tmp_path / "before"), "plugins": []}

@@ -21,12 +21,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "encoder": {"family": "encoder", "dropout": 0.1, "attention.dropout": 0.1, "position.name": "learned",
                 "position.max_positions": LENGTH},
     "t5": {"family": "encoder_decoder", "n_encoder_layers": 3, "position.name": "t5"},
-    "kinds of blocks": {"n_layers": 8, "blocks": ["wide", "plain"],
-                        "block": {"wide": {"ffn": {"d_ff": 80}}, "plain": {}}},
+    "kinds of blocks": {"n_layers": 8, "layer_types": ["wide", "plain"],
+                        "layer_type": {"wide": {"ffn": {"d_ff": 80}}, "plain": {}}},
     "experts": {"ffn.name": "moe", "ffn.n_experts": 4, "ffn.top_k": 2, "ffn.n_shared_experts": 1},
     "electra": {"family": "electra", "generator": {"d_model": 16, "n_heads": 4, "d_ff": 24}, "embedding.dim": 16,
                 "n_layers": 3},
-    "latent": {"attention.name": "latent", "attention.kv_rank": 7, "attention.rope_dim": 6},
+    "latent": {"attention.name": "mla", "attention.kv_lora_rank": 7, "attention.qk_rope_head_dim": 6},
 }  # fmt: skip
 
 

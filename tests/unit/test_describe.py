@@ -69,15 +69,15 @@ SMALL_ENCODER = ModelConfig.from_dotted({**SMALL, "family": "encoder", "vocab_si
 FAMILIES = {
     "decoder": {"attention.n_kv_heads": 2},
     "latent": {
-        "attention.name": "latent",
-        "attention.kv_rank": 7,
-        "attention.q_rank": 9,
-        "attention.rope_dim": 6,
-        "attention.v_dim": 3,
+        "attention.name": "mla",
+        "attention.kv_lora_rank": 7,
+        "attention.q_lora_rank": 9,
+        "attention.qk_rope_head_dim": 6,
+        "attention.v_head_dim": 3,
     },
     "encoder": {
         "family": "encoder",
-        "head.name": "transform",
+        "lm_head.name": "transform",
         "embedding.n_segments": 2,
         "position.name": "learned",
         "position.max_positions": 32,
@@ -92,14 +92,14 @@ FAMILIES = {
     "shaw": {"position.name": "shaw", "position.max_distance": 5, "attention.n_kv_heads": 2},
     "deberta": {
         "family": "encoder",
-        "attention.name": "disentangled",
-        "position.name": "disentangled",
+        "attention.name": "deberta",
+        "position.name": "deberta",
         "position.max_distance": 6,
     },
     "deberta v3": {
         "family": "encoder",
-        "attention.name": "disentangled_shared",
-        "position.name": "disentangled_buckets",
+        "attention.name": "deberta_v2",
+        "position.name": "deberta_v2",
         "position.buckets": 4,
         "position.max_distance": 7,
     },
@@ -110,7 +110,7 @@ FAMILIES = {
 }  # fmt: skip
 
 LATENT = [
-    'model.attention={name="latent", n_heads=4, kv_rank=16, rope_dim=6}',
+    'model.attention={name="mla", n_heads=4, kv_lora_rank=16, qk_rope_head_dim=6}',
 ]
 
 
@@ -164,8 +164,8 @@ def test_an_objective_of_a_plugin_says_what_it_predicts(monkeypatch: pytest.Monk
 
 def test_heads_of_masked_models_see_masked_tokens_alone() -> None:
     for preset, head in (("bert-base", 768 * 30522), ("electra-small", 128 * 30522)):
-        rare = describe(load_config(preset, ["objective.rate=0.1"]))
-        often = describe(load_config(preset, ["objective.rate=0.3"]))
+        rare = describe(load_config(preset, ["objective.mask_rate=0.1"]))
+        often = describe(load_config(preset, ["objective.mask_rate=0.3"]))
         assert often.matmul_parameters - rare.matmul_parameters == pytest.approx(0.2 * head, rel=0.05)
 
 
@@ -200,7 +200,7 @@ def test_every_preset_is_described(
 def test_state_bytes_are_those_of_the_real_optimizers(name: str, about: str) -> None:
     """Counted on the optimizer itself, after a step that moves every weight of a small model."""
     optimizer = f'optimizer={{name="{name}", lr=1e-3}}'
-    constant = ['schedule={name="constant"}'] if name == "schedule_free_adamw" else []
+    constant = ['lr_schedule={name="constant"}'] if name == "schedule_free_adamw" else []
     small = ["model.vocab_size=64", "model.d_model=32", "model.ffn.d_ff=80"]
     found = describe(load_config("quickstart", [optimizer, *constant, *small]))
     assert found.optimizer_bytes * found.parameters == pytest.approx(state_bytes(found), rel=1e-12)
@@ -299,8 +299,8 @@ def by_hand(config: Config, pairs: list[int]) -> tuple[int, int]:
 def test_blocks_of_several_kinds_count_as_they_are() -> None:
     """Of a plugin's pattern the pairs that it sees, by hand; of full attention all, and half of them where causal."""
     plugin("dilated")
-    kinds = {"blocks": ["near", "near", "all"], "block.all": {}, "block.near.ffn.d_ff": 24}
-    kinds["block.near.attention.pattern"] = {"name": "dilated", "width": 3, "step": 2}
+    kinds = {"layer_types": ["near", "near", "all"], "layer_type.all": {}, "layer_type.near.ffn.d_ff": 24}
+    kinds["layer_type.near.attention.pattern"] = {"name": "dilated", "width": 3, "step": 2}
     model = ModelConfig.from_dotted({**SMALL, "n_layers": 4, "vocab_size": 50, **kinds})
     config = load_config("quickstart", []).model_copy(update={"model": model})
     s = config.data.sequence_length

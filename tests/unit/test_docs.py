@@ -167,7 +167,7 @@ def test_the_reference_spells_types_and_defaults() -> None:
         "| `d_model` | integer > 0 ≤ 16,777,216 | required, e.g. `256` | Width of the residual stream. |",
         '| `tokenizer` | path | not set, e.g. `"corpora/quickstart/tokenizer.model"` |',
         "| `compile` | `true` or `false` or ",
-        "| `final_ratio` | number ≥ 0 ≤ 1 | `0.1` |",
+        "| `min_lr_factor` | number ≥ 0 ≤ 1 | `0.1` |",
         '| `precision` | `"auto"` or `"fp32"` or `"bf16"` or `"fp16"` or `"fp64"` or `"fp8"` or ',
         '| `sinks` | list of text | `["tensorboard"]` |',
         '## `[optimizer]` with `name = "muon"`',

@@ -21,4 +21,4 @@ def test_what_is_proven_is_what_the_tests_compare() -> None:
 def test_the_cases_are_those_of_the_parameters() -> None:
     schedules = [case["schedule"] for case in cases(test_pipelines.test_two_ranks)]
     assert set(schedules) == set(test_pipelines.SCHEDULES)
-    assert {parallel.schedule for _, parallel in pipelines() if parallel.pp == 4} == set(schedules)
+    assert {parallel.pp_schedule for _, parallel in pipelines() if parallel.pp == 4} == set(schedules)

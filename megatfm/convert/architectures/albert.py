@@ -58,7 +58,7 @@ def read(theirs: Json) -> ModelConfig:
 
 
 def read_pretraining(theirs: Json) -> ModelConfig:
-    return read(theirs).with_changes({"heads.sentence.name": "sentence"})
+    return read(theirs).with_changes({"extra_heads.sentence.name": "sentence"})
 
 
 def write(ours: ModelConfig) -> Json:
@@ -93,7 +93,7 @@ def rules(config: ModelConfig) -> list[WeightMapping]:
             "predictions.bias",
             copies=["predictions.decoder.bias"],
         ),
-        *(sentence if "sentence" in config.heads else []),
+        *(sentence if "sentence" in config.extra_heads else []),
     ]
 
 

@@ -13,7 +13,7 @@ MARKS = {"family": "encoder", "position.name": "learned", "position.offset": 0}
 
 
 def read_pretraining(theirs: Json) -> ModelConfig:
-    return read(theirs, **{"heads.sentence.classes": 2})
+    return read(theirs, **{"extra_heads.sentence.classes": 2})
 
 
 def rules(config: ModelConfig) -> list[WeightMapping]:
@@ -30,7 +30,7 @@ def rules(config: ModelConfig) -> list[WeightMapping]:
             "cls.predictions.bias",
             copies=["cls.predictions.decoder.bias"],
         ),
-        *(sentence if "sentence" in config.heads else []),
+        *(sentence if "sentence" in config.extra_heads else []),
     ]
 
 

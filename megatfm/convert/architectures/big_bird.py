@@ -31,18 +31,25 @@ def read(theirs: Json, **others: object) -> ModelConfig:
         raise UsageError(
             f"config.json: num_random_blocks = {theirs['num_random_blocks']} does not run in transformers: 1 or more do"
         )
-    pattern = {"name": "bigbird", "block": theirs["block_size"], "random": theirs["num_random_blocks"]}
+    pattern = {
+        "name": "bigbird",
+        "block_size": theirs["block_size"],
+        "n_random_blocks": theirs["num_random_blocks"],
+    }
     return read_encoder(theirs, **{"attention.pattern": pattern}, **others)
 
 
 def read_pretraining(theirs: Json) -> ModelConfig:
-    return read(theirs, **{"heads.sentence.classes": 2})
+    return read(theirs, **{"extra_heads.sentence.classes": 2})
 
 
 def write(ours: ModelConfig) -> Json:
     pattern = require_variant(ours.attention.pattern, BigBirdPatternConfig, "model.attention.pattern")
     return write_encoder(
-        ours, attention_type="block_sparse", block_size=pattern.block, num_random_blocks=pattern.random
+        ours,
+        attention_type="block_sparse",
+        block_size=pattern.block_size,
+        num_random_blocks=pattern.n_random_blocks,
     )
 
 
@@ -68,7 +75,7 @@ def rules(config: ModelConfig) -> list[WeightMapping]:
             "cls.predictions.bias",
             copies=["cls.predictions.decoder.bias"],
         ),
-        *(sentence if "sentence" in config.heads else []),
+        *(sentence if "sentence" in config.extra_heads else []),
     ]
 
 

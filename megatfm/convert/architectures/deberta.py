@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatfm.config import DisentangledPositionConfig, ModelConfig, require_variant
+from megatfm.config import DebertaPositionConfig, ModelConfig, require_variant
 from megatfm.convert import encoder
 from megatfm.convert.config_keys import Json, ignored, supported_values, used
 from megatfm.convert.encoder import AFTER_ATTENTION, POSITION_IDS, head
@@ -46,9 +46,9 @@ def read(theirs: Json) -> ModelConfig:
     return read_encoder(
         theirs,
         **{
-            "attention.name": "disentangled",
+            "attention.name": "deberta",
             "attention.bias": None,
-            "position.name": "disentangled",
+            "position.name": "deberta",
             "position.max_positions": None,
             "position.max_distance": farthest if farthest > 0 else theirs["max_position_embeddings"],
             "init.name": "normal",
@@ -60,7 +60,7 @@ def write(ours: ModelConfig) -> Json:
     return write_encoder(
         ours,
         max_position_embeddings=require_variant(
-            ours.position, DisentangledPositionConfig, "model.position"
+            ours.position, DebertaPositionConfig, "model.position"
         ).max_distance,
         max_relative_positions=-1,
         type_vocab_size=ours.embedding.n_segments,
@@ -130,7 +130,7 @@ ARCHITECTURES.register("DebertaForMaskedLM")(
         base_model_prefix="deberta.",
         ignored_tensors=(POSITION_IDS, MASK_DECODER),
         legacy_names=OWN_HEAD,
-        fingerprint={"family": "encoder", "attention.name": "disentangled"},
+        fingerprint={"family": "encoder", "attention.name": "deberta"},
     )
 )
 register_base_model("DebertaModel", ARCHITECTURES.get("DebertaForMaskedLM"))

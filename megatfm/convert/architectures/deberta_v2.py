@@ -1,6 +1,6 @@
 """DeBERTa v2 without its convolution, and v3: DebertaV2ForMaskedLM."""
 
-from megatfm.config import DisentangledBucketsConfig, ModelConfig, require_variant
+from megatfm.config import DebertaV2PositionConfig, ModelConfig, require_variant
 from megatfm.convert import encoder
 from megatfm.convert.architectures.deberta import MASK_DECODER, OWN_HEAD, check_kinds
 from megatfm.convert.config_keys import Json, ignored, supported_values, used
@@ -49,9 +49,9 @@ def read(theirs: Json) -> ModelConfig:
     return read_encoder(
         theirs,
         **{
-            "attention.name": "disentangled_shared",
+            "attention.name": "deberta_v2",
             "attention.bias": None,
-            "position.name": "disentangled_buckets",
+            "position.name": "deberta_v2",
             "position.max_positions": None,
             "position.buckets": theirs["position_buckets"],
             "position.max_distance": farthest if farthest > 0 else theirs["max_position_embeddings"],
@@ -61,7 +61,7 @@ def read(theirs: Json) -> ModelConfig:
 
 
 def write(ours: ModelConfig) -> Json:
-    position = require_variant(ours.position, DisentangledBucketsConfig, "model.position")
+    position = require_variant(ours.position, DebertaV2PositionConfig, "model.position")
     return write_encoder(
         ours,
         max_position_embeddings=position.max_distance,
@@ -111,7 +111,7 @@ ARCHITECTURES.register("DebertaV2ForMaskedLM")(
         base_model_prefix="deberta.",
         ignored_tensors=(POSITION_IDS, MASK_DECODER),
         legacy_names=OWN_HEAD,
-        fingerprint={"family": "encoder", "attention.name": "disentangled_shared"},
+        fingerprint={"family": "encoder", "attention.name": "deberta_v2"},
     )
 )
 register_base_model("DebertaV2Model", ARCHITECTURES.get("DebertaV2ForMaskedLM"))

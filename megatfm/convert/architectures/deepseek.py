@@ -9,7 +9,7 @@ from math import log
 import torch
 from torch import Tensor
 
-from megatfm.config import LatentAttentionConfig, ModelConfig, RopeConfig, RopeScaling, require_variant
+from megatfm.config import MLAAttentionConfig, ModelConfig, RopeConfig, RopeScaling, require_variant
 from megatfm.config.experts import DeepSeekV3RouterConfig, MoEConfig
 from megatfm.config.position import YarnScaling
 from megatfm.convert.architectures.llama import dense_rules, rules_around
@@ -78,13 +78,13 @@ MOST_MODULES = 64
 def read(theirs: Json) -> ModelConfig:
     router = {
         "name": "deepseek_v3",
-        "n_groups": theirs["n_group"],
-        "top_groups": theirs["topk_group"],
-        "normalise": theirs["norm_topk_prob"],
-        "scale": theirs["routed_scaling_factor"],
+        "n_group": theirs["n_group"],
+        "topk_group": theirs["topk_group"],
+        "norm_topk_prob": theirs["norm_topk_prob"],
+        "routed_scaling_factor": theirs["routed_scaling_factor"],
     }
     config = read_with(theirs, router)
-    if config.blocks and theirs["n_routed_experts"] < 2 * theirs["n_group"]:
+    if config.layer_types and theirs["n_routed_experts"] < 2 * theirs["n_group"]:
         raise UsageError(
             f"config.json: n_group = {theirs['n_group']} of n_routed_experts = {theirs['n_routed_experts']}: "
             "transformers ranks groups by their two best experts, and a group has fewer"
@@ -120,11 +120,11 @@ def read_with(theirs: Json, router: Json) -> ModelConfig:
             "ffn.d_ff": theirs["intermediate_size"],
             "norm.eps": theirs["rms_norm_eps"],
             "ffn.activation": activation(theirs["hidden_act"], gated=True),
-            "attention.name": "latent",
-            "attention.kv_rank": theirs["kv_lora_rank"],
-            "attention.q_rank": theirs["q_lora_rank"],
-            "attention.rope_dim": theirs["qk_rope_head_dim"],
-            "attention.v_dim": theirs["v_head_dim"],
+            "attention.name": "mla",
+            "attention.kv_lora_rank": theirs["kv_lora_rank"],
+            "attention.q_lora_rank": theirs["q_lora_rank"],
+            "attention.qk_rope_head_dim": theirs["qk_rope_head_dim"],
+            "attention.v_head_dim": theirs["v_head_dim"],
             "attention.scale": _scale(theirs, rotary["position.scaling"]),
             "embedding.tied": theirs["tie_word_embeddings"],
             "attention.dropout": theirs["attention_dropout"] or 0.0,
@@ -165,7 +165,7 @@ def _their_scale(ours: ModelConfig) -> Json:
         return theirs
     if not isinstance(scaling, YarnScaling) or scaling.factor <= 1:
         raise UsageError(f"model.attention.scale = {latent.scale}: here transformers has one with YaRN alone")
-    stretch = (latent.scale / _plain_scale(ours.head_width, latent.rope_dim)) ** 0.5
+    stretch = (latent.scale / _plain_scale(ours.head_width, latent.qk_rope_head_dim)) ** 0.5
     theirs["rope_parameters"]["mscale_all_dim"] = (stretch - 1) / (0.1 * log(scaling.factor))
     return theirs
 
@@ -185,9 +185,9 @@ def _blocks(theirs: Json, n_layers: int, router: Json) -> Json:
         "router": router,
     }
     return {
-        "blocks": ["dense"] * n_dense + ["sparse"] * (n_layers - n_dense),
-        **({"block.dense": {}} if n_dense else {}),
-        "block.sparse": {"ffn": experts},
+        "layer_types": ["dense"] * n_dense + ["sparse"] * (n_layers - n_dense),
+        **({"layer_type.dense": {}} if n_dense else {}),
+        "layer_type.sparse": {"ffn": experts},
     }
 
 
@@ -196,10 +196,10 @@ def write(ours: ModelConfig) -> Json:
     for config in sparse_blocks(ours)[:1]:
         router = require_variant(require_dropless(config).router, DeepSeekV3RouterConfig, "model.ffn.router")
         theirs |= {
-            "n_group": router.n_groups,
-            "topk_group": router.top_groups,
-            "norm_topk_prob": router.normalise,
-            "routed_scaling_factor": router.scale,
+            "n_group": router.n_group,
+            "topk_group": router.topk_group,
+            "norm_topk_prob": router.norm_topk_prob,
+            "routed_scaling_factor": router.routed_scaling_factor,
         }
     return theirs | {"num_nextn_predict_layers": 0}
 
@@ -222,10 +222,10 @@ def write_with(ours: ModelConfig) -> Json:
         "num_attention_heads": ours.attention.n_heads,
         "num_key_value_heads": ours.attention.n_heads,
         "qk_nope_head_dim": ours.head_width,
-        "qk_rope_head_dim": latent.rope_dim,
-        "v_head_dim": latent.v_dim or ours.head_width,
-        "q_lora_rank": latent.q_rank,
-        "kv_lora_rank": latent.kv_rank,
+        "qk_rope_head_dim": latent.qk_rope_head_dim,
+        "v_head_dim": latent.v_head_dim or ours.head_width,
+        "q_lora_rank": latent.q_lora_rank,
+        "kv_lora_rank": latent.kv_lora_rank,
         "intermediate_size": ours.layer_config(0).ffn.d_ff,
         "rms_norm_eps": ours.norm.eps,
         "hidden_act": their_activation(ours.ffn.activation, gated=True),
@@ -261,13 +261,13 @@ def rules(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
     n, h, r, v = (
         config.attention.n_heads,
         config.head_width,
-        latent.rope_dim,
-        latent.v_dim or config.head_width,
+        latent.qk_rope_head_dim,
+        latent.v_head_dim or config.head_width,
     )
     down = rename_linear("attn.wq_down", "self_attn.q_a_proj") + rename_linear(
         "attn.q_norm", "self_attn.q_a_layernorm"
     )
-    queries = "self_attn.q_b_proj.weight" if latent.q_rank else "self_attn.q_proj.weight"
+    queries = "self_attn.q_b_proj.weight" if latent.q_lora_rank else "self_attn.q_proj.weight"
 
     def turn(order: Sequence[int], tensor: Tensor) -> Tensor:
         """Rows of heads with h channels of content and r that turn, these in another order."""
@@ -283,7 +283,7 @@ def rules(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
         return [heads[:, :h].flatten(0, 1), heads[:, h:].flatten(0, 1)]
 
     attention = [
-        *(down if latent.q_rank else []),
+        *(down if latent.q_lora_rank else []),
         WeightMapping(
             ("attn.wq.weight",),
             (queries,),
@@ -325,8 +325,8 @@ def _neighbours(width: int) -> list[int]:
     return [half * width // 2 + i for i in range(width // 2) for half in (0, 1)]
 
 
-def _latent(config: ModelConfig) -> LatentAttentionConfig:
-    return require_variant(config.attention, LatentAttentionConfig, "model.attention")
+def _latent(config: ModelConfig) -> MLAAttentionConfig:
+    return require_variant(config.attention, MLAAttentionConfig, "model.attention")
 
 
 ARCHITECTURES.register("DeepseekV3ForCausalLM")(
@@ -340,7 +340,7 @@ ARCHITECTURES.register("DeepseekV3ForCausalLM")(
         base_model_prefix="model.",
         max_length_key="max_position_embeddings",
         further=further,
-        fingerprint={"family": "decoder", "attention.name": "latent"},
+        fingerprint={"family": "decoder", "attention.name": "mla"},
     )
 )
 register_base_model("DeepseekV3Model", ARCHITECTURES.get("DeepseekV3ForCausalLM"))

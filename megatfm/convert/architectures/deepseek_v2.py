@@ -49,10 +49,10 @@ def read(theirs: Json) -> ModelConfig:
     for key in needed if has_experts else ():
         if theirs[key] is None:
             raise UsageError(f"config.json: {key} is not there: say how many")
-    groups = {"n_groups": theirs["n_group"], "top_groups": theirs["topk_group"]}
+    groups = {"n_group": theirs["n_group"], "topk_group": theirs["topk_group"]}
     router = {
         "name": "deepseek_v2",
-        "scale": theirs["routed_scaling_factor"],
+        "routed_scaling_factor": theirs["routed_scaling_factor"],
         **(groups if theirs["topk_method"] == LIMITED else {}),
     }
     return deepseek.read_with(theirs, router)
@@ -62,12 +62,12 @@ def write(ours: ModelConfig) -> Json:
     theirs = deepseek.write_with(ours)
     for config in deepseek.sparse_blocks(ours)[:1]:
         router = require_variant(require_dropless(config).router, DeepSeekV2RouterConfig, "model.ffn.router")
-        limited = router.n_groups > 1
+        limited = router.n_group > 1
         theirs |= {
             "topk_method": LIMITED if limited else GREEDY,
-            "n_group": router.n_groups,
-            "topk_group": router.top_groups,
-            "routed_scaling_factor": router.scale,
+            "n_group": router.n_group,
+            "topk_group": router.topk_group,
+            "routed_scaling_factor": router.routed_scaling_factor,
             "norm_topk_prob": False,
         }
     return theirs
@@ -83,7 +83,7 @@ ARCHITECTURES.register("DeepseekV2ForCausalLM")(
         fused_rules=lambda config: deepseek.rules(config, fused=True),
         base_model_prefix="model.",
         max_length_key="max_position_embeddings",
-        fingerprint={"family": "decoder", "attention.name": "latent"},
+        fingerprint={"family": "decoder", "attention.name": "mla"},
     )
 )
 register_base_model("DeepseekV2Model", ARCHITECTURES.get("DeepseekV2ForCausalLM"))

@@ -108,10 +108,10 @@ def _read(theirs: Json, others: Json) -> ModelConfig:
             "ffn.activation": activation(theirs["hidden_activation"], gated=True),
             "norm.eps": theirs["rms_norm_eps"],
             "norm.placement": "sandwich",
-            "norm.from_one": True,
+            "norm.zero_centered": True,
             "embedding.scale": width**0.5,
             "embedding.tied": theirs["tie_word_embeddings"],
-            "head.softcap": theirs["final_logit_softcapping"],
+            "lm_head.softcap": theirs["final_logit_softcapping"],
             "init.name": "normal",
             "init.std": theirs["initializer_range"],
             **others,
@@ -157,7 +157,7 @@ def _write(ours: ModelConfig) -> Json:
         "query_pre_attn_scalar": round(scale**-2),
         "sliding_window": layer_types.window(ours, 4096),
         "layer_types": layer_types.write(ours),
-        "final_logit_softcapping": ours.head.softcap,
+        "final_logit_softcapping": ours.lm_head.softcap,
         "attn_logit_softcapping": attention.softcap,
         "initializer_range": std(ours),
     }
@@ -195,7 +195,7 @@ def rules(config: ModelConfig) -> list[WeightMapping]:
     ]
 
 
-MARKS = llama.MARKS | {"norm.placement": "sandwich", "norm.from_one": True}
+MARKS = llama.MARKS | {"norm.placement": "sandwich", "norm.zero_centered": True}
 ARCHITECTURES.register("Gemma2ForCausalLM")(
     Architecture(
         "gemma2",

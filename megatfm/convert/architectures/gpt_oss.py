@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatfm.config import HeadsAttentionConfig, ModelConfig, require_variant
+from megatfm.config import GQAAttentionConfig, ModelConfig, require_variant
 from megatfm.convert import layer_types
 from megatfm.convert.architectures import llama
 from megatfm.convert.config_keys import COMMON, Json, alias, ignored, supported_values, used
@@ -66,7 +66,7 @@ def read(theirs: Json) -> ModelConfig:
         "bias": True,
         "n_experts": theirs["num_local_experts"],
         "top_k": theirs["num_experts_per_tok"],
-        "router": {"name": "top_k", "normalise": True, "bias": True},
+        "router": {"name": "top_k", "norm_topk_prob": True, "bias": True},
     }
     window = {"attention": {"pattern": {"name": "window", "width": theirs["sliding_window"]}}}
     return ModelConfig.from_dotted(
@@ -108,7 +108,7 @@ def write(ours: ModelConfig) -> Json:
 
 
 def rules(config: ModelConfig) -> list[WeightMapping]:
-    bias = require_variant(config.attention, HeadsAttentionConfig, "model.attention").bias
+    bias = require_variant(config.attention, GQAAttentionConfig, "model.attention").bias
     attention = [
         *(
             rule

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megatfm.config import HeadsAttentionConfig, ModelConfig, require_variant
+from megatfm.config import GQAAttentionConfig, ModelConfig, require_variant
 from megatfm.convert.config_keys import Json, Key, ignored, supported_values, used
 from megatfm.convert.keys import ROPE, activation, rope, std, their_activation, their_rope
 from megatfm.convert.registry import ARCHITECTURES, Architecture, register_base_model
@@ -30,7 +30,7 @@ KEYS: dict[str, Key] = ROPE | {
     "eos_token_id": used(2, int, list, None),
     **ignored("max_sequence_length"),
 }
-MARKS = {"family": "decoder", "position.name": "rope", "attention.name": "heads", "ffn.name": "dense"}
+MARKS = {"family": "decoder", "position.name": "rope", "attention.name": "gqa", "ffn.name": "dense"}
 
 
 def read(theirs: Json) -> ModelConfig:
@@ -83,7 +83,7 @@ def write(ours: ModelConfig) -> Json:
 
 
 def rules(config: ModelConfig) -> list[WeightMapping]:
-    bias = require_variant(config.attention, HeadsAttentionConfig, "model.attention").bias
+    bias = require_variant(config.attention, GQAAttentionConfig, "model.attention").bias
     attention = [
         rule
         for part in "qkvo"

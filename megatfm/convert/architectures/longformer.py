@@ -37,7 +37,7 @@ def read(theirs: Json) -> ModelConfig:
         raise UsageError(
             f"config.json: attention_window = {given} differs by layer: megatfm reads one for all layers"
         )
-    pattern = {"name": "longformer", "width": widths.pop(), "tokens": theirs[TOKENS]}
+    pattern = {"name": "longformer", "width": widths.pop(), "global_tokens": theirs[TOKENS]}
     ours = roberta.read(theirs)
     return ours.with_changes({"attention.name": "longformer", "attention.pattern": pattern})
 
@@ -49,7 +49,7 @@ def write(ours: ModelConfig) -> Json:
             f"model.attention.pattern.width = {pattern.width}: transformers' windows are even: an odd one is "
             f"{pattern.width - 1}"
         )
-    return roberta.write(ours) | {"attention_window": pattern.width, TOKENS: list(pattern.tokens)}
+    return roberta.write(ours) | {"attention_window": pattern.width, TOKENS: list(pattern.global_tokens)}
 
 
 def rules(config: ModelConfig) -> list[WeightMapping]:

@@ -1,6 +1,6 @@
 """Mixtral: MixtralForCausalLM, a Mistral all of whose blocks have experts."""
 
-from megatfm.config import HeadsAttentionConfig, ModelConfig, require_variant
+from megatfm.config import GQAAttentionConfig, ModelConfig, require_variant
 from megatfm.convert.architectures import llama, mistral
 from megatfm.convert.config_keys import Json, alias, ignored, used
 from megatfm.convert.experts import (
@@ -41,8 +41,8 @@ def read(theirs: Json) -> ModelConfig:
 
 def write(ours: ModelConfig) -> Json:
     router, experts = require_top_k_router(ours), require_dropless(ours)
-    if not router.normalise:
-        raise UsageError("model.ffn.router.normalise = false: Mixtral's weights add up to 1")
+    if not router.norm_topk_prob:
+        raise UsageError("model.ffn.router.norm_topk_prob = false: Mixtral's weights add up to 1")
     return {
         **mistral.write(ours),
         "num_local_experts": experts.n_experts,
@@ -51,7 +51,7 @@ def write(ours: ModelConfig) -> Json:
 
 
 def rules(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
-    bias = require_variant(config.attention, HeadsAttentionConfig, "model.attention").bias
+    bias = require_variant(config.attention, GQAAttentionConfig, "model.attention").bias
     attention = [
         rule
         for part in "qkvo"

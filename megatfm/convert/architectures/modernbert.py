@@ -1,7 +1,7 @@
 """ModernBERT (Warner et al. 2024): ModernBertForMaskedLM. Blocks see a window, every third one all; the first block's
 attention has no norm of its own, since the embedding has one."""
 
-from megatfm.config import HeadsAttentionConfig, ModelConfig, require_variant
+from megatfm.config import GQAAttentionConfig, ModelConfig, require_variant
 from megatfm.config.model_parts import LayerNormConfig
 from megatfm.convert import layer_types
 from megatfm.convert.config_keys import Json, ignored, supported_values, used
@@ -108,11 +108,11 @@ def read(theirs: Json) -> ModelConfig:
             "norm.name": "layer_norm",
             "norm.eps": theirs["norm_eps"],
             "norm.bias": theirs["norm_bias"],
-            "norm.first": False,
+            "norm.first_attention_norm": False,
             "embedding.norm": True,
-            "head.name": "transform",
-            "head.bias": theirs["decoder_bias"],
-            "head.transform_bias": theirs["classifier_bias"],
+            "lm_head.name": "transform",
+            "lm_head.bias": theirs["decoder_bias"],
+            "lm_head.transform_bias": theirs["classifier_bias"],
             "init.name": "bert",
             "init.std": theirs["initializer_range"],
             **layer_types.blocks(
@@ -142,10 +142,10 @@ def write(ours: ModelConfig) -> Json:
         "classifier_activation": activated,
         "norm_eps": ours.norm.eps,
         "norm_bias": require_variant(ours.norm, LayerNormConfig, "model.norm").bias,
-        "attention_bias": require_variant(ours.attention, HeadsAttentionConfig, "model.attention").bias,
+        "attention_bias": require_variant(ours.attention, GQAAttentionConfig, "model.attention").bias,
         "mlp_bias": ours.ffn.bias,
-        "classifier_bias": ours.head.transform_bias,
-        "decoder_bias": ours.head.bias,
+        "classifier_bias": ours.lm_head.transform_bias,
+        "decoder_bias": ours.lm_head.bias,
         "attention_dropout": ours.attention.dropout,
         "embedding_dropout": ours.dropout,
         "mlp_dropout": ours.ffn.dropout,
@@ -160,7 +160,7 @@ def write(ours: ModelConfig) -> Json:
 def rules(config: ModelConfig) -> list[WeightMapping]:
     d, d_ff = config.d_model, config.ffn.d_ff
     norm_bias = require_variant(config.norm, LayerNormConfig, "model.norm").bias
-    bias = require_variant(config.attention, HeadsAttentionConfig, "model.attention").bias
+    bias = require_variant(config.attention, GQAAttentionConfig, "model.attention").bias
 
     def norm(ours: str, theirs: str) -> list[WeightMapping]:
         return rename_linear(ours, theirs, bias=norm_bias)
@@ -192,9 +192,9 @@ def rules(config: ModelConfig) -> list[WeightMapping]:
             for rule in with_prefix(f"encoder.layers.{i}.", f"model.layers.{i}.", [*before * (i > 0), *block])
         ),
         *norm("encoder.norm", "model.final_norm"),
-        *rename_linear("head.transform.dense", "head.dense", bias=config.head.transform_bias),
+        *rename_linear("head.transform.dense", "head.dense", bias=config.lm_head.transform_bias),
         *norm("head.transform.norm", "head.norm"),
-        *([rename("head.bias", "decoder.bias")] if config.head.bias else []),
+        *([rename("head.bias", "decoder.bias")] if config.lm_head.bias else []),
     ]
 
 
@@ -207,7 +207,7 @@ ARCHITECTURES.register("ModernBertForMaskedLM")(
         rules,
         base_model_prefix="model.",
         max_length_key="max_position_embeddings",
-        fingerprint={"family": "encoder", "position.name": "rope", "norm.first": False},
+        fingerprint={"family": "encoder", "position.name": "rope", "norm.first_attention_norm": False},
     )
 )
 register_base_model("ModernBertModel", ARCHITECTURES.get("ModernBertForMaskedLM"))

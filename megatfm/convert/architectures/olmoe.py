@@ -51,7 +51,7 @@ def read(theirs: Json) -> ModelConfig:
         dense.ffn.activation,
         normalise=theirs["norm_topk_prob"],
     )
-    return dense.with_changes({"ffn": experts, "attention.qk_norm": "whole"})
+    return dense.with_changes({"ffn": experts, "attention.qk_norm": "all_heads"})
 
 
 def write(ours: ModelConfig) -> Json:
@@ -61,7 +61,7 @@ def write(ours: ModelConfig) -> Json:
         "clip_qkv": None,
         "num_experts": experts.n_experts,
         "num_experts_per_tok": experts.top_k,
-        "norm_topk_prob": router.normalise,
+        "norm_topk_prob": router.norm_topk_prob,
     }
 
 
@@ -89,7 +89,7 @@ ARCHITECTURES.register("OlmoeForCausalLM")(
         base_model_prefix="model.",
         ignored_tensors=(r"rotary_emb\.inv_freq$",),
         max_length_key="max_position_embeddings",
-        fingerprint=llama.MARKS | {"ffn.name": "moe", "attention.qk_norm": "whole"},
+        fingerprint=llama.MARKS | {"ffn.name": "moe", "attention.qk_norm": "all_heads"},
     )
 )
 register_base_model("OlmoeModel", ARCHITECTURES.get("OlmoeForCausalLM"))

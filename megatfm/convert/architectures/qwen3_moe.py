@@ -63,7 +63,7 @@ def write(ours: ModelConfig) -> Json:
         "moe_intermediate_size": experts.d_ff,
         "num_experts": experts.n_experts,
         "num_experts_per_tok": experts.top_k,
-        "norm_topk_prob": router.normalise,
+        "norm_topk_prob": router.norm_topk_prob,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }

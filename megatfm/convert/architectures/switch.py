@@ -45,14 +45,14 @@ def read(theirs: Json) -> ModelConfig:
     dense = t5.read(theirs | plain)
     scaled = dense.d_model**-0.5 if theirs["tie_word_embeddings"] else 1.0
     acts = activation(theirs["dense_act_fn"])
-    dense = dense.with_changes({"ffn.activation": acts, "head.scale": scaled})
+    dense = dense.with_changes({"ffn.activation": acts, "lm_head.scale": scaled})
     experts = {
         "name": "moe",
         "d_ff": theirs["d_ff"],
         "activation": acts,
         "n_experts": theirs["num_experts"],
         "top_k": 1,
-        "places": theirs["expert_capacity"],
+        "expert_capacity": theirs["expert_capacity"],
         "dropout": 0.0,
         "router": {"name": "switch"},
     }
@@ -70,7 +70,7 @@ def read(theirs: Json) -> ModelConfig:
     names = ["sparse" if sparse else "dense" for sparse in longer]
     sections = {"sparse": {"ffn": experts}, "dense": {}}
     return dense.with_changes(
-        {"blocks": names, **{f"block.{name}": sections[name] for name in dict.fromkeys(names)}}
+        {"layer_types": names, **{f"layer_type.{name}": sections[name] for name in dict.fromkeys(names)}}
     )
 
 
@@ -95,17 +95,18 @@ def write(ours: ModelConfig) -> Json:
     for config in sparse[:1]:
         experts = require_variant(config.ffn, MoEConfig, "model.ffn")
         require_variant(experts.router, SwitchRouterConfig, "model.ffn.router")
-        if experts.places is None:
+        if experts.expert_capacity is None:
             raise UsageError(
-                "model.ffn.places is not set: transformers' Switch gives each expert a number of places for a row"
+                "model.ffn.expert_capacity is not set: transformers' Switch gives each expert a number of "
+                "places for a row"
             )
-        theirs |= {"num_experts": experts.n_experts, "expert_capacity": experts.places}
+        theirs |= {"num_experts": experts.n_experts, "expert_capacity": experts.expert_capacity}
     for side, n_layers in (("encoder", ours.encoder_layers), ("decoder", ours.n_layers)):
         wanted = [isinstance(ours.layer_config(depth).ffn, MoEConfig) for depth in range(n_layers)]
         counts = (n for n in range(n_layers + 1) if _kinds(n, n_layers) == wanted)
         if (count := next(counts, None)) is None:
             raise UsageError(
-                f"model.blocks: transformers' Switch can't have experts in these layers of the {side}"
+                f"model.layer_types: transformers' Switch can't have experts in these layers of the {side}"
             )
         theirs[f"num_sparse_{side}_layers"] = count
     return theirs

@@ -68,7 +68,7 @@ def read(theirs: Json) -> ModelConfig:
             "position.buckets": theirs["relative_attention_num_buckets"],
             "position.max_distance": theirs["relative_attention_max_distance"],
             "embedding.tied": theirs["tie_word_embeddings"] is not False,
-            "head.scale": width**-0.5 if scaled else 1.0,
+            "lm_head.scale": width**-0.5 if scaled else 1.0,
             "dropout": rate,
             "attention.dropout": rate,
             "ffn.dropout": rate,

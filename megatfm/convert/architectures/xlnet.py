@@ -66,7 +66,7 @@ def read(theirs: Json) -> ModelConfig:
             "attention.name": "two_stream",
             "ffn.bias": True,
             "position.name": "transformer_xl",
-            "head.bias": True,
+            "lm_head.bias": True,
             "dropout": theirs["dropout"],
             "attention.dropout": theirs["dropout"],
             "init.name": "normal",

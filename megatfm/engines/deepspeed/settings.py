@@ -43,9 +43,10 @@ class Settings:
 def settings(config: Config, setup: EngineSetup, package: ModuleType) -> Settings:
     """Raises UsageError for what this machine or number of ranks can't do."""
     own, folder = config.deepspeed, None
-    if (ranks := setup.mesh.gradient_ranks) % own.hpz:
+    if (ranks := setup.mesh.gradient_ranks) % own.zero_hpz_partition_size:
         raise UsageError(
-            f"deepspeed.hpz = {own.hpz} doesn't divide the {ranks} ranks of parallel.dp_shard and parallel.cp: set a "
+            f"deepspeed.zero_hpz_partition_size = {own.zero_hpz_partition_size} doesn't divide the {ranks} "
+            f"ranks of parallel.dp_shard and parallel.cp: set a "
             "number that does"
         )
     if own.quantized:

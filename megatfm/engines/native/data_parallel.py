@@ -40,7 +40,7 @@ class ZeroOptions:
     """
 
     zero: Literal[0, 1, 2, 3] = 3
-    accumulate: Literal["whole", "shards"] = "whole"
+    accumulate: Literal["unsharded", "sharded"] = "unsharded"
     reduce_dtype: torch.dtype | None = None
     prefetch: int | None = None
     use_group_allocator: bool = False
@@ -50,7 +50,11 @@ class ZeroOptions:
         """As a config says."""
         reduced = torch.bfloat16 if parallel.reduce_dtype == "bf16" else None
         return cls(
-            parallel.zero, parallel.accumulate, reduced, parallel.prefetch, parallel.comm_memory == "group"
+            parallel.zero,
+            parallel.grad_accumulation,
+            reduced,
+            parallel.fsdp_prefetch,
+            parallel.comm_buffers == "process_group",
         )
 
     def prefetch_depth(self, device_type: str) -> int:

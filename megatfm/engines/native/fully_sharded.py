@@ -58,7 +58,7 @@ class FullySharded:
     def begin(self, is_last: bool) -> None:
         for stage in self._stages:
             assert isinstance(stage, FSDPModule)
-            stage.set_requires_gradient_sync(is_last or self._sharing.accumulate == "shards")
+            stage.set_requires_gradient_sync(is_last or self._sharing.accumulate == "sharded")
             if self._sharing.zero == 2:
                 stage.set_reshard_after_backward(is_last)
 
@@ -163,7 +163,7 @@ def _allocate_in_groups(stage: nn.Module, mesh: Mesh, device: torch.device) -> N
     group = mesh.group(DENSE_DATA_AXES.shard)
     if not group._get_backend(device).supports_tensor_alloc(device):
         log.warning(
-            "parallel.comm_memory = 'group': %s has no memory of its own for %s: torch allocates what is sent",
+            "parallel.comm_buffers = 'process_group': %s has no memory of its own for %s: torch allocates what is sent",
             dist.get_backend(group),
             device,
         )

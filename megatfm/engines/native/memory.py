@@ -58,7 +58,7 @@ def memory_needed(
     whole, in_blocks = sum(p.numel() for p in model.parameters()), sum(sizes)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     local = sum(box.tensor.nbytes for box in weights) * trained // max(whole, 1)
-    adds_up = pipeline is not None or (microbatches > 1 and sharing.accumulate == "whole")
+    adds_up = pipeline is not None or (microbatches > 1 and sharing.accumulate == "unsharded")
     splits = pipeline is not None and pipeline.schedule in SPLITS_BACKWARD
     gathered = 0
     if sharing.zero == 2 or (sharing.zero == 3 and splits):

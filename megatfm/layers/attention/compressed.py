@@ -71,7 +71,7 @@ class CompressedAttention(nn.Module):
         ).prefix_mask is not None:
             raise UsageError(
                 "model.attention.name = 'compressed' makes keys of tokens before the query alone, and a prefix is seen "
-                "by earlier ones too: use objective.name = 'causal', or model.attention.name = 'heads'"
+                "by earlier ones too: use objective.name = 'causal', or model.attention.name = 'gqa'"
             )
         q_BNTH, k_BNTH, v_BNTH = (self._heads(w(x_BTD)) for w in (self.wq, self.wk, self.wv))
         new = k_BNTH.shape[2]

@@ -5,7 +5,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from megatfm.config import DisentangledPositionConfig, ModelConfig
+from megatfm.config import DebertaPositionConfig, ModelConfig
 from megatfm.cost import Cost, TokenCounts, total_cost
 from megatfm.errors import UsageError
 from megatfm.layers.attention.cache import LayerCache
@@ -21,7 +21,7 @@ from megatfm.ops.attention.rows import attend_in_chunks
 # B batch, T queries, S keys, D model width, N heads, H head width, R relative positions
 
 
-@ATTENTIONS.register("disentangled")
+@ATTENTIONS.register("deberta")
 class DisentangledAttention(nn.Module):
     """Scores are content·content + content·position + position·content, scaled by 1/√(3H).
 
@@ -35,9 +35,9 @@ class DisentangledAttention(nn.Module):
     def __init__(self, config: ModelConfig, initial: Initialiser, pattern: AttentionPattern) -> None:
         super().__init__()
         require_full(config)
-        if not isinstance(config.position, DisentangledPositionConfig) or pattern.builtin_mask != "all":
+        if not isinstance(config.position, DebertaPositionConfig) or pattern.builtin_mask != "all":
             raise UsageError(
-                "model.attention.name = 'disentangled' needs model.position.name = 'disentangled' and "
+                "model.attention.name = 'deberta' needs model.position.name = 'deberta' and "
                 "family = 'encoder'"
             )
         d, width = config.d_model, config.attention.n_heads * config.head_width

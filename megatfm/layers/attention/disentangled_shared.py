@@ -4,7 +4,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from megatfm.config import DisentangledBucketsConfig, ModelConfig
+from megatfm.config import DebertaV2PositionConfig, ModelConfig
 from megatfm.cost import Cost, TokenCounts, total_cost
 from megatfm.errors import UsageError
 from megatfm.layers.attention.cache import LayerCache
@@ -19,7 +19,7 @@ from megatfm.layers.sequence import SequenceMetadata
 # B batch, T tokens, D model width, N heads, H head width, R buckets of relative positions
 
 
-@ATTENTIONS.register("disentangled_shared")
+@ATTENTIONS.register("deberta_v2")
 class DisentangledSharedAttention(nn.Module):
     """The table of relative positions goes through the content's projections of queries and keys."""
 
@@ -30,9 +30,9 @@ class DisentangledSharedAttention(nn.Module):
     def __init__(self, config: ModelConfig, initial: Initialiser, pattern: AttentionPattern) -> None:
         super().__init__()
         require_full(config)
-        if not isinstance(config.position, DisentangledBucketsConfig) or pattern.builtin_mask != "all":
+        if not isinstance(config.position, DebertaV2PositionConfig) or pattern.builtin_mask != "all":
             raise UsageError(
-                "model.attention.name = 'disentangled_shared' needs model.position.name = "
+                "model.attention.name = 'deberta_v2' needs model.position.name = "
                 "'disentangled_buckets' and family = 'encoder'"
             )
         d, width = config.d_model, config.attention.n_heads * config.head_width

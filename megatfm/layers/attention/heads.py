@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from megatfm.config import HeadsAttentionConfig, ModelConfig, require_variant
+from megatfm.config import GQAAttentionConfig, ModelConfig, require_variant
 from megatfm.cost import Cost, TokenCounts, total_cost
 from megatfm.layers.attention.cache import LayerCache, update_cache
 from megatfm.layers.attention.core import DotProductAttention
@@ -18,7 +18,7 @@ from megatfm.ops.attention.distances import for_last_keys
 # B batch, T tokens, S keys, D model width, N query heads, K key-value heads, H head width
 
 
-@ATTENTIONS.register("heads")
+@ATTENTIONS.register("gqa")
 class HeadsAttention(nn.Module):
     """Projections around the core. Heads are viewed as −1, so that any number of local heads works."""
 
@@ -29,7 +29,7 @@ class HeadsAttention(nn.Module):
     def __init__(self, config: ModelConfig, initial: Initialiser, pattern: AttentionPattern) -> None:
         super().__init__()
         self.head_dim, self.of_memory = config.head_width, pattern.is_cross_attention
-        options = require_variant(config.attention, HeadsAttentionConfig, "model.attention")
+        options = require_variant(config.attention, GQAAttentionConfig, "model.attention")
         d, width, kv_width = (
             config.d_model,
             *(n * self.head_dim for n in (options.n_heads, options.kv_heads)),
@@ -43,7 +43,7 @@ class HeadsAttention(nn.Module):
         self.k_norm: nn.Module = nn.Identity()
         self.wq_norm: nn.Module | None = None
         self.wk_norm: nn.Module | None = None
-        if options.qk_norm == "whole":
+        if options.qk_norm == "all_heads":
             self.wq_norm, self.wk_norm = (ShardedRMSNorm(n, config.norm.eps) for n in (width, kv_width))
         elif options.qk_norm:
             self.q_norm, self.k_norm = _head_norm(config), _head_norm(config)

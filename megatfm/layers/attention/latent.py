@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatfm.config import LatentAttentionConfig, ModelConfig, require_variant
+from megatfm.config import MLAAttentionConfig, ModelConfig, require_variant
 from megatfm.errors import UsageError
 from megatfm.layers.attention.cache import LayerCache, update_cache
 from megatfm.layers.attention.core import DotProductAttention
@@ -22,7 +22,7 @@ from megatfm.ops.attention import probabilities
 # C width of a latent
 
 
-@ATTENTIONS.register("latent")
+@ATTENTIONS.register("mla")
 class LatentAttention(nn.Module):
     """Queries and keys have H channels of content and R that are turned by position; R's keys serve all heads."""
 
@@ -41,10 +41,10 @@ class LatentAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, initial: Initialiser, pattern: AttentionPattern) -> None:
         super().__init__()
-        latent = require_variant(config.attention, LatentAttentionConfig, "model.attention")
+        latent = require_variant(config.attention, MLAAttentionConfig, "model.attention")
         if config.position.name != "rope" or pattern.is_cross_attention:
             raise UsageError(
-                "model.attention.name = 'latent' carries positions in its own rotary channels, in self-attention: it "
+                "model.attention.name = 'mla' carries positions in its own rotary channels, in self-attention: it "
                 "needs model.position.name = 'rope' and a decoder or encoder, not "
                 f"{config.position.name!r} and {config.family}"
             )
@@ -52,23 +52,23 @@ class LatentAttention(nn.Module):
             config.d_model,
             latent.n_heads,
             config.head_width,
-            latent.rope_dim,
+            latent.qk_rope_head_dim,
         )
         of_latents = initial
         if config.mup is not None and config.mup.latent_ranks == "fixed":
             of_latents = with_fixed_inputs(initial)
-        self.v_dim = latent.v_dim or self.head_dim
+        self.v_dim = latent.v_head_dim or self.head_dim
         q_width = n * (self.head_dim + self.rope_dim)
-        q_in = latent.q_rank or d
-        if latent.q_rank:
+        q_in = latent.q_lora_rank or d
+        if latent.q_lora_rank:
             self.wq_down = Linear(d, q_in, initial("query", d, q_in))
             self.q_norm = RMSNorm(q_in, config.norm.eps)
-        of_queries = of_latents if latent.q_rank else initial
+        of_queries = of_latents if latent.q_lora_rank else initial
         self.wq = Linear(q_in, q_width, of_queries("query", q_in, q_width))
-        self.wkv_down = Linear(d, latent.kv_rank, initial("key", d, latent.kv_rank))
-        self.kv_norm = RMSNorm(latent.kv_rank, config.norm.eps)
+        self.wkv_down = Linear(d, latent.kv_lora_rank, initial("key", d, latent.kv_lora_rank))
+        self.kv_norm = RMSNorm(latent.kv_lora_rank, config.norm.eps)
         self.wk_rope = Linear(d, self.rope_dim, initial("key", d, self.rope_dim))
-        rank, k_width, v_width = latent.kv_rank, n * self.head_dim, n * self.v_dim
+        rank, k_width, v_width = latent.kv_lora_rank, n * self.head_dim, n * self.v_dim
         self.wk = Linear(rank, k_width, of_latents("key", rank, k_width))
         self.wv = Linear(rank, v_width, of_latents("value", rank, v_width))
         self.wo = Linear(n * self.v_dim, d, initial("out", n * self.v_dim, d))

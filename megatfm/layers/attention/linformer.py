@@ -40,7 +40,7 @@ def linformer(config: ModelConfig, initial: Initialiser, pattern: AttentionPatte
     if config.family == "encoder_decoder" and (
         pattern.is_cross_attention or pattern.builtin_mask == "causal"
     ):
-        return HeadsAttention(config.with_changes({"attention": {"name": "heads"}}), initial, pattern)
+        return HeadsAttention(config.with_changes({"attention": {"name": "gqa"}}), initial, pattern)
     return LinformerAttention(config, initial, pattern)
 
 
@@ -55,9 +55,10 @@ def layerwise_projection(
     """The projection that these layers of an encoder have in common. Raises UsageError where its sizes differ."""
     options = [config.layer_config(depth).attention for depth, has in enumerate(sketched) if has]
     linformers = [require_variant(each, LinformerAttentionConfig, "model.attention") for each in options]
-    if len({(each.length, each.rank) for each in linformers}) > 1:
+    if len({(each.max_length, each.projected_length) for each in linformers}) > 1:
         raise UsageError(
-            "model.attention.share = 'layerwise' is one projection for all layers, and model.block has other lengths "
+            "model.attention.share = 'layerwise' is one projection for all layers, and model.layer_type has "
+            "other lengths "
             "or ranks: give all the same, or choose share = 'key_value'"
         )
     return SequenceProjection(linformers[0], initial) if linformers else None
@@ -85,7 +86,7 @@ class LinformerAttention(nn.Module):
         self.wk = Linear(d, width, initial("key", d, width), bias=options.bias)
         self.wv = Linear(d, width, initial("value", d, width), bias=options.bias)
         self.wo = Linear(width, d, initial("out", width, d), bias=options.bias)
-        self.length, self.rank = options.length, options.rank
+        self.length, self.rank = options.max_length, options.projected_length
         sketch = PerHeadSequenceProjection if options.share == "none" else SequenceProjection
         self.of_keys = None if options.share == "layerwise" else sketch(options, initial)
         self.of_values = sketch(options, initial) if options.share in ("none", "headwise") else None
@@ -104,7 +105,7 @@ class LinformerAttention(nn.Module):
         """[B, T, D]. bias: the projection [P, R], where all layers share it."""
         if sequence.length > self.length:
             raise UsageError(
-                f"rows of {sequence.length} tokens, but model.attention.length = {self.length}: make the rows "
+                f"rows of {sequence.length} tokens, but model.attention.max_length = {self.length}: make the rows "
                 "shorter, or length longer"
             )
         q_BNTH, k_BNTH, v_BNTH = (self._heads(w(x_BTD)) for w in (self.wq, self.wk, self.wv))
@@ -222,10 +223,10 @@ class SequenceProjection(nn.Module):
     def __init__(self, options: LinformerAttentionConfig, initial: Initialiser) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(self._shape(options)))
-        self.initial = {"weight": initial("relative", options.length, options.rank)}
+        self.initial = {"weight": initial("relative", options.max_length, options.projected_length)}
 
     def _shape(self, options: LinformerAttentionConfig) -> tuple[int, ...]:
-        return (options.length, options.rank)
+        return (options.max_length, options.projected_length)
 
     def forward(self) -> Tensor:
         return self.weight
@@ -237,7 +238,7 @@ class PerHeadSequenceProjection(SequenceProjection):
     tp_plan = (("", "last dim"),)
 
     def _shape(self, options: LinformerAttentionConfig) -> tuple[int, ...]:
-        return (options.length, options.rank, options.n_heads)
+        return (options.max_length, options.projected_length, options.n_heads)
 
 
 def project_sequence(x_BNTH: Tensor, weight: Tensor) -> Tensor:

@@ -33,15 +33,15 @@ class DeepSeekV3Router(Router):
         scores_BTE = logits_BTE.sigmoid()
         choices_BTK = stable_topk(self._in_best_groups(scores_BTE.detach() + self.bias), self.top_k)
         weights_BTK = scores_BTE.gather(-1, choices_BTK)
-        if self.options.normalise:
+        if self.options.norm_topk_prob:
             weights_BTK = weights_BTK / (weights_BTK.sum(-1, keepdim=True) + 1e-20)
         probabilities_BTE = scores_BTE / scores_BTE.sum(-1, keepdim=True)
-        weights_BTK = (weights_BTK * self.options.scale).to(x_BTD.dtype)
+        weights_BTK = (weights_BTK * self.options.routed_scaling_factor).to(x_BTD.dtype)
         return RouterOutput(choices_BTK, weights_BTK, logits_BTE, probabilities_BTE)
 
     def _in_best_groups(self, scores_BTE: Tensor) -> Tensor:
         """Without the experts of all but the groups whose two best scores together are highest."""
-        n, best = self.options.n_groups, self.options.top_groups
+        n, best = self.options.n_group, self.options.topk_group
         if best == n:
             return scores_BTE
         grouped_BTGx = scores_BTE.unflatten(-1, (n, -1))
@@ -52,4 +52,4 @@ class DeepSeekV3Router(Router):
 
     def update(self, load_E: Tensor, means: Mapping[str, Tensor]) -> None:
         load_E = load_E.to(self.bias.dtype)
-        self.bias += self.options.bias_rate * (load_E.mean() - load_E).sign()
+        self.bias += self.options.bias_update_rate * (load_E.mean() - load_E).sign()

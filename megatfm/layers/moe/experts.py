@@ -62,7 +62,7 @@ class Experts(nn.Module):
             options.d_ff,
         )
         self.activation, self.n_experts, self.first = activation, n, 0
-        self.capacity, self.places = options.capacity, options.places
+        self.capacity, self.places = options.capacity_factor, options.expert_capacity
         self.by_position, self.is_unlimited = options.drop_policy == "position", False
         if options.is_limited and options.top_k > 1 and not self.by_position and config.family in CAUSAL:
             _warn_of_future(options.top_k)
@@ -195,7 +195,7 @@ def without_capacity(model: nn.Module) -> Iterator[None]:
 @cache
 def _tell_of_generation() -> None:
     log.info(
-        "generation: experts take all tokens that choose them; model.ffn.capacity limits training and evaluation"
+        "generation: experts take all tokens that choose them; model.ffn.capacity_factor limits training and evaluation"
     )
 
 
@@ -203,6 +203,7 @@ def _tell_of_generation() -> None:
 def _warn_of_future(top_k: int) -> None:
     """Warn once that a causal model sees the future."""
     log.warning(
-        f"model.ffn.capacity with top_k = {top_k} in a causal model: whether a token keeps its last choices depends on "
+        f"model.ffn.capacity_factor with top_k = {top_k} in a causal model: whether a token keeps its last "
+        f"choices depends on "
         'later tokens of its row, which are not there in generation: set model.ffn.drop_policy = "position"'
     )

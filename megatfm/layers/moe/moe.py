@@ -57,15 +57,17 @@ class MoE(nn.Module):
             self.shared = FFN(config.with_changes({"ffn": options.shared}), initial)
         # Where sums over a part of the row become those over all of it.
         self.counted, self.total, self.row_sums = nn.Identity(), nn.Identity(), balance.RowSums()
-        self.register_buffer("shares", torch.empty(options.n_experts), persistent=options.router.balance > 0)
+        self.register_buffer(
+            "shares", torch.empty(options.n_experts), persistent=options.router.aux_loss_coef > 0
+        )
         self.shares: Tensor
         self.initial = {"shares": Constant(1 / options.n_experts)}
         self.observed: dict[str, Tensor] = {}
 
     @property
     def cp_plan(self) -> str:
-        """See `parallel.context`."""
-        of_rows = self.options.sequence_balance or self.options.of_encoders or self.experts.has_capacity
+        """See `parallel.cp_method`."""
+        of_rows = self.options.seq_aux_loss_coef or self.options.of_encoders or self.experts.has_capacity
         return "experts" if of_rows else "alone"
 
     @staticmethod
@@ -73,11 +75,13 @@ class MoE(nn.Module):
         """The router's loss terms whose weight is not 0."""
         router = require_variant(config.ffn, MoEConfig, "model.ffn").router
         every = {
-            "balance": AuxiliaryLoss(router.balance, "tokens"),
-            "sequence_balance": AuxiliaryLoss(router.sequence_balance, "rows"),
-            "router_z": AuxiliaryLoss(router.z_loss, "tokens"),
+            "balance": AuxiliaryLoss(router.aux_loss_coef, "tokens"),
+            "sequence_balance": AuxiliaryLoss(router.seq_aux_loss_coef, "rows"),
+            "router_z": AuxiliaryLoss(router.z_loss_coef, "tokens"),
         }
-        every |= {name: AuxiliaryLoss(getattr(router, name), "tokens") for name in router.evens}
+        every |= {
+            name: AuxiliaryLoss(getattr(router, f"{name}_loss_coef"), "tokens") for name in router.evens
+        }
         return {name: term for name, term in every.items() if term.weight}
 
     def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> BlockOutput:
@@ -105,14 +109,14 @@ class MoE(nn.Module):
 
     def _losses(self, routing: RouterOutput, real_BT: Tensor) -> dict[str, Tensor]:
         losses: dict[str, Tensor] = {}
-        if self.options.balance:
+        if self.options.aux_loss_coef:
             losses["balance"] = balance.load_balancing_loss(routing, real_BT, self.shares)
-        if self.options.sequence_balance:
+        if self.options.seq_aux_loss_coef:
             counts_BX = self.counted(balance.row_expert_counts(routing, real_BT, self.row_sums))
             losses["sequence_balance"] = balance.sequence_load_balancing_loss(
                 routing, real_BT, counts_BX, self.row_sums
             )
-        if self.options.z_loss:
+        if self.options.z_loss_coef:
             losses["router_z"] = balance.z_loss(routing, real_BT)
         for name, numbers_BTE in routing.balanced.items():
             means_E = self.router.get_buffer(name)

@@ -44,7 +44,7 @@ class NoisyTopKRouter(Router):
         self.noise_weight = nn.Parameter(torch.empty(options.n_experts, config.d_model))
         # From 0 on, it learns as the other matrix that reads the same.
         self.initial["noise_weight"] = Constant(0.0, width_ratio=self.initial["weight"].width_ratio)
-        self.evens = [name for name in router.evens if getattr(router, name)]
+        self.evens = [name for name in router.evens if getattr(router, f"{name}_loss_coef")]
         for name in self.evens:
             self.register_buffer(name, torch.empty(options.n_experts), persistent=True)
             self.initial[name] = Constant(1 / options.n_experts)

@@ -19,7 +19,7 @@ class TopKRouter(Router):
         super().__init__(config, initial)
         options = require_variant(config.ffn, MoEConfig, "model.ffn")
         router = require_variant(options.router, TopKRouterConfig, "model.ffn.router")
-        self.normalise = router.normalise
+        self.normalise = router.norm_topk_prob
         self.bias = nn.Parameter(torch.empty(options.n_experts)) if router.bias else None
         if router.bias:
             self.initial["bias"] = Constant(0.0)

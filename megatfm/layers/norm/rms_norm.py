@@ -10,17 +10,18 @@ from megatfm.ops.initial import Constant
 
 @NORMS.register("rms_norm")
 class RMSNorm(nn.Module):
-    """x / √(mean(x²) + eps) · weight over the last dim. from_one: the weight is stored less 1, so that what is near 1
+    """x / √(mean(x²) + eps) · weight over the last dim. zero_centered: the weight is stored less 1, so that what is
+    near 1
     keeps its precision, and weight decay pulls to 1 (Gemma)."""
 
-    def __init__(self, d_model: int, eps: float, *, from_one: bool = False) -> None:
+    def __init__(self, d_model: int, eps: float, *, zero_centered: bool = False) -> None:
         super().__init__()
-        self.eps, self.from_one = eps, from_one
+        self.eps, self.zero_centered = eps, zero_centered
         self.weight = nn.Parameter(torch.empty(d_model))
-        self.initial = {"weight": Constant(0.0 if from_one else 1.0)}
+        self.initial = {"weight": Constant(0.0 if zero_centered else 1.0)}
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.from_one:
+        if not self.zero_centered:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         precise = torch.promote_types(x.dtype, torch.float32)
         return F.rms_norm(x.to(precise), self.weight.shape, 1 + self.weight.to(precise), self.eps).to(x.dtype)

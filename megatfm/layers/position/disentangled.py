@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from megatfm.config import DisentangledPositionConfig, ModelConfig, require_variant
+from megatfm.config import DebertaPositionConfig, ModelConfig, require_variant
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.position.registry import POSITIONS, PositionEncoding
 from megatfm.layers.sequence import SequenceMetadata
@@ -18,7 +18,7 @@ class RelativePositionTable(nn.Module):
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
-        rows = 2 * require_variant(config.position, DisentangledPositionConfig, "model.position").max_distance
+        rows = 2 * require_variant(config.position, DebertaPositionConfig, "model.position").max_distance
         self.table = Embedding(rows, config.d_model, initial("relative", rows, config.d_model))
 
     def forward(self, sequence: SequenceMetadata, causal: bool) -> Tensor:
@@ -26,4 +26,4 @@ class RelativePositionTable(nn.Module):
         return self.table.weight
 
 
-DISENTANGLED = POSITIONS.register("disentangled")(PositionEncoding(score_bias=RelativePositionTable))
+DISENTANGLED = POSITIONS.register("deberta")(PositionEncoding(score_bias=RelativePositionTable))

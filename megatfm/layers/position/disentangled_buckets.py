@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from megatfm.config import DisentangledBucketsConfig, ModelConfig, require_variant
+from megatfm.config import DebertaV2PositionConfig, ModelConfig, require_variant
 from megatfm.cost import Cost, TokenCounts
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.norm import make_norm
@@ -36,7 +36,7 @@ class BucketedPositionTable(nn.Module):
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
-        options = require_variant(config.position, DisentangledBucketsConfig, "model.position")
+        options = require_variant(config.position, DebertaV2PositionConfig, "model.position")
         rows = 2 * options.buckets
         self.table = Embedding(rows, config.d_model, initial("relative", rows, config.d_model))
         self.norm = make_norm(config)
@@ -50,6 +50,4 @@ class BucketedPositionTable(nn.Module):
         return self.norm(self.table.weight)
 
 
-DISENTANGLED_BUCKETS = POSITIONS.register("disentangled_buckets")(
-    PositionEncoding(score_bias=BucketedPositionTable)
-)
+DISENTANGLED_BUCKETS = POSITIONS.register("deberta_v2")(PositionEncoding(score_bias=BucketedPositionTable))

@@ -116,13 +116,15 @@ def check_local_disk(nodes: NodeTopology, state_bytes: int) -> None:
     try:
         nodes.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise MegatfmError(f"{nodes.folder}: can't make it (checkpoint.local): {error.strerror}") from error
+        raise MegatfmError(
+            f"{nodes.folder}: can't make it (checkpoint.local_dir): {error.strerror}"
+        ) from error
     probe_disk(nodes.folder, nodes.rank)
     (nodes.folder / f".probe-{nodes.rank}").unlink()
     mine = len(nodes.ranks_on(nodes.node_of_rank[nodes.rank])) + (nodes.n_nodes > 1) * len(
         nodes.ranks_on(nodes.replicated_node)
     )
-    share, advice = state_bytes * mine // len(nodes.node_of_rank), "or give another checkpoint.local"
+    share, advice = state_bytes * mine // len(nodes.node_of_rank), "or give another checkpoint.local_dir"
     check_space(nodes.folder, nodes.folder, share, KEEP, advice)
 
 

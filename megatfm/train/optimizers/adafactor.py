@@ -21,9 +21,9 @@ def adafactor(config: AdafactorConfig, parameters: Parameters) -> list[Optimizer
         return Adafactor(
             groups,
             lr=config.lr,
-            beta2_decay=-config.decay_power,
-            eps=(FLOOR, config.smallest_scale),
-            d=config.clip_update,
+            beta2_decay=-config.beta2_decay,
+            eps=(FLOOR, config.eps2),
+            d=config.clip_threshold,
         )
 
     options = weight_decays(parameters, config.weight_decay)

@@ -17,7 +17,7 @@ from megatfm.train.optimizers.short_moments import BF16StateAdamW
 def adamw(config: AdamWConfig, parameters: Parameters) -> list[OptimizerGroup]:
     """One group, decay by role."""
     options, rates = weight_decays(parameters, config.weight_decay), lr_scales(parameters)
-    if config.moments == "bf16":
+    if config.moments_dtype == "bf16":
         bf16_state_adam_w = partial(BF16StateAdamW, lr=config.lr, betas=config.betas, eps=config.eps)
         return [
             OptimizerGroup(

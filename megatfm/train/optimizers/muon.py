@@ -18,13 +18,16 @@ def muon(config: MuonConfig, parameters: Parameters) -> list[OptimizerGroup]:
     head and vectors."""
 
     def make_muon(groups: list[dict[str, Any]]) -> Optimizer:
-        if groups[0]["params"][0].device.type != "cpu" or config.newton_schulz == "full":
+        if groups[0]["params"][0].device.type != "cpu" or config.newton_schulz_dtype == "param":
             return make_batched_muon(groups)
         return Muon(groups, lr=config.matrix_lr, momentum=config.momentum)
 
     def make_batched_muon(groups: list[dict[str, Any]]) -> BatchedMuon:
         return BatchedMuon(
-            groups, lr=config.matrix_lr, momentum=config.momentum, in_bf16=config.newton_schulz == "bf16"
+            groups,
+            lr=config.matrix_lr,
+            momentum=config.momentum,
+            in_bf16=config.newton_schulz_dtype == "bf16",
         )
 
     matrices, rest = split_block_matrices(parameters)

@@ -23,12 +23,14 @@ def soap(config: SoapConfig, parameters: Parameters) -> list[OptimizerGroup]:
     """SOAP for matrices inside `layers`, AdamW for embedding, head and vectors."""
 
     def make(groups: list[dict[str, Any]]) -> Soap:
-        return Soap(groups, lr=config.lr, betas=config.betas, eps=config.eps, every=config.every)
+        return Soap(
+            groups, lr=config.lr, betas=config.betas, eps=config.eps, every=config.precondition_frequency
+        )
 
     matrices, rest = split_block_matrices(parameters)
     decays = weight_decays(matrices, config.weight_decay)
     options = {
-        name: {**decays[name], "rotated": tuple(size <= config.max_dim for size in p.shape[-2:])}
+        name: {**decays[name], "rotated": tuple(size <= config.max_precond_dim for size in p.shape[-2:])}
         for name, p in matrices.items()
     }
     names, rates = list(matrices), lr_scales(matrices)

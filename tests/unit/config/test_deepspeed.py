@@ -40,7 +40,7 @@ def test_what_is_derived() -> None:
     assert offloaded["zero_optimization"]["offload_param"] == in_files
     assert offloaded["zero_optimization"]["stage3_max_reuse_distance"] == 0
     assert offloaded["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
-    copies = derive(config("deepspeed.hpz=8"), "fp32")["zero_optimization"]
+    copies = derive(config("deepspeed.zero_hpz_partition_size=8"), "fp32")["zero_optimization"]
     assert copies == {
         "stage": 3,
         "stage3_param_persistence_threshold": 0,
@@ -63,13 +63,16 @@ def test_what_is_derived() -> None:
         (["train.precision=fp64"], "set 'fp32'"),
         (["train.precision=bf16", "parallel.zero=0", "parallel.pp=2"], "set parallel.zero = 1"),
         (["train.precision=fp16", "parallel.zero=0"], "set parallel.zero = 1"),
-        (["deepspeed.hpz=2", "parallel.zero=2"], "set parallel.zero = 3"),
-        (["deepspeed.hpz=2", "parallel.tp=2"], "set parallel.tp = 1"),
-        (["deepspeed.hpz=2", "deepspeed.offload_parameters=cpu"], "leave one of them out"),
+        (["deepspeed.zero_hpz_partition_size=2", "parallel.zero=2"], "set parallel.zero = 3"),
+        (["deepspeed.zero_hpz_partition_size=2", "parallel.tp=2"], "set parallel.tp = 1"),
+        (
+            ["deepspeed.zero_hpz_partition_size=2", "deepspeed.offload_parameters=cpu"],
+            "leave one of them out",
+        ),
         (["deepspeed.quantized_weights=true", "parallel.zero=2"], "set parallel.zero = 3"),
         (["deepspeed.quantized_gradients=true", "parallel.ep=2"], "set parallel.ep = 1"),
         (["deepspeed.quantized_weights=true", "train.device=cpu"], "CUDA's alone: leave it out"),
-        (["optimizer.name=schedule_free_adamw", "schedule.name=constant"], "set parallel.zero = 2"),
+        (["optimizer.name=schedule_free_adamw", "lr_schedule.name=constant"], "set parallel.zero = 2"),
         (["train.compile=true"], "set train.compile = false"),
         (["optimizer.name=muon"], "optimizer.name = 'muon', which looks at whole tensors"),
         (["deepspeed.offload_optimizer=cpu", "parallel.zero=0"], "set parallel.zero = 1, 2 or 3"),
@@ -96,8 +99,10 @@ def test_its_section_is_for_its_engine_alone() -> None:
         UsageError, match=r"deepspeed\.offload_optimizer is set, but parallel\.engine = 'native'"
     ):
         config("deepspeed.offload_optimizer=cpu", engine="native")
-    with pytest.raises(ValidationError, match=r"deepspeed\.hpz is set"):  # of a section that holds every key
-        config("deepspeed.hpz=2").with_changes({"parallel.engine": "native"})
+    with pytest.raises(
+        ValidationError, match=r"deepspeed\.zero_hpz_partition_size is set"
+    ):  # of a section that holds every key
+        config("deepspeed.zero_hpz_partition_size=2").with_changes({"parallel.engine": "native"})
 
 
 def test_config_and_its_deepspeed_section_are_no_circle() -> None:
@@ -125,7 +130,9 @@ def test_a_config_is_read_where_its_json_is_gone(tmp_path: Path) -> None:
 def merged(folder: Path, theirs: dict[str, Any]) -> dict[str, Any]:
     path = folder / "ds.json"
     path.write_text(json.dumps(theirs), encoding="utf-8")
-    return derive(config(f"deepspeed.json_file={path}", "parallel.zero=2", "optimizer.clip=0.5"), "fp32")
+    return derive(
+        config(f"deepspeed.json_file={path}", "parallel.zero=2", "optimizer.max_grad_norm=0.5"), "fp32"
+    )
 
 
 def test_a_json_of_one_s_own_tunes(tmp_path: Path) -> None:
@@ -159,15 +166,15 @@ def test_conflicts_are_refused_by_key(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as found:
         merged(tmp_path, theirs)
     for said in (
-        "gradient_clipping = 1.0, but optimizer.clip = 0.5",
+        "gradient_clipping = 1.0, but optimizer.max_grad_norm = 0.5",
         "zero_optimization.stage = 3, but parallel.zero = 2",
         "zero_optimization.zero_quantized_weights = true, but deepspeed.quantized_weights = false",
-        "zero_optimization.zero_hpz_partition_size = 8, but deepspeed.hpz = 1",
+        "zero_optimization.zero_hpz_partition_size = 8, but deepspeed.zero_hpz_partition_size = 1",
         "zero_optimization.offload_optimizer.super_offload: Adam's state stays in a process of its own",
         "zero_optimization.offload_optimizer.ratio: a second optimizer",
         "zero_optimization.unheard_of: not carried",
         'optimizer.type = "Lion", but optimizer.name = "AdamW"',
-        "scheduler: set [schedule]",
+        "scheduler: set [lr_schedule]",
         "aio.use_gds: its operator",
     ):
         assert said in str(found.value)
@@ -212,7 +219,7 @@ def said_of(folder: Path, theirs: dict[str, Any], *overrides: str) -> list[str]:
 def test_a_json_for_hugging_face_s_trainer_is_taken_but_for_its_scheduler(tmp_path: Path) -> None:
     scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": 100}}
     theirs = {**HUGGING_FACE, "scheduler": scheduler}
-    assert said_of(tmp_path, theirs, *OFFLOADED) == ["scheduler: set [schedule]"]
+    assert said_of(tmp_path, theirs, *OFFLOADED) == ["scheduler: set [lr_schedule]"]
     assert said_of(tmp_path, HUGGING_FACE, *OFFLOADED) == []
     found = derive(config(f"deepspeed.json_file={tmp_path / 'ds.json'}", *OFFLOADED), "bf16")
     zero = found["zero_optimization"]
@@ -275,10 +282,10 @@ def test_float16_s_scale_is_ours_where_it_counts(tmp_path: Path) -> None:
 
 
 def test_verify_leaves_out_what_is_inexact_and_says_so() -> None:
-    words = ["deepspeed.quantized_weights=true", "deepspeed.hpz=2", "parallel.dp_shard=2"]
+    words = ["deepspeed.quantized_weights=true", "deepspeed.zero_hpz_partition_size=2", "parallel.dp_shard=2"]
     small, changed = shrink(config(*words))
     assert small.deepspeed.quantized == []
-    assert small.deepspeed.hpz == 2
+    assert small.deepspeed.zero_hpz_partition_size == 2
     assert [line for line in changed if "deepspeed" in line and "inexact" in line]
 
 

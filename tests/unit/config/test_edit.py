@@ -37,7 +37,7 @@ def test_another_name_takes_out_what_only_the_old_one_has() -> None:
     adamw = quickstart("optimizer.name=adamw")
     assert (adamw.optimizer.name, adamw.optimizer.lr) == ("adamw", quickstart().optimizer.lr)
     assert quickstart("optimizer.name=muon") == quickstart()
-    assert quickstart("schedule.name=constant").schedule.name == "constant"
+    assert quickstart("lr_schedule.name=constant").lr_schedule.name == "constant"
     both = load_config("gpt2-124m", ["optimizer.name=muon", "optimizer.matrix_lr=0.5"]).optimizer
     assert (both.name, both.matrix_lr) == ("muon", 0.5)  # type: ignore[union-attr]
     with pytest.raises(UsageError, match=r"optimizer\.matrix_lr: unknown key"):
@@ -51,7 +51,7 @@ def test_another_name_takes_out_what_only_the_old_one_has() -> None:
             "olmoe-1b-7b",
             ["model.ffn.router.name=gshard", "model.ffn.top_k=2"],
             "ffn.router",
-            {"name": "gshard", "balance": 0.01, "z_loss": 0.001},
+            {"name": "gshard", "aux_loss_coef": 0.01, "z_loss_coef": 0.001},
         ),
         (
             "gpt-oss-20b",
@@ -96,15 +96,15 @@ def test_a_dotted_change_leaves_its_neighbours() -> None:
     assert config.with_changes({"data.validation": {"c": "/z"}}).data.validation == {"c": "/z"}, "all of them"
     assert config.with_changes({"data.validation": {}}).data.validation == {}
     gemma = load_config("gemma2-2b").model
-    kinds = gemma.with_changes({"block.local.dropout": 0.1, "block.global.dropout": 0.2})
+    kinds = gemma.with_changes({"layer_type.local.dropout": 0.1, "layer_type.global.dropout": 0.2})
     windows = [kinds.layer_config(depth).attention.pattern for depth in range(2)]
     assert windows == [gemma.layer_config(depth).attention.pattern for depth in range(2)]
     assert [kinds.layer_config(depth).dropout for depth in range(2)] in ([0.1, 0.2], [0.2, 0.1])
     mixed = quickstart("data.train=", "data.mixture={a={path='/x', weight=1}, b={path='/y', weight=2}}")
     heavier = mixed.with_changes({"data.mixture.a.weight": 5}).data.mixture
     assert [(source.path, source.weight) for source in heavier.values()] == [("/x", 5.0), ("/y", 2.0)]
-    heads = load_config("bert-base").model.with_changes({"heads.sentence.classes": 3})
-    assert heads.with_changes({"heads.sentence.classes": 4}).heads["sentence"].classes == 4  # type: ignore[union-attr]
+    heads = load_config("bert-base").model.with_changes({"extra_heads.sentence.classes": 3})
+    assert heads.with_changes({"extra_heads.sentence.classes": 4}).extra_heads["sentence"].classes == 4  # type: ignore[union-attr]
     scaled = load_config("gpt-oss-20b").model.with_changes(
         {"position.scaling": {"name": "ntk", "factor": 2.0}}
     )
@@ -190,7 +190,7 @@ def test_dashes_before_a_key_are_told(capsys: pytest.CaptureFixture[str]) -> Non
 def test_the_head_s_factor_follows_the_width(preset: str, width: int, scale: float) -> None:
     words = [f"model.d_model={width}", "model.attention.n_heads=4"]
     assert load_config(preset, words).model.head_scale == pytest.approx(scale, rel=1e-12)
-    assert load_config(preset, [*words, "model.head.scale=0.5"]).model.head_scale == 0.5
+    assert load_config(preset, [*words, "model.lm_head.scale=0.5"]).model.head_scale == 0.5
 
 
 def test_the_embeddings_factor_follows_the_width() -> None:
@@ -200,7 +200,7 @@ def test_the_embeddings_factor_follows_the_width() -> None:
 
 def test_a_word_stays_in_the_config_and_follows_every_width(tmp_path: Path) -> None:
     """Copies, stored configs and kinds of blocks keep the word; the layers and exports have the number."""
-    config = load_config("transformer-base", ["model.head.scale=d_model^-1/2"])
+    config = load_config("transformer-base", ["model.lm_head.scale=d_model^-1/2"])
     (tmp_path / "config.toml").write_text(to_toml(config))
     narrow = {"model.d_model": 256, "model.attention.n_heads": 4}
     for copy in (
@@ -211,7 +211,7 @@ def test_a_word_stays_in_the_config_and_follows_every_width(tmp_path: Path) -> N
     ):
         assert (copy.model.embedding_scale, copy.model.head_scale) == (16.0, 1 / 16)
     numbers = config.model.with_numbers()
-    assert (numbers.embedding.scale, numbers.head.scale) == (512**0.5, 512**-0.5)
+    assert (numbers.embedding.scale, numbers.lm_head.scale) == (512**0.5, 512**-0.5)
     with pytest.raises(
         UsageError, match=r"model\.embedding\.scale = 'd_model': input should be a valid number"
     ):

@@ -94,9 +94,9 @@ def test_no_old_name_is_a_key_of_today() -> None:
     ):
         for old, new in renamed:
             assert not has_key(kind.model_json_schema(), old), f"{old} → {new}"
-    assert has_key(Config.model_json_schema(), "optimizer.clip")
-    assert has_key(Config.model_json_schema(), "optimizer[soap].every")
-    assert not has_key(Config.model_json_schema(), "optimizer[adamw].every")
+    assert has_key(Config.model_json_schema(), "optimizer.max_grad_norm")
+    assert has_key(Config.model_json_schema(), "optimizer[soap].precondition_frequency")
+    assert not has_key(Config.model_json_schema(), "optimizer[adamw].precondition_frequency")
     assert has_key(Config.model_json_schema(), "data.mixture.*.weight")
 
 
@@ -130,18 +130,18 @@ def has_key(schema: dict[str, Any], path: str) -> bool:
 def test_a_stored_file_is_translated_and_a_user_s_is_refused_with_the_new_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(key_migrations, "RENAMED_KEYS", (("optimizer.max_norm", "optimizer.clip"),))
-    text = to_toml(load_config("quickstart")).replace("\nclip = ", "\nmax_norm = ")
+    monkeypatch.setattr(key_migrations, "RENAMED_KEYS", (("optimizer.max_norm", "optimizer.max_grad_norm"),))
+    text = to_toml(load_config("quickstart")).replace("\nmax_grad_norm = ", "\nmax_norm = ")
     (tmp_path / "checkpoints").mkdir()
     for path in (tmp_path / "config.toml", tmp_path / "mine.toml"):
         path.write_text(text)
     assert load_config(tmp_path).optimizer == load_config("quickstart").optimizer
-    wanted = r"mine\.toml: .*: optimizer\.max_norm is optimizer\.clip now: write"
+    wanted = r"mine\.toml: .*: optimizer\.max_norm is optimizer\.max_grad_norm now: write"
     with pytest.raises(UsageError, match=wanted):
         load_config(tmp_path / "mine.toml")
-    with pytest.raises(UsageError, match=r"optimizer\.max_norm is optimizer\.clip now"):
+    with pytest.raises(UsageError, match=r"optimizer\.max_norm is optimizer\.max_grad_norm now"):
         load_config("quickstart", ["optimizer.max_norm=2"])
-    assert find_renamed_keys({"optimizer": {"clip": 1}}) == []
+    assert find_renamed_keys({"optimizer": {"max_grad_norm": 1}}) == []
 
 
 def test_prep_json_is_translated_by_its_own_table() -> None:

@@ -37,14 +37,18 @@ def test_an_override_is_toml_or_a_plain_string(load: Load) -> None:
         "optimizer.lr=3e-4",
         "optimizer.betas=[0.8, 0.9]",
         "data.shuffle=false",
-        'schedule.name="linear"',
+        'lr_schedule.name="linear"',
         "objective.name=masked",
         'log.sinks=["wandb"]',
         "parallel.dp_shard=-1",
         "log.profile=10:13",
     )
     assert (config.train.steps, config.optimizer.lr, config.optimizer.betas) == (30, 3e-4, (0.8, 0.9))
-    assert (config.data.shuffle, config.schedule.name, config.objective.name) == (False, "linear", "masked")
+    assert (config.data.shuffle, config.lr_schedule.name, config.objective.name) == (
+        False,
+        "linear",
+        "masked",
+    )
     assert (config.log.sinks, config.parallel.dp_shard, config.log.profile) == (["wandb"], -1, "10:13")
 
 
@@ -89,12 +93,12 @@ def test_a_preset_s_paths_are_relative_to_the_current_directory(
 
 
 def test_a_plugin_s_optimizer_and_schedule_keep_their_own_keys(load: Load) -> None:
-    optimizer, schedule = 'optimizer={name="mine", lr=1e-3, wobble=2}', 'schedule={name="saw", teeth=3}'
+    optimizer, schedule = 'optimizer={name="mine", lr=1e-3, wobble=2}', 'lr_schedule={name="saw", teeth=3}'
     config = load('plugins=["my_package"]', optimizer, schedule)
     assert isinstance(config.optimizer, PluginOptimizer)
-    assert isinstance(config.schedule, PluginSchedule)
+    assert isinstance(config.lr_schedule, PluginSchedule)
     assert config.optimizer.model_extra == {"wobble": 2}
-    assert (config.optimizer.clip, config.schedule.model_extra) == (1.0, {"teeth": 3})
+    assert (config.optimizer.max_grad_norm, config.lr_schedule.model_extra) == (1.0, {"teeth": 3})
     assert tomllib.loads(to_toml(config))["optimizer"]["wobble"] == 2
 
 

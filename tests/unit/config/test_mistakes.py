@@ -70,7 +70,7 @@ def mistake(load: Callable[..., Config], *overrides: str) -> str:
         ("model.ffn.name=moe", "model.ffn.n_experts: is required by name = 'moe'; for example 8 (and top_k)"),
         ("model.num_experts=8", "model.num_experts: unknown key (did you mean model.ffn.n_experts?); known here: "),
         ("model.rope_theta=1", "model: keys that have moved into sections: rope_theta is model.position.theta now"),
-        ("train.max_norm=1", "train.max_norm: unknown key (did you mean optimizer.clip?); known here: steps, "),
+        ("train.max_norm=1", "train.max_norm: unknown key (did you mean optimizer.max_grad_norm?); known here: s"),
         # products that no machine has: refused at once
         ("parallel.dp_shard=1000000000000", "parallel.dp_shard = 1000000000000: input should be less than or equal to"),
         # ranges and choices
@@ -79,7 +79,7 @@ def mistake(load: Callable[..., Config], *overrides: str) -> str:
         ("optimizer.lr=nan", "optimizer.lr = nan: input should be "),
         ("optimizer.lr=inf", "optimizer.lr = inf: input should be a finite number; for example 0.0003"),
         ("optimizer.betas=[0.9, 1.0]", "optimizer.betas = [0.9, 1.0]: input should be less than 1; the default"),
-        ("schedule.final_ratio=1.1", "schedule.final_ratio = 1.1: input should be less than or equal to 1"),
+        ("lr_schedule.min_lr_factor=1.1", "lr_schedule.min_lr_factor = 1.1: input should be less than or equal to 1"),
         ("train.precision=fp6", "train.precision = 'fp6': input should be 'auto', 'fp32', 'bf16', 'fp16', 'fp64'"),
         ("name=a/b", "name = 'a/b': string should match pattern"),
         ("log.profile=5", "log.profile = '5': string should match pattern"),
@@ -93,28 +93,28 @@ def mistake(load: Callable[..., Config], *overrides: str) -> str:
         ),
         ("optimizer.layer_decay=0", "optimizer.layer_decay = 0: input should be greater than 0; the default is 1.0"),
         # the schedule's name
-        ("schedule.name=cosin", "schedule.name = 'cosin': unknown (did you mean 'cosine'?); there are: cosine, "),
-        ("schedule.name=inverse_sqrt", "schedule.warmup_steps: is required by name = 'inverse_sqrt'; for example 4000"),
-        ('schedule={name="constant", final_ratio=0.1}', "schedule.final_ratio: unknown key; known here: name, warmup"),
+        ("lr_schedule.name=cosin", "lr_schedule.name = 'cosin': unknown (did you mean 'cosine'?); there are: cosine, "),
+        ("lr_schedule.name=inverse_sqrt", "lr_schedule.warmup_steps: is required by name = 'inverse_sqrt'; for ex"),
+        ('lr_schedule={name="constant", min_lr_factor=0.1}', "lr_schedule.min_lr_factor: unknown key; known here: na"),
         (
-            'schedule={name="wsd", decay_ratio=0.9, warmup_steps=2}',
-            "schedule.decay_ratio = 0.9 leaves no room for schedule.warmup_steps = 2 of train.steps = 10: choose",
+            'lr_schedule={name="wsd", decay_ratio=0.9, warmup_steps=2}',
+            "lr_schedule.decay_ratio = 0.9 leaves no room for lr_schedule.warmup_steps = 2 of train.steps = 10: choose",
         ),
-        ("optimizer.name=schedule_free_adamw", "schedule.name = 'cosine': optimizer.name = 'schedule_free_adamw' aver"),
+        ("optimizer.name=schedule_free_adamw", "lr_schedule.name = 'cosine': optimizer.name = 'schedule_free"),
         # combinations
         ("model.attention.n_heads=3", "model: attention.n_heads = 3 does not divide d_model = 8: choose n_heads = 2"),
         ("model.attention.n_kv_heads=4", "model: attention.n_kv_heads = 4 does not divide n_heads = 2: choose n_kv_he"),
         ("model.attention.head_dim=3", "model: rope turns pairs of channels, so attention.head_dim = 3 must be even: "),
         (
-            'model.attention.pattern={name="longformer", width=4, tokens=[0, 9999]}',
-            "model.attention.pattern.tokens has the place 9999, but rows have data.sequence_length = ",
+            'model.attention.pattern={name="longformer", width=4, global_tokens=[0, 9999]}',
+            "model.attention.pattern.global_tokens has the place 9999, but rows have data.sequence_length = ",
         ),
-        ("schedule.warmup_steps=11", "schedule.warmup_steps = 11 is longer than the run, train.steps = 10: choose"),
+        ("lr_schedule.warmup_steps=11", "lr_schedule.warmup_steps = 11 is longer than the run, train.steps = 10: ch"),
         ("train.micro_batch=3", "train.global_batch = 4 is not a multiple of train.micro_batch = 3: the nearest"),
         ("parallel.tp=4", "parallel.tp = 4 does not divide model.attention.n_heads = 2: the nearest tp that fits is 2"),
         ("parallel.ep=2", "parallel.ep = 2, but the model has no experts to divide: set parallel.ep = 1, or"),
-        ("parallel.virtual_stages=2", "parallel: virtual_stages = 2: schedule = '1f1b' has 1 on each rank: leave it"),
-        ('parallel.cuts=["head"]', "parallel: cuts are for pipeline stages, and pp = 1: leave them out"),
+        ("parallel.virtual_stages=2", "parallel: virtual_stages = 2: pp_schedule = '1f1b' has 1 on each rank: leave i"),
+        ('parallel.pp_split_points=["head"]', "parallel: pp_split_points are for pipeline stages, and pp = 1: leave t"),
         ("parallel.dp_shard=0", "parallel: dp_shard = 0: choose -1 (all ranks that are left) or a positive number"),
     ],
 )  # fmt: skip
@@ -156,7 +156,7 @@ def test_a_sequence_that_the_ranks_cannot_share(load: Callable[..., Config]) -> 
     load("parallel.tp=2", "data.sequence_length=9", "parallel.sequence_parallel=false")
     for override, key in (
         ("data.target_length=7", "data.target_length = 7"),
-        ("data.warmup=[{steps = 2, sequence_length = 5}]", "data.warmup[0].sequence_length = 5"),
+        ("data.rampup=[{steps = 2, sequence_length = 5}]", "data.rampup[0].sequence_length = 5"),
     ):
         message = mistake(load, "parallel.tp=2", "data.sequence_length=10", override)
         assert f"{key} does not divide into parallel.tp = 2 shards of the sequence: choose " in message
@@ -167,16 +167,18 @@ def test_a_sequence_that_the_ranks_cannot_share(load: Callable[..., Config]) -> 
     ("overrides", "line"),
     [
         (
-            ["parallel.schedule=zbv", "train.compile=true"],
-            "parallel.schedule = 'zbv' takes backward passes in two parts, which train.compile = True would repeat",
+            ["parallel.pp_schedule=zbv", "train.compile=true"],
+            "parallel.pp_schedule = 'zbv' takes backward passes in two parts, which train.compile = True would repeat",
         ),
         (
-            ["parallel.schedule=dualpipev", "train.recompute=full"],
-            "parallel.schedule = 'dualpipev' takes backward passes in two parts, which train.recompute = 'full' would",
+            ["parallel.pp_schedule=dualpipev", "train.recompute=full"],
+            "parallel.pp_schedule = 'dualpipev' takes backward passes in two parts, which train.recompute = "
+            "'full' would",
         ),
         (
-            ["parallel.accumulate=shards"],
-            "parallel.accumulate = 'shards': under pipeline stages gradients are reduced once a step: leave it out",
+            ["parallel.grad_accumulation=sharded"],
+            "parallel.grad_accumulation = 'sharded': under pipeline stages gradients are reduced once a "
+            "step: leave it out",
         ),
     ],
 )
@@ -328,7 +330,7 @@ def test_the_example_of_a_missing_section_is_a_section(file: Path, section: str)
     assert example
     key, _, value = example[1].partition(" = ")
     assert key == section
-    load_config(file, [f"{key}={value}", "schedule.warmup_steps=0"])
+    load_config(file, [f"{key}={value}", "lr_schedule.warmup_steps=0"])
 
 
 @pytest.mark.parametrize(

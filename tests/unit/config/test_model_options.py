@@ -13,16 +13,16 @@ from megatfm.errors import UsageError
 from megatfm.layers.position.t5 import relative_position_bucket
 
 SMALL = {"d_model": 8, "n_layers": 2, "attention.n_heads": 2, "ffn.d_ff": 8}
-LATENT = {"attention.name": "latent", "attention.kv_rank": 4, "attention.rope_dim": 2}
+LATENT = {"attention.name": "mla", "attention.kv_lora_rank": 4, "attention.qk_rope_head_dim": 2}
 BUCKETS = {
     "family": "encoder",
-    "attention.name": "disentangled_shared",
-    "position.name": "disentangled_buckets",
+    "attention.name": "deberta_v2",
+    "position.name": "deberta_v2",
 }
 T5 = {"position.name": "t5"}
 LLAMA3 = {"position.scaling.name": "llama3", "position.scaling.factor": 8}
 XLNET = {"family": "xlnet", "attention.name": "two_stream", "position.name": "transformer_xl"}
-DEBERTA = {"family": "encoder", "attention.name": "disentangled", "position.name": "disentangled"}
+DEBERTA = {"family": "encoder", "attention.name": "deberta", "position.name": "deberta"}
 
 
 def refused(options: dict[str, Any]) -> tuple[str, str]:
@@ -38,7 +38,7 @@ def refused(options: dict[str, Any]) -> tuple[str, str]:
     [
         ({**LATENT, "attention.qk_norm": True}, "attention.qk_norm"),
         ({**LATENT, "attention.n_kv_heads": 1}, "attention.n_kv_heads"),
-        ({"attention.kv_rank": 4}, "attention.kv_rank"),
+        ({"attention.kv_lora_rank": 4}, "attention.kv_lora_rank"),
         ({**DEBERTA, "attention.softcap": 2.0}, "attention.softcap"),
         ({"position.offset": 2}, "position.offset"),
         ({"position.name": "alibi", "position.theta": 5e5}, "position.theta"),
@@ -59,7 +59,7 @@ def test_an_option_that_its_part_has_not(options: dict[str, Any], key: str) -> N
 @pytest.mark.parametrize(
     ("options", "key"),
     [
-        ({"attention.name": "latent", "attention.rope_dim": 2}, "attention.kv_rank"),
+        ({"attention.name": "mla", "attention.qk_rope_head_dim": 2}, "attention.kv_lora_rank"),
         ({"position.name": "learned"}, "position.max_positions"),
     ],
 )
@@ -72,8 +72,8 @@ def test_what_a_part_needs(options: dict[str, Any], key: str) -> None:
     [
         ({"n_encoder_layers": 3}, "choose family = 'encoder_decoder'"),
         ({"family": "encoder_decoder", "embedding.n_segments": 2}, "choose family = 'decoder' or 'encoder'"),
-        ({"heads.sentence.classes": 2}, "leave it out, or choose family = 'encoder'"),
-        ({"family": "encoder", "future_tokens": 1}, "leave it out, or choose family = 'decoder'"),
+        ({"extra_heads.sentence.classes": 2}, "leave it out, or choose family = 'encoder'"),
+        ({"family": "encoder", "n_mtp_heads": 1}, "leave it out, or choose family = 'decoder'"),
         ({"family": "electra"}, "family = 'electra' needs model.generator: give it"),
         ({"generator": {"d_model": 8, "n_heads": 1, "d_ff": 8}}, "or choose family = 'electra'"),
         ({"init.name": "deepnorm"}, "belong together: set both, or neither"),
@@ -86,12 +86,16 @@ def test_what_a_part_needs(options: dict[str, Any], key: str) -> None:
         ({"position.name": "transformer_xl"}, "belong together: set all three, or none"),
         ({**XLNET, "embedding.n_segments": 2}, "has no meaning with family = 'xlnet'"),
         (
-            {**XLNET, "heads": {"my_head": {}}},
+            {**XLNET, "extra_heads": {"my_head": {}}},
             "heads.my_head has no meaning with family = 'xlnet', whose query",
         ),
         (
-            {"family": "electra", "generator": {"d_model": 8, "n_heads": 1, "d_ff": 8}, "head.name": "none"},
-            "head.name = 'none' has no meaning with family = 'electra', which is trained as a whole",
+            {
+                "family": "electra",
+                "generator": {"d_model": 8, "n_heads": 1, "d_ff": 8},
+                "lm_head.name": "none",
+            },
+            "lm_head.name = 'none' has no meaning with family = 'electra', which is trained as a whole",
         ),
         ({"mup": {"base_width": 4}, "embedding.dim": 4}, "mup is for models of one width"),
         ({**T5, "position.buckets": 1}, "choose 2 or more"),
@@ -147,7 +151,7 @@ def test_a_plugin_s_section_passes_through() -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "near"), [("attention", "haeds"), ("norm", "rms_nrom"), ("position", "ropes")]
+    ("part", "near"), [("attention", "gqaa"), ("norm", "rms_nrom"), ("position", "ropes")]
 )
 def test_an_unknown_name_without_a_plugin(part: str, near: str) -> None:
     with pytest.raises(
@@ -159,9 +163,9 @@ def test_an_unknown_name_without_a_plugin(part: str, near: str) -> None:
 def test_keys_of_earlier_versions_are_told_where_they_went(tmp_path: Path) -> None:
     """All of them at once, those that hold a part's name and those of MLA's table among them."""
     with pytest.raises(ValidationError) as caught:
-        ModelConfig.model_validate({**MOVED, "norm": "rms_norm", "init": "t5", "latent": {"kv_rank": 4}})
+        ModelConfig.model_validate({**MOVED, "norm": "rms_norm", "init": "t5", "latent": {"kv_lora_rank": 4}})
     (error,) = caught.value.errors()
-    names = {"norm": "norm.name", "init": "init.name", "latent.kv_rank": "attention.kv_rank"}
+    names = {"norm": "norm.name", "init": "init.name", "latent.kv_lora_rank": "attention.kv_lora_rank"}
     for key, place in (MOVED | names).items():
         assert f"{key} is model.{place} now" in error["msg"]
     known = set(ModelConfig.model_fields)
@@ -196,8 +200,8 @@ def test_dotted_keys_and_tables_meet() -> None:
     [
         (
             "deepseek-v2-lite",
-            ["model.attention.rope_dim=3"],
-            "attention.rope_dim = 3 must be even: choose rope_dim = 4",
+            ["model.attention.qk_rope_head_dim=3"],
+            "attention.qk_rope_head_dim = 3 must be even: choose qk_rope_head_dim = 4",
         ),
         (
             "llama3-8b",
@@ -221,8 +225,8 @@ def test_dotted_keys_and_tables_meet() -> None:
         ),
         (
             "quickstart",
-            ["model.attention.name=linformer", "model.attention.length=255"],
-            "choose data.sequence_length = 255, or model.attention.length = 256",
+            ["model.attention.name=linformer", "model.attention.max_length=255"],
+            "choose data.sequence_length = 255, or model.attention.max_length = 256",
         ),
     ],
 )

@@ -20,9 +20,9 @@ Load = Callable[..., Config]
 
 def test_the_name_chooses_the_section(load: Load) -> None:
     assert load().objective == CausalObjective()
-    assert load("objective.future_weight=0.5").objective == CausalObjective(future_weight=0.5)
-    found = load("objective.name=span_corruption", "objective.rate=0.3").objective
-    assert found == SpanCorruptionObjective(rate=0.3)
+    assert load("objective.mtp_loss_weight=0.5").objective == CausalObjective(mtp_loss_weight=0.5)
+    found = load("objective.name=span_corruption", "objective.noise_density=0.3").objective
+    assert found == SpanCorruptionObjective(noise_density=0.3)
     again = Config.model_validate(load("objective.name=masked").model_dump())
     assert type(again.objective) is MaskedObjective
 
@@ -39,27 +39,29 @@ def test_a_plugins_section_has_keys_of_its_own(load: Load) -> None:
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (("objective.rate=2",), "objective.rate: unknown key; known here: name, future_weight"),
+        (("objective.mask_rate=2",), "objective.mask_rate: unknown key; known here: name, mtp_loss_weight"),
         (
-            ("objective.name=masked", "objective.rate=2"),
-            "objective.rate = 2: input should be less than 1; the default",
+            ("objective.name=masked", "objective.mask_rate=2"),
+            "objective.mask_rate = 2: input should be less than 1; the default",
         ),
         (
             ("objective.name=masked", "objective.rates=2"),
-            "objective.rates: unknown key (did you mean 'rate'?); known",
+            "objective.rates: unknown key; known here: name, mask_rate, mask_replace_prob",
         ),
         (
-            ("objective.name=masked", "objective.random_share=0.3"),
-            "objective: mask_share = 0.8 and random_share = 0.3 are more than 1 together: choose for example",
+            ("objective.name=masked", "objective.random_replace_prob=0.3"),
+            "objective: mask_replace_prob = 0.8 and random_replace_prob = 0.3 are more than 1 together: "
+            "choose for example",
         ),
         (
             (
-                "objective.name=denoisers",
-                "objective.regular=0",
-                "objective.extreme=0",
-                "objective.sequential=0",
+                "objective.name=ul2",
+                "objective.r_denoiser_weight=0",
+                "objective.x_denoiser_weight=0",
+                "objective.s_denoiser_weight=0",
             ),
-            "objective: regular, extreme and sequential are all 0: give at least one a weight",
+            "objective: r_denoiser_weight, x_denoiser_weight and s_denoiser_weight are all 0: give at least "
+            "one a weight",
         ),
         (("objective=3",), "objective = 3: this is a section; for example objective = {"),
         (

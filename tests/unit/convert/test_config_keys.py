@@ -215,7 +215,7 @@ def test_every_edit_is_computed_as_transformers_does_or_refused(
             file.write_text(json.dumps(edited))
             try:
                 got = logits(model := megatfm.load(tmp_path), ours=True, config=edited)
-                if model.config.head.name == "none":  # said, see test_a_head_that_is_missing_is_told
+                if model.config.lm_head.name == "none":  # said, see test_a_head_that_is_missing_is_told
                     refused.append(name)
                     continue
             except MegatfmError:

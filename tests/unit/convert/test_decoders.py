@@ -242,8 +242,8 @@ def test_rope_in_old_and_new_config_files(keys: dict[str, Any], theta: float, sc
         ({"position.name": "alibi"}, r"model\.position\.name = 'alibi'"),
         ({"attention.softcap": 50.0}, r"model\.attention\.softcap = 50\.0"),
         (
-            {"attention.qk_norm": True, "future_tokens": 1},
-            r"model\.future_tokens = 1, model\.attention\.qk_norm = True",
+            {"attention.qk_norm": True, "n_mtp_heads": 1},
+            r"model\.n_mtp_heads = 1, model\.attention\.qk_norm = True",
         ),
         ({"position.scaling": {"name": "ntk", "factor": 2.0}}, "model.position.scaling"),
     ],
@@ -263,7 +263,9 @@ def run_of(folder: Path, family: str, files: dict[str, bytes]) -> Path:
         (folder / name).write_bytes(content)
     tokenizer = tokenizers.load(folder)
     position = (
-        {"position.name": "t5", "attention.scale": 1.0, "head.scale": 24**-0.5} if family != "decoder" else {}
+        {"position.name": "t5", "attention.scale": 1.0, "lm_head.scale": 24**-0.5}
+        if family != "decoder"
+        else {}
     )
     model = ModelConfig.from_dotted(
         family=family,

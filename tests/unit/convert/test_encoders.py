@@ -167,8 +167,8 @@ OURS = {
     "position.name": "learned",
     "position.max_positions": 32,
     "embedding.n_segments": 2,
-    "head.name": "transform",
-    "head.bias": True,
+    "lm_head.name": "transform",
+    "lm_head.bias": True,
 }
 ELECTRA = ModelConfig.from_dotted(
     **OURS,
@@ -233,7 +233,7 @@ def test_halves_that_are_no_pair(tmp_path: Path) -> None:
 
 
 def test_the_boundary_head_is_left_out_and_that_is_said(tmp_path: Path) -> None:
-    config = ModelConfig.from_dotted(**OURS, family="encoder", heads={"boundary": {}})
+    config = ModelConfig.from_dotted(**OURS, family="encoder", extra_heads={"boundary": {}})
     ours = saved(config, tmp_path / "ours")
     notes = convert(tmp_path / "ours", tmp_path / "back", "hf")
     (said,) = [note for note in notes if "left out" in note]

@@ -135,8 +135,8 @@ def test_kinds_of_blocks_with_networks_of_their_own(tmp_path: Path, tokenizer_mo
     config = MODEL.with_changes(
         {
             "n_layers": 3,
-            "blocks": ["narrow", "wide", "plain"],
-            "block": {
+            "layer_types": ["narrow", "wide", "plain"],
+            "layer_type": {
                 "narrow": {},
                 "wide": {"ffn": {"d_ff": 96, "dropout": 0.2}},
                 "plain": {"ffn": {"d_ff": 60, "activation": "relu"}},
@@ -152,6 +152,7 @@ def test_kinds_of_blocks_with_networks_of_their_own(tmp_path: Path, tokenizer_mo
     wanted = megatfm.load(run).double()(TOKENS).logits
     torch.testing.assert_close(made.double()(TOKENS).logits, wanted, rtol=1e-10, atol=1e-10)
     with pytest.raises(
-        UsageError, match=r"--granularity 8 does not divide model\.block\.plain\.ffn\.d_ff = 60: choose 6"
+        UsageError,
+        match=r"--granularity 8 does not divide model\.layer_type\.plain\.ffn\.d_ff = 60: choose 6",
     ):
         upcycle(run, tmp_path / "again", Upcycling(3, granularity=8))

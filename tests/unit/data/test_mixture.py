@@ -152,7 +152,7 @@ def test_quotas_are_of_largest_remainders() -> None:
     assert largest_remainder({"a": 1, "b": 1, "c": 1}, ["a", "b", "c"], 10).tolist() == [4, 3, 3]
     assert largest_remainder({"a": 6.4, "b": 2.9, "c": 0.7}, ["a", "b", "c"], 10).tolist() == [6, 3, 1]
     with pytest.raises(
-        UsageError, match=r"data\.mixture\.b: .* no row in a block of 10.*mixture_block = 1001"
+        UsageError, match=r"data\.mixture\.b: .* no row in a block of 10.*mixture_block_rows = 1001"
     ):
         largest_remainder({"a": 1.0, "b": 0.001}, ["a", "b"], 10)
     with pytest.raises(UsageError, match="all weights are 0"):

@@ -250,7 +250,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
         raise remote.DiskError(OSError(28, "No space left on device"))
 
     monkeypatch.setattr(module, "_write", full)
-    assert_refused(lambda: corpus.read_block(0), "No space left on device", "data.cache")
+    assert_refused(lambda: corpus.read_block(0), "No space left on device", "data.cache_dir")
     left = [path.name for path in corpus.folder.iterdir()]
     assert not [name for name in left if name.endswith((".tar.zst", ".partial"))]
     monkeypatch.undo()

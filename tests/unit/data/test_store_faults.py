@@ -111,7 +111,9 @@ def test_a_file_system_without_locks_is_named(
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(module.fcntl, "flock", no_locks)
-    assert_refused(lambda: Corpus.open(memory, cache), "can't lock files (No locks available)", "data.cache")
+    assert_refused(
+        lambda: Corpus.open(memory, cache), "can't lock files (No locks available)", "data.cache_dir"
+    )
 
 
 def test_a_corpus_replaced_behind_its_url_is_read_as_it_is_now(

@@ -27,7 +27,7 @@ LAYOUTS = {
     "zero 1": (2, ParallelConfig(dp_shard=2, zero=1)),
     "zero 2": (2, ParallelConfig(dp_shard=2, zero=2)),
     "zero 3": (2, ParallelConfig(dp_shard=2)),
-    "zero 3, shards": (2, ParallelConfig(dp_shard=2, accumulate="shards")),
+    "zero 3, shards": (2, ParallelConfig(dp_shard=2, grad_accumulation="sharded")),
     "replicas": (2, ParallelConfig(dp_replicate=2, dp_shard=1)),
     "tp": (2, ParallelConfig(tp=2)),
 }
@@ -105,7 +105,7 @@ def test_state_is_taken_from_any_memory(workers: Workers, tmp_path: Path, name: 
     workers.run(goes_on_from_anywhere, 1, path, OPTIMIZERS[name])
 
 
-WIDE = SoapConfig(lr=1e-2, every=1, max_dim=64)
+WIDE = SoapConfig(lr=1e-2, precondition_frequency=1, max_precond_dim=64)
 
 
 @pytest.mark.parametrize("layout", ["one", "zero 1", "zero 3", "tp"])

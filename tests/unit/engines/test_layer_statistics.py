@@ -32,7 +32,7 @@ LAYOUTS = [
     ParallelConfig(tp=2, sequence_parallel=False),
 ]
 STAGES = {
-    2: [ParallelConfig(pp=2), ParallelConfig(pp=2, schedule="zbv")],
+    2: [ParallelConfig(pp=2), ParallelConfig(pp=2, pp_schedule="zbv")],
     4: [ParallelConfig(pp=2, tp=2), ParallelConfig(pp=2, dp_shard=2)],
 }
 

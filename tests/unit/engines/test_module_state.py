@@ -85,7 +85,7 @@ LAYOUTS = {
     4: [ParallelConfig(dp_replicate=2, dp_shard=2), ParallelConfig(dp_shard=2, tp=2)],
 }
 LR = 1e-2
-STAGES = [ParallelConfig(pp=2), ParallelConfig(pp=2, schedule="zbv")]
+STAGES = [ParallelConfig(pp=2), ParallelConfig(pp=2, pp_schedule="zbv")]
 
 
 def reference_steps(config: ModelConfig) -> tuple[nn.Module, dict[str, Tensor]]:

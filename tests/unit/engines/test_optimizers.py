@@ -40,9 +40,9 @@ from tests.workers import Workers
 SHARED: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "layer_decay": 0.8}
 OPTIMIZERS: dict[str, OptimizerSection] = {
     "adamw": AdamWConfig(**SHARED),
-    "adamw, short moments": AdamWConfig(**SHARED, moments="bf16"),
+    "adamw, short moments": AdamWConfig(**SHARED, moments_dtype="bf16"),
     "muon": MuonConfig(**SHARED),
-    "soap": SoapConfig(**SHARED, every=2, max_dim=32),
+    "soap": SoapConfig(**SHARED, precondition_frequency=2, max_precond_dim=32),
     "adafactor": AdafactorConfig(**SHARED),
     "lamb": LambConfig(**SHARED),
     "lion": LionConfig(**SHARED),

@@ -32,20 +32,20 @@ LAYOUTS: dict[int, dict[str, tuple[ParallelConfig, str]]] = {
         "zero3": (ParallelConfig(dp_shard=2), "bf16"),
         "zero0": (ParallelConfig(dp_shard=2, zero=0), "fp16"),
         "zero2": (ParallelConfig(dp_shard=2, zero=2), "fp32"),
-        "interleaved": (ParallelConfig(pp=2, schedule="interleaved"), "fp32"),
+        "interleaved": (ParallelConfig(pp=2, pp_schedule="interleaved"), "fp32"),
     },
     4: {
         "tp": (ParallelConfig(tp=4), "bf16"),
         "zero1 × tp": (ParallelConfig(dp_shard=2, tp=2, zero=1), "fp16"),
         "hsdp": (ParallelConfig(dp_replicate=2, dp_shard=2), "fp32"),
-        "gpipe": (ParallelConfig(pp=4, schedule="gpipe"), "fp32"),
+        "gpipe": (ParallelConfig(pp=4, pp_schedule="gpipe"), "fp32"),
         "1f1b × zero3": (ParallelConfig(pp=2, dp_shard=2), "fp32"),
         "interleaved zero bubble × zero0": (
-            ParallelConfig(pp=2, dp_shard=2, zero=0, schedule="interleaved-zero-bubble"),
+            ParallelConfig(pp=2, dp_shard=2, zero=0, pp_schedule="interleaved-zero-bubble"),
             "fp32",
         ),
-        "zbv × tp": (ParallelConfig(pp=2, tp=2, schedule="zbv"), "bf16"),
-        "dualpipev × zero1": (ParallelConfig(pp=2, dp_shard=2, zero=1, schedule="dualpipev"), "fp16"),
+        "zbv × tp": (ParallelConfig(pp=2, tp=2, pp_schedule="zbv"), "bf16"),
+        "dualpipev × zero1": (ParallelConfig(pp=2, dp_shard=2, zero=1, pp_schedule="dualpipev"), "fp16"),
     },
 }
 SCALE = "engine.loss_scale"

@@ -32,15 +32,15 @@ MODELS = {
     "sinusoidal": {"position.name": "sinusoidal", "norm.placement": "post"},
     "learned": {"position.name": "learned", "position.max_positions": 40},
     "none": {"position.name": "none"},
-    "latent": {"attention.name": "latent", "attention.kv_rank": 6, "attention.rope_dim": 4},
+    "latent": {"attention.name": "mla", "attention.kv_lora_rank": 6, "attention.qk_rope_head_dim": 4},
     "latent, queries and values of other widths": {
-        **{"attention.name": "latent", "attention.kv_rank": 6, "attention.rope_dim": 2},
-        **{"attention.q_rank": 5, "attention.v_dim": 7, "attention.softcap": 2.0},
+        **{"attention.name": "mla", "attention.kv_lora_rank": 6, "attention.qk_rope_head_dim": 2},
+        **{"attention.q_lora_rank": 5, "attention.v_head_dim": 7, "attention.softcap": 2.0},
     },
     "shared layers": {"n_layers": 4, "distinct_layers": 2},
-    "soft caps": {"attention.softcap": 2.0, "head.softcap": 9.0},
-    "experts, limited": {"ffn.name": "moe", "ffn.n_experts": 4, "ffn.top_k": 2, "ffn.capacity": 0.6},
-    "experts, few places": {"ffn.name": "moe", "ffn.n_experts": 4, "ffn.top_k": 1, "ffn.places": 1},
+    "soft caps": {"attention.softcap": 2.0, "lm_head.softcap": 9.0},
+    "experts, limited": {"ffn.name": "moe", "ffn.n_experts": 4, "ffn.top_k": 2, "ffn.capacity_factor": 0.6},
+    "experts, few places": {"ffn.name": "moe", "ffn.n_experts": 4, "ffn.top_k": 1, "ffn.expert_capacity": 1},
 }
 PATTERNS = {
     "window": {"attention.pattern": {"name": "window", "width": 3}, "attention.n_kv_heads": 2},
@@ -53,33 +53,41 @@ PATTERNS = {
     },
     "window, latent": {"attention.pattern": {"name": "window", "width": 3}, **MODELS["latent"]},
     "windows of two kinds": {
-        "blocks": ["near", "all"],
-        "block.near.attention.pattern": {"name": "window", "width": 2},
-        "block.all": {},
+        "layer_types": ["near", "all"],
+        "layer_type.near.attention.pattern": {"name": "window", "width": 2},
+        "layer_type.all": {},
     },
-    "dilated": {"attention.pattern": {"name": "window", "width": 2, "step": 2}},
-    "first": {"attention.pattern": {"name": "window", "width": 2, "first": 3}, "attention.n_kv_heads": 2},
+    "dilated": {"attention.pattern": {"name": "window", "width": 2, "dilation": 2}},
+    "first": {
+        "attention.pattern": {"name": "window", "width": 2, "initial_tokens": 3},
+        "attention.n_kv_heads": 2,
+    },
     "first, alibi": {
-        "attention.pattern": {"name": "window", "width": 2, "first": 3},
+        "attention.pattern": {"name": "window", "width": 2, "initial_tokens": 3},
         "position.name": "alibi",
     },
     "first, shaw": {
-        "attention.pattern": {"name": "window", "width": 2, "first": 1},
+        "attention.pattern": {"name": "window", "width": 2, "initial_tokens": 1},
         "position.name": "shaw",
         "position.max_distance": 3,
     },
-    "first, latent": {"attention.pattern": {"name": "window", "width": 2, "first": 2}, **MODELS["latent"]},
-    "bigbird": {"attention.pattern": {"name": "bigbird", "block": 2, "random": 1}},
-    "bigbird, extra": {"attention.pattern": {"name": "bigbird", "block": 2, "random": 1, "extra": 2}},
+    "first, latent": {
+        "attention.pattern": {"name": "window", "width": 2, "initial_tokens": 2},
+        **MODELS["latent"],
+    },
+    "bigbird": {"attention.pattern": {"name": "bigbird", "block_size": 2, "n_random_blocks": 1}},
+    "bigbird, extra": {
+        "attention.pattern": {"name": "bigbird", "block_size": 2, "n_random_blocks": 1, "n_global_tokens": 2}
+    },
     "chunked": {"attention.pattern": {"name": "chunked", "size": 4}},
     "strided": {"attention.pattern": {"name": "strided", "stride": 3}},
-    "fixed": {"attention.pattern": {"name": "fixed", "stride": 4, "summary": 1}},
+    "fixed": {"attention.pattern": {"name": "fixed", "stride": 4, "n_summary_tokens": 1}},
     "window, sinks": {"attention.pattern": {"name": "window", "width": 3}, "attention.sinks": True},
     "local and compressed": {
         "position.name": "sinusoidal",
-        "blocks": ["local", "compressed"],
-        "block.local.attention.pattern": {"name": "chunked", "size": 4},
-        "block.compressed.attention": {"name": "compressed", "factor": 2},
+        "layer_types": ["local", "compressed"],
+        "layer_type.local.attention.pattern": {"name": "chunked", "size": 4},
+        "layer_type.compressed.attention": {"name": "compressed", "factor": 2},
     },
 }
 SIDES = ("decoder", "prefix", "encoder_decoder")

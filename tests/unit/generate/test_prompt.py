@@ -96,13 +96,13 @@ def test_a_sentinel_that_is_not_there(tmp_path: Path, tokenizer_model: bytes) ->
         build_prompts(loaded, "a <extra_9>")
 
 
-@pytest.mark.parametrize("objective", ["prefix", "denoisers"])
+@pytest.mark.parametrize("objective", ["prefix", "ul2"])
 @pytest.mark.parametrize("config", [MODEL, PAIRS])
 def test_prefix(config: ModelConfig, objective: str, tmp_path: Path, tokenizer_model: bytes) -> None:
     """UL2's end of a text is a prefix, too, after its mode token where there is one."""
     loaded = opened(tmp_path, tokenizer_model, config, objective)
     tokens, special = loaded.tokenizer.encode(TEXT), special_of(loaded)
-    mode = loaded.tokenizer.modes.get("S") if objective == "denoisers" else None
+    mode = loaded.tokenizer.modes.get("S") if objective == "ul2" else None
     if config is PAIRS:
         given = tokens if mode is None else np.append(mode, tokens)
         check(build_prompts(loaded, TEXT), seq2seq_example(given, np.array([9]), special))

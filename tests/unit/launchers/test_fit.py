@@ -13,8 +13,8 @@ from megatfm.train.guards.elastic import fit_layout
 EXPERTS = ("model.ffn.name=moe", "model.ffn.n_experts=8", "model.ffn.top_k=2")
 LAYOUTS = [
     [],
-    ["data.warmup=[{steps=2, global_batch=4}, {steps=2, global_batch=16, sequence_length=64}]"],
-    ["data.warmup=[{steps=2, sequence_length=64}]", "parallel.dp_replicate=2"],
+    ["data.rampup=[{steps=2, global_batch=4}, {steps=2, global_batch=16, sequence_length=64}]"],
+    ["data.rampup=[{steps=2, sequence_length=64}]", "parallel.dp_replicate=2"],
     ["parallel.tp=2"],
     ["parallel.dp_replicate=2"],
     ["parallel.dp_shard=4"],

@@ -24,17 +24,17 @@ CONFIG = ModelConfig(
     vocab_size=23,
     d_model=D,
     n_layers=2,
-    attention={"name": "disentangled", "n_heads": N},
+    attention={"name": "deberta", "n_heads": N},
     ffn={"d_ff": 20, "activation": "gelu"},
     norm={"name": "layer_norm", "placement": "post"},
-    position={"name": "disentangled", "max_distance": K},
+    position={"name": "deberta", "max_distance": K},
 )
 
 
 BUCKETS, FARTHEST = 4, 7
 SHARED = CONFIG.with_changes(
     {
-        "attention.name": "disentangled_shared", "position.name": "disentangled_buckets", "position.buckets": BUCKETS,
+        "attention.name": "deberta_v2", "position.name": "deberta_v2", "position.buckets": BUCKETS,
         "position.max_distance": FARTHEST,
     }
 )  # fmt: skip
@@ -169,13 +169,11 @@ def test_the_table_is_one_for_all_layers_and_gets_all_their_gradients() -> None:
     [{"position.name": "none"}, {"family": "decoder"}, {"position.name": "rope", "family": "decoder"}],
 )
 def test_it_needs_its_own_positions_and_sees_all(change: dict[str, str]) -> None:
-    with pytest.raises(
-        UsageError, match=r"needs model\.position\.name = 'disentangled' and family = 'encoder'"
-    ):
+    with pytest.raises(UsageError, match=r"needs model\.position\.name = 'deberta' and family = 'encoder'"):
         build(CONFIG.with_changes(change))
 
 
-@pytest.mark.parametrize("change", [{"position.name": "disentangled"}, {"family": "decoder"}])
+@pytest.mark.parametrize("change", [{"position.name": "deberta"}, {"family": "decoder"}])
 def test_the_shared_one_needs_buckets(change: dict[str, str]) -> None:
     with pytest.raises(
         UsageError, match=r"needs model\.position\.name = 'disentangled_buckets' and family ="

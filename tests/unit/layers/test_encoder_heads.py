@@ -22,8 +22,8 @@ SMALL = {
     "ffn.activation": "gelu",
     "position.name": "learned",
     "position.max_positions": T,
-    "head.name": "transform",
-    "head.bias": True,
+    "lm_head.name": "transform",
+    "lm_head.bias": True,
 }
 
 
@@ -91,7 +91,7 @@ def test_nothing_masked_costs_nothing() -> None:
 
 @pytest.mark.parametrize("classes", [2, 5])
 def test_sentences_from_their_first_tokens(classes: int) -> None:
-    model = made(**{"heads.sentence.classes": classes})
+    model = made(**{"extra_heads.sentence.classes": classes})
     tokens, targets = drawn(23, 2, T, seed=3), torch.full((2, T), -100)
     for row, start, label in ((0, 0, 1), (0, 7, 0), (1, 2, classes - 1)):
         targets[row, start] = label
@@ -111,7 +111,7 @@ SPANS = {0: [(2, 4), (6, 6), (9, 10)], 1: [(1, 1), (3, 7)]}
 
 def test_spans_from_their_boundaries() -> None:
     """Joshi et al. 2020, section 2.2: h = LN(GELU(W₂ LN(GELU(W₁ [x_{s−1}; x_{e+1}; p_{i−s+1}])))), then the table."""
-    model = made(heads={"boundary": {}})
+    model = made(extra_heads={"boundary": {}})
     tokens, targets = drawn(23, 2, T, seed=4), torch.full((2, T), -100)
     left, right = torch.zeros(2, T, dtype=torch.int64), torch.zeros(2, T, dtype=torch.int64)
     original = drawn(23, 2, T, seed=5)
@@ -138,7 +138,7 @@ def test_spans_from_their_boundaries() -> None:
 
 
 def test_label_smoothing_is_for_training_only() -> None:
-    model = made(**{"head.label_smoothing": 0.1})
+    model = made(**{"lm_head.label_smoothing": 0.1})
     tokens, targets = drawn(23, 1, T, seed=6), drawn(23, 1, T, seed=7)
     logits = model(tokens).logits[0]
     plain = F.cross_entropy(logits, targets[0], reduction="sum")

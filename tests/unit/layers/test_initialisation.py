@@ -26,10 +26,10 @@ SMALL = {
     "position.name": "learned",
     "position.max_positions": 64,
     "embedding.n_segments": 2,
-    "head.name": "transform",
-    "head.bias": True,
+    "lm_head.name": "transform",
+    "lm_head.bias": True,
 }
-SENTENCE = {"heads.sentence.classes": 2}
+SENTENCE = {"extra_heads.sentence.classes": 2}
 ELECTRA = {
     "family": "electra", "embedding.dim": 64,
     "generator": {"d_model": 48, "n_heads": 1, "d_ff": 96},

@@ -28,8 +28,8 @@ def config_of(share: str, **changes: object) -> ModelConfig:
             "n_layers": 1,
             "attention.name": "linformer",
             "attention.n_heads": HEADS,
-            "attention.length": LENGTH + 2,
-            "attention.rank": RANK,
+            "attention.max_length": LENGTH + 2,
+            "attention.projected_length": RANK,
             "attention.share": share,
             "attention.bias": True,
             "position.name": "none",
@@ -113,7 +113,7 @@ def test_who_serves_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch
 def test_counts_on_roberta(share: str, more: int) -> None:
     options = [
         "model.attention.name=linformer",
-        "model.attention.length=512",
+        "model.attention.max_length=512",
         f"model.attention.share={share}",
     ]
     with torch.device("meta"):
@@ -140,7 +140,7 @@ def test_what_it_is_not_for(changes: dict[str, object], message: str) -> None:
 def test_rows_beyond_its_length() -> None:
     layer = Block(config_of("none"), "encoder").attn
     long = LENGTH + 3
-    with pytest.raises(UsageError, match=r"rows of 16 tokens, but model\.attention\.length = 15: make"):
+    with pytest.raises(UsageError, match=r"rows of 16 tokens, but model\.attention\.max_length = 15: make"):
         layer(torch.zeros(1, long, WIDTH), SequenceMetadata(torch.arange(long)[None]))
 
 
@@ -153,9 +153,14 @@ def test_in_an_encoder_decoder_the_encoder_has_it() -> None:
 
 
 def test_layers_that_share_have_the_same_sizes() -> None:
-    kinds = {"blocks": ["a", "b"], "n_layers": 2, "block.a": {}, "block.b.attention.rank": RANK + 1}
+    kinds = {
+        "layer_types": ["a", "b"],
+        "n_layers": 2,
+        "layer_type.a": {},
+        "layer_type.b.attention.projected_length": RANK + 1,
+    }
     with pytest.raises(
-        UsageError, match=r"model\.block has other lengths or ranks: give all the same, or choose"
+        UsageError, match=r"model\.layer_type has other lengths or ranks: give all the same, or choose"
     ):
         build(config_of("layerwise", **kinds))
 

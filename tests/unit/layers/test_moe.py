@@ -32,7 +32,7 @@ from megatfm.ops.grouped import grouped_linear, kernel_for, looped_linear
 from tests.parity.oracle import TOLERANCE, doubled
 
 B, T, D, F_, E = 3, 11, 16, 8, 8
-ROUTER = {"balance": 0.1, "sequence_balance": 0.1, "z_loss": 0.1}
+ROUTER = {"aux_loss_coef": 0.1, "seq_aux_loss_coef": 0.1, "z_loss_coef": 0.1}
 MODULES = (
     modeling_deepseek_v3,
     modeling_mixtral,
@@ -85,13 +85,13 @@ def mixtral() -> tuple[nn.Module, dict[str, Any]]:
 def qwen3(normalise: bool) -> tuple[nn.Module, dict[str, Any]]:
     options = {**SIZES, "num_experts": E, "norm_topk_prob": normalise}
     theirs = modeling_qwen3_moe.Qwen3MoeSparseMoeBlock(transformers.Qwen3MoeConfig(**options))
-    return theirs, {"router": {"name": "top_k", "normalise": normalise, **ROUTER}}
+    return theirs, {"router": {"name": "top_k", "norm_topk_prob": normalise, **ROUTER}}
 
 
 def olmoe() -> tuple[nn.Module, dict[str, Any]]:
     options = {**SIZES, "intermediate_size": F_, "num_experts": E}
     theirs = modeling_olmoe.OlmoeSparseMoeBlock(transformers.OlmoeConfig(**options))
-    return theirs, {"router": {"name": "top_k", "normalise": False, **ROUTER}}
+    return theirs, {"router": {"name": "top_k", "norm_topk_prob": False, **ROUTER}}
 
 
 def deepseek_v3(normalise: bool, groups: int, shared: int = 2) -> tuple[nn.Module, dict[str, Any]]:
@@ -100,7 +100,12 @@ def deepseek_v3(normalise: bool, groups: int, shared: int = 2) -> tuple[nn.Modul
         "norm_topk_prob": normalise, "routed_scaling_factor": 2.5,
     }  # fmt: skip
     theirs = modeling_deepseek_v3.DeepseekV3MoE(transformers.DeepseekV3Config(**options))
-    router = {"n_groups": groups, "top_groups": groups // 2 or 1, "normalise": normalise, "scale": 2.5}
+    router = {
+        "n_group": groups,
+        "topk_group": groups // 2 or 1,
+        "norm_topk_prob": normalise,
+        "routed_scaling_factor": 2.5,
+    }
     return theirs, {"n_shared_experts": shared, "router": {"name": "deepseek_v3", **router, **ROUTER}}
 
 
@@ -160,7 +165,11 @@ def test_switch_transformers_layer_drops_the_same(capacity: int, dtype: torch.dt
     if dtype == torch.float64:
         theirs.router.dtype = dtype
     ours = make(
-        dtype, top_k=1, capacity=capacity * E / T, activation="relu", router={"name": "switch", **ROUTER}
+        dtype,
+        top_k=1,
+        capacity_factor=capacity * E / T,
+        activation="relu",
+        router={"name": "switch", **ROUTER},
     )
     theirs.router.classifier.weight.data.copy_(ours.router.weight.data)
     for e in range(E):
@@ -237,7 +246,7 @@ def by_hand(module: MoE, x: Tensor, real: Tensor, taken: Tensor) -> Tensor:
 def test_padding_goes_through_no_expert_and_counts_nowhere(capacity: float | None) -> None:
     documents = torch.zeros(B, T, dtype=torch.int64)
     documents[0, 4:], documents[2, 0:] = -1, -1  # a row without any token, too
-    real, x, module = documents >= 0, inputs(), make(capacity=capacity)
+    real, x, module = documents >= 0, inputs(), make(capacity_factor=capacity)
     choices = stable_topk((x @ module.router.weight.T), 3).where(real[..., None], E)
     taken = torch.ones_like(choices, dtype=torch.bool)
     if capacity:
@@ -414,7 +423,7 @@ def test_jitter_is_in_training_alone_and_within_its_bounds() -> None:
 
 
 def test_state_follows_the_counts_of_a_step() -> None:
-    module = make(router={"name": "deepseek_v3", "bias_rate": 0.25, "balance": 1.0})
+    module = make(router={"name": "deepseek_v3", "bias_update_rate": 0.25, "aux_loss_coef": 1.0})
     before, x = module.router.bias.clone(), inputs()
     made = [module(x, sequence()), module(-x, sequence())]
     for one in made:
@@ -431,7 +440,7 @@ def test_state_follows_the_counts_of_a_step() -> None:
 
 def test_a_step_without_tokens_leaves_the_state_as_it_is() -> None:
     """Then the next step's terms are finite."""
-    router = {"name": "noisy_top_k", "importance": 0.1, "load": 0.1, "balance": 0.1}
+    router = {"name": "noisy_top_k", "importance_loss_coef": 0.1, "load_loss_coef": 0.1, "aux_loss_coef": 0.1}
     module, nothing = make(router=router), torch.full((B, T), -1)
     module.accumulate_counts(module(inputs(), sequence()).counts)
     with torch.no_grad():
@@ -449,7 +458,7 @@ def test_a_step_without_tokens_leaves_the_state_as_it_is() -> None:
 
 
 def test_statistics_have_the_variation_itself_where_the_loss_has_a_tangent() -> None:
-    module = make(router={"name": "noisy_top_k", "importance": 0.1, "load": 0.1})
+    module = make(router={"name": "noisy_top_k", "importance_loss_coef": 0.1, "load_loss_coef": 0.1})
     with torch.no_grad():
         made = module(inputs(), sequence())
     statistics = module.statistics(made.counts)
@@ -479,13 +488,13 @@ def test_a_balanced_start() -> None:
             "drop_policy = 'position' has no meaning where experts take all tokens",
         ),
         ({"top_k": 9}, "top_k = 9 is more than n_experts = 8: choose 8 or less"),
-        ({"capacity": 0.0}, "greater than 0"),
+        ({"capacity_factor": 0.0}, "greater than 0"),
         ({"router": {"name": "top_k", "jitter": 0.1}}, "jitter"),
         ({"router": {"name": "switch"}}, "chooses one: set top_k = 1"),
-        ({"router": {"name": "deepseek_v3", "n_groups": 3}}, "the nearest that does is 2"),
-        ({"router": {"name": "deepseek_v3", "top_groups": 2}}, "choose 1 or less"),
-        ({"router": {"name": "deepseek_v3", "n_groups": 4}}, "choose router.top_groups = 2 or more"),
-        ({"capacity": 1.0, "places": 4}, "say the same thing twice"),
+        ({"router": {"name": "deepseek_v3", "n_group": 3}}, "the nearest that does is 2"),
+        ({"router": {"name": "deepseek_v3", "topk_group": 2}}, "choose 1 or less"),
+        ({"router": {"name": "deepseek_v3", "n_group": 4}}, "choose router.topk_group = 2 or more"),
+        ({"capacity_factor": 1.0, "expert_capacity": 4}, "say the same thing twice"),
         ({"dropout": 0.1}, "dropout = 0.1 is for dense networks"),
     ],
 )

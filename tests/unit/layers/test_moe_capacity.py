@@ -44,7 +44,7 @@ def test_room_is_taken_in_the_order_of_the_policy(by_position: bool) -> None:
 @pytest.mark.parametrize("router", ["top_k", "gshard"])
 @pytest.mark.parametrize("policy", ["choice", "position"])
 def test_by_position_no_token_depends_on_later_ones(policy: str, router: str) -> None:
-    module = make(router={"name": router}, top_k=2, capacity=0.6, drop_policy=policy)
+    module = make(router={"name": router}, top_k=2, capacity_factor=0.6, drop_policy=policy)
     x, other = inputs().detach(), inputs().detach()
     other[:, T // 2 :] = other[:, T // 2 :].flip(-1)
     with torch.no_grad():
@@ -55,11 +55,15 @@ def test_by_position_no_token_depends_on_later_ones(policy: str, router: str) ->
 
 def test_a_capacity_that_shows_the_future_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     experts._warn_of_future.cache_clear()
-    for keys in ({}, {"capacity": 1.0, "drop_policy": "position"}, {"capacity": 1.0, "top_k": 1}):
+    for keys in (
+        {},
+        {"capacity_factor": 1.0, "drop_policy": "position"},
+        {"capacity_factor": 1.0, "top_k": 1},
+    ):
         make(**keys)
     assert not caplog.messages
     for _ in range(2):
-        make(capacity=1.0)
+        make(capacity_factor=1.0)
     (line,) = caplog.messages
-    assert "capacity with top_k = 3 in a causal model" in line
+    assert "model.ffn.capacity_factor with top_k = 3 in a causal model" in line
     assert 'set model.ffn.drop_policy = "position"' in line

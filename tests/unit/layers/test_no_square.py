@@ -23,14 +23,14 @@ AT_ONCE = 2**15
 """So many scores and pairs are looked at together here, that what is chunked is far less than all pairs."""
 SMALL = {"d_model": 8, "n_layers": 1, "attention.n_heads": 1, "ffn.d_ff": 8, "vocab_size": 17}
 NO_POSITIONS = {"position": {"name": "none"}}
-LATENT = {"name": "latent", "kv_rank": 8, "q_rank": 6, "rope_dim": 4, "v_dim": 5}
+LATENT = {"name": "mla", "kv_lora_rank": 8, "q_lora_rank": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
 PATTERN_OPTIONS: dict[str, dict[str, Any]] = {
     "full": {},
     "window": {"width": 100},
     "chunked": {"size": 100},
     "strided": {"stride": 64},
-    "fixed": {"stride": 64, "summary": 4},
-    "bigbird": {"block": 64, "random": 1},
+    "fixed": {"stride": 64, "n_summary_tokens": 4},
+    "bigbird": {"block_size": 64, "n_random_blocks": 1},
 }
 OF_PATTERNS = {
     name: {"attention": {"pattern": {"name": name, **more}}} for name, more in PATTERN_OPTIONS.items()
@@ -38,8 +38,8 @@ OF_PATTERNS = {
 DECODERS: dict[str, dict[str, Any]] = {
     **OF_PATTERNS,
     "softcap and sinks": {"attention": {"softcap": 2.0, "sinks": True}},
-    "first": {"attention": {"pattern": {"name": "window", "width": 100, "first": 2}}},
-    "dilated": {"attention": {"pattern": {"name": "window", "width": 50, "step": 3}}},
+    "first": {"attention": {"pattern": {"name": "window", "width": 100, "initial_tokens": 2}}},
+    "dilated": {"attention": {"pattern": {"name": "window", "width": 50, "dilation": 3}}},
     "compressed": {"attention": {"name": "compressed"}, **NO_POSITIONS},
     "latent": {"attention": LATENT},
     "latent, window": {"attention": {**LATENT, "pattern": {"name": "window", "width": 100}}},
@@ -49,22 +49,23 @@ DECODERS: dict[str, dict[str, Any]] = {
     "shaw": {"position": {"name": "shaw", "max_distance": 3}},
     "shaw, window": {"position": {"name": "shaw", "max_distance": 3}, **OF_PATTERNS["window"]},
 }
-LINFORMER = {"attention": {"name": "linformer", "length": LONG, "rank": 4}, **NO_POSITIONS}
+LINFORMER = {"attention": {"name": "linformer", "max_length": LONG, "projected_length": 4}, **NO_POSITIONS}
 ENCODERS: dict[str, dict[str, Any]] = {
     **{name: OF_PATTERNS[name] for name in ("full", "window", "bigbird")},
-    "etc": {"attention": {"pattern": {"name": "bigbird", "block": 64, "random": 0, "extra": 2}}},
+    "etc": {"attention": {"pattern": {"name": "bigbird", "block_size": 64, "n_random_blocks": 0, "n_global_tokens":
+    2}}},
     "longformer": {"attention": {"pattern": {"name": "longformer", "width": 100}}},
     "longformer, global projections": {
-        "attention": {"name": "longformer", "pattern": {"name": "longformer", "width": 100, "tokens": [0, 2]}},
+        "attention": {"name": "longformer", "pattern": {"name": "longformer", "width": 100, "global_tokens": [0, 2]}},
         **NO_POSITIONS,
     },
     **{f"linformer, {share}": {**LINFORMER, "attention": {**LINFORMER["attention"], "share": share}}
        for share in ("none", "headwise", "key_value", "layerwise")},
     **{name: {"position": {"name": name}} for name in ("alibi", "t5")},
-    "deberta": {"attention": {"name": "disentangled"}, "position": {"name": "disentangled", "max_distance": 4}},
+    "deberta": {"attention": {"name": "deberta"}, "position": {"name": "deberta", "max_distance": 4}},
     "deberta v3": {
-        "attention": {"name": "disentangled_shared"},
-        "position": {"name": "disentangled_buckets", "buckets": 4, "max_distance": 8},
+        "attention": {"name": "deberta_v2"},
+        "position": {"name": "deberta_v2", "buckets": 4, "max_distance": 8},
     },
 }  # fmt: skip
 XLNETS: dict[str, dict[str, Any]] = {
@@ -172,7 +173,7 @@ def test_scores_of_all_queries_are_found(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_every_part_is_tried() -> None:
     tried = [kind for kinds in FAMILIES.values() for kind in kinds.values()]
-    attention = {"heads", *(kind.get("attention", {}).get("name", "heads") for kind in tried)}
+    attention = {"gqa", *(kind.get("attention", {}).get("name", "gqa") for kind in tried)}
     patterns = {kind.get("attention", {}).get("pattern", {}).get("name", "full") for kind in tried}
     positions = {"rope", "learned", *(kind.get("position", {}).get("name", "rope") for kind in tried)}
     assert set(megatfm_s(ATTENTIONS)) <= attention

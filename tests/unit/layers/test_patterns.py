@@ -184,24 +184,36 @@ def test_blocks_that_repeat_have_equal_masks(pattern: AttentionPattern) -> None:
     [
         ({"name": "window", "width": 2}, True, ["x....", "xx...", ".xx..", "..xx.", "...xx"]),
         ({"name": "window", "width": 2}, False, ["xx...", "xxx..", ".xxx.", "..xxx", "...xx"]),
-        ({"name": "window", "width": 2, "step": 2}, True, ["x....", ".x...", "x.x..", ".x.x.", "..x.x"]),
-        ({"name": "window", "width": 2, "first": 1}, True, ["x....", "xx...", "xxx..", "x.xx.", "x..xx"]),
+        ({"name": "window", "width": 2, "dilation": 2}, True, ["x....", ".x...", "x.x..", ".x.x.", "..x.x"]),
+        (
+            {"name": "window", "width": 2, "initial_tokens": 1},
+            True,
+            ["x....", "xx...", "xxx..", "x.xx.", "x..xx"],
+        ),
         ({"name": "chunked", "size": 3}, True, ["x....", "xx...", "xxx..", "...x.", "...xx"]),
         ({"name": "chunked", "size": 3}, False, ["xxx..", "xxx..", "xxx..", "...xx", "...xx"]),
         ({"name": "strided", "stride": 2}, True, ["x....", "xx...", "xxx..", ".xxx.", "x.xxx"]),
         ({"name": "strided", "stride": 3}, False, ["xxxx.", "xxxxx", "xxxxx", "xxxxx", ".xxxx"]),
         (
-            {"name": "longformer", "width": 2, "tokens": [0]},
+            {"name": "longformer", "width": 2, "global_tokens": [0]},
             False,
             ["xxxxx", "xxx..", "xxxx.", "x.xxx", "x..xx"],
         ),
         (
-            {"name": "bigbird", "block": 1, "random": 0, "extra": 1},
+            {"name": "bigbird", "block_size": 1, "n_random_blocks": 0, "n_global_tokens": 1},
             True,
             ["x....", "xx...", "xxx..", "x.xx.", "x..xx"],
         ),
-        ({"name": "fixed", "stride": 2, "summary": 1}, True, ["x....", "xx...", ".xx..", ".xxx.", ".x.xx"]),
-        ({"name": "fixed", "stride": 2, "summary": 1}, False, ["xx.x.", "xx.x.", ".xxx.", ".xxx.", ".x.xx"]),
+        (
+            {"name": "fixed", "stride": 2, "n_summary_tokens": 1},
+            True,
+            ["x....", "xx...", ".xx..", ".xxx.", ".x.xx"],
+        ),
+        (
+            {"name": "fixed", "stride": 2, "n_summary_tokens": 1},
+            False,
+            ["xx.x.", "xx.x.", ".xxx.", ".xxx.", ".x.xx"],
+        ),
     ],
 )
 def test_what_a_config_asks_for(pattern: dict[str, object], causal: bool, rows: list[str]) -> None:
@@ -217,10 +229,22 @@ def test_what_a_config_asks_for(pattern: dict[str, object], causal: bool, rows: 
 @pytest.mark.parametrize(
     ("pattern", "causal", "message"),
     [
-        ({"name": "window", "width": 4, "first": 2}, False, "pattern.first = 2: an encoder's first tokens"),
+        (
+            {"name": "window", "width": 4, "initial_tokens": 2},
+            False,
+            "pattern.initial_tokens = 2: an encoder's first tokens",
+        ),
         ({"name": "longformer", "width": 4}, True, "'longformer' has tokens that see all, later ones too"),
-        ({"name": "bigbird", "random": 65}, False, "random = 65: more than 64 random blocks"),
-        ({"name": "fixed", "stride": 4, "summary": 4}, True, "summary = 4 is all of stride = 4"),
+        (
+            {"name": "bigbird", "n_random_blocks": 65},
+            False,
+            "n_random_blocks = 65: more than 64 random blocks",
+        ),
+        (
+            {"name": "fixed", "stride": 4, "n_summary_tokens": 4},
+            True,
+            "n_summary_tokens = 4 is all of stride = 4",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(pattern: dict[str, object], causal: bool, message: str) -> None:

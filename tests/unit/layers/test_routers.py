@@ -92,7 +92,9 @@ def cv_squared(sums: Tensor) -> Tensor:
 @pytest.mark.parametrize("training", [True, False])
 def test_noisy_top_k(training: bool) -> None:
     """Shazeer et al. 2017, equations 3 to 11, with Φ as an integral and both losses over the whole batch."""
-    module = make(router={"name": "noisy_top_k", "importance": 0.1, "load": 0.1}).train(training)
+    module = make(router={"name": "noisy_top_k", "importance_loss_coef": 0.1, "load_loss_coef": 0.1}).train(
+        training
+    )
     router = module.router
 
     def noisy(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -242,13 +244,17 @@ def test_soft_mixtures_are_by_document() -> None:
         ("decoder", {"name": "soft_moe"}, "'soft_moe' leaks the future in a causal model"),
         (
             "encoder",
-            {"router": {"name": "expert_choice"}, "capacity": 1.0},
-            "capacity = 1.0 has no meaning with",
+            {"router": {"name": "expert_choice"}, "capacity_factor": 1.0},
+            "capacity_factor = 1.0 has no meaning with",
         ),
-        ("encoder", {"router": {"name": "hash", "balance": 0.1}}, "balance = 0.1 has no meaning with router"),
+        (
+            "encoder",
+            {"router": {"name": "hash", "aux_loss_coef": 0.1}},
+            "aux_loss_coef = 0.1 has no meaning with router",
+        ),
         ("encoder", {"router": {"name": "gshard"}, "top_k": 1}, "chooses two: set top_k = 2"),
         ("encoder", {"router": {"name": "noisy_top_k"}, "top_k": E}, "set top_k = 3 or less"),
-        ("encoder", {"name": "soft_moe", "capacity": 2.0}, "capacity has no meaning"),
+        ("encoder", {"name": "soft_moe", "capacity_factor": 2.0}, "capacity_factor has no meaning"),
     ],
 )
 def test_what_makes_no_sense_is_refused(family: str, ffn: dict[str, Any], said: str) -> None:
@@ -282,6 +288,6 @@ def test_a_hash_knows_the_tokens_of_a_part_of_a_row() -> None:
     """As context parallelism has them."""
     module, places = make(router={"name": "hash"}), torch.tensor([1, 4, 7])
     full = {"row_positions": torch.arange(T).expand(B, T), "row_documents": DOCUMENTS}
-    part = make_sequence({"tokens": TOKENS[:, places], "places": places, **full}, "tokens")
+    part = make_sequence({"tokens": TOKENS[:, places], "expert_capacity": places, **full}, "tokens")
     found = module.router(torch.zeros(B, 3, D), part).expert_indices
     assert torch.equal(found, module.router(torch.zeros(B, T, D), sequence()).expert_indices[:, places])

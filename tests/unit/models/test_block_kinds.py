@@ -13,10 +13,10 @@ from tests.plugins import plugin
 SMALL = {"vocab_size": 23, "d_model": 16, "n_layers": 3, "attention.n_heads": 2, "ffn.d_ff": 24}
 plugin("dilated")
 KINDS = {
-    "blocks": ["near", "far"],
-    "block.near.attention.pattern": {"name": "dilated", "width": 2, "step": 2},
-    "block.near.position.theta": 100.0,
-    "block.far": {"ffn.d_ff": 40, "attention.n_kv_heads": 1, "position.name": "none"},
+    "layer_types": ["near", "far"],
+    "layer_type.near.attention.pattern": {"name": "dilated", "width": 2, "step": 2},
+    "layer_type.near.position.theta": 100.0,
+    "layer_type.far": {"ffn.d_ff": 40, "attention.n_kv_heads": 1, "position.name": "none"},
 }
 
 
@@ -44,10 +44,12 @@ def test_each_block_is_as_its_kind_says() -> None:
 
 def test_turned_positions_differ_by_block() -> None:
     """Blocks of one width, whose tables of angles must not be taken for one another's."""
-    model = build(ModelConfig.from_dotted({**SMALL, **KINDS, "block.far": {}}))
+    model = build(ModelConfig.from_dotted({**SMALL, **KINDS, "layer_type.far": {}}))
     initialise(model, 3)
     other = build(
-        ModelConfig.from_dotted({**SMALL, **KINDS, "block.far": {}, "block.near.position.theta": 10_000.0})
+        ModelConfig.from_dotted(
+            {**SMALL, **KINDS, "layer_type.far": {}, "layer_type.near.position.theta": 10_000.0}
+        )
     )
     other.load_state_dict(model.state_dict())
     tokens = torch.arange(12).view(2, 6)
@@ -56,8 +58,8 @@ def test_turned_positions_differ_by_block() -> None:
 
 def test_some_blocks_without_a_shared_bias() -> None:
     config = ModelConfig.from_dotted(
-        {**SMALL, "position.name": "t5", "blocks": ["biased", "bare"], "block.biased": {}}
-        | {"block.bare.position.name": "none"}
+        {**SMALL, "position.name": "t5", "layer_types": ["biased", "bare"], "layer_type.biased": {}}
+        | {"layer_type.bare.position.name": "none"}
     )
     model = build(config)
     initialise(model, 3)
@@ -67,6 +69,6 @@ def test_some_blocks_without_a_shared_bias() -> None:
 
 def test_a_stack_s_encoding_for_one_kind_is_refused() -> None:
     with pytest.raises(
-        UsageError, match=r"^model.block.a.position: t5 is made once for all blocks of a stack"
+        UsageError, match=r"^model.layer_type.a.position: t5 is made once for all blocks of a stack"
     ):
-        build(ModelConfig.from_dotted({**SMALL, "blocks": ["a"], "block.a.position.name": "t5"}))
+        build(ModelConfig.from_dotted({**SMALL, "layer_types": ["a"], "layer_type.a.position.name": "t5"}))

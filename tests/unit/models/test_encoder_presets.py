@@ -68,12 +68,12 @@ def test_counts_of_encoders(preset: str) -> None:
     if with_pooler:
         d = model.config.d_model
         assert with_pooler == bare + d * d + d
-        if "sentence" in model.config.heads:
+        if "sentence" in model.config.extra_heads:
             assert count(model.sentence.pooler) == d * d + d
 
 
 def test_without_the_sentence_head_it_is_the_masked_language_model() -> None:
-    config = load_config("bert-base", ["model.heads={}"])
+    config = load_config("bert-base", ["model.extra_heads={}"])
     with torch.device("meta"):
         assert count(build(config.model)) == 109_514_298
 

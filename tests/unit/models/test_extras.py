@@ -22,14 +22,14 @@ from tests.plugins import plugin
 
 plugin("chosen")
 CONFIG = ModelConfig.from_dotted(
-    {"vocab_size": 23, "d_model": 16, "n_layers": 3, "attention.n_heads": 2, "future_tokens": 1}
+    {"vocab_size": 23, "d_model": 16, "n_layers": 3, "attention.n_heads": 2, "n_mtp_heads": 1}
     | {"ffn": {"name": "chosen", "d_ff": 24, "choices": 3, "rate": 0.1, "weight": 0.25}}
 )
 XLNET = {
     "family": "xlnet",
     "attention.name": "two_stream",
     "position.name": "transformer_xl",
-    "future_tokens": 0,
+    "n_mtp_heads": 0,
 }
 SPECIAL = SpecialTokens(bos=1, eos=2, pad=0, vocab_size=23, cls=3, sep=4, sentinels=range(22, 17, -1))
 TOKENS = torch.arange(12).view(2, 6)
@@ -107,7 +107,7 @@ def test_an_objective_takes_the_terms_up() -> None:
 
 
 def test_tokens_of_both_sides_count() -> None:
-    model = CONFIG.with_changes({"family": "encoder_decoder", "position.name": "t5", "future_tokens": 0})
+    model = CONFIG.with_changes({"family": "encoder_decoder", "position.name": "t5", "n_mtp_heads": 0})
     objective = build_objective(SpanCorruptionObjective(), model, SPECIAL, (6, 4))
     batch = {"positions": TOKENS[:, :4], "encoder_positions": TOKENS, "encoder_documents": DOCUMENTS}
     batch |= {"targets": TOKENS[:, :4], "documents": torch.tensor([[0, 0, -1, -1], [0, -1, -1, -1]])}
@@ -151,7 +151,7 @@ def test_the_query_stream_is_the_same_in_every_layout(layout: dict[str, int]) ->
     config = Config.model_validate(
         {"name": "queries", "plugins": ["chosen"], "model": CONFIG.with_changes({**XLNET, "vocab_size": 64})}
         | {
-            "objective": {"name": "permutation", "every": 2},
+            "objective": {"name": "permutation", "tokens_per_prediction": 2},
             "data": data,
             "optimizer": {"name": "adamw", "lr": 1e-3},
         }
@@ -179,7 +179,7 @@ def test_heads_that_share_a_term_add_to_it(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setitem(HEADS._parts, "squares", Squares)
     heads = {name: {"name": "squares", "scale": scale} for name, scale in (("one", 2.0), ("two", 3.0))}
-    models = [build(CONFIG), build(CONFIG.with_changes({"heads": heads}))]
+    models = [build(CONFIG), build(CONFIG.with_changes({"extra_heads": heads}))]
     for model in models:
         initialise(model, 3)
     plain, more = (model(TOKENS, targets=TOKENS) for model in models)
@@ -189,6 +189,6 @@ def test_heads_that_share_a_term_add_to_it(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_terms_that_contradict_one_another_are_refused() -> None:
-    kinds = {"blocks": ["a", "b"], "block.a": {}, "block.b.ffn.weight": 0.5}
+    kinds = {"layer_types": ["a", "b"], "layer_type.a": {}, "layer_type.b.ffn.weight": 0.5}
     with pytest.raises(UsageError, match=r"two parts of the model add a term 'router' to the loss"):
         auxiliary_losses(CONFIG.with_changes(kinds))

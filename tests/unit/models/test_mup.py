@@ -21,12 +21,13 @@ KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
         "ffn.name": "moe", "ffn.d_ff": width, "ffn.n_experts": 4, "ffn.top_k": 2, "ffn.router.name": "noisy_top_k",
     },
     "compressed": lambda width: {"attention.name": "compressed", "attention.factor": 3, "position.name": "none"},
-    "latents": lambda width: {**LATENT, "attention.kv_rank": 16, "attention.q_rank": 12},
+    "latents": lambda width: {**LATENT, "attention.kv_lora_rank": 16, "attention.q_lora_rank": 12},
     "latents that grow": lambda width: {
-        **LATENT, "attention.kv_rank": width // 2, "attention.q_rank": width // 2, "mup.latent_ranks": "scaled",
+        **LATENT, "attention.kv_lora_rank": width // 2, "attention.q_lora_rank": width // 2, "mup.latent_ranks":
+        "scaled",
     },
 }  # fmt: skip
-LATENT = {"attention.name": "latent", "attention.rope_dim": 8, "attention.head_dim": 16}
+LATENT = {"attention.name": "mla", "attention.qk_rope_head_dim": 8, "attention.head_dim": 16}
 
 
 def changes(width: int, mup: bool, kind: str = "dense") -> dict[str, float]:

@@ -18,14 +18,14 @@ from megatfm.ops.attention import blocks, kernels
 
 PATTERN: dict[str, dict[str, Any]] = {
     "window": {"name": "window", "width": 5},
-    "dilated": {"name": "window", "width": 3, "step": 2},
-    "first": {"name": "window", "width": 4, "first": 2},
+    "dilated": {"name": "window", "width": 3, "dilation": 2},
+    "first": {"name": "window", "width": 4, "initial_tokens": 2},
     "chunked": {"name": "chunked", "size": 6},
     "strided": {"name": "strided", "stride": 4},
-    "fixed": {"name": "fixed", "stride": 5, "summary": 1},
-    "bigbird": {"name": "bigbird", "block": 2, "random": 1},
-    "etc": {"name": "bigbird", "block": 2, "random": 0, "extra": 2},
-    "longformer": {"name": "longformer", "width": 4, "tokens": [0, 7]},
+    "fixed": {"name": "fixed", "stride": 5, "n_summary_tokens": 1},
+    "bigbird": {"name": "bigbird", "block_size": 2, "n_random_blocks": 1},
+    "etc": {"name": "bigbird", "block_size": 2, "n_random_blocks": 0, "n_global_tokens": 2},
+    "longformer": {"name": "longformer", "width": 4, "global_tokens": [0, 7]},
 }
 ENCODER = {"family": "encoder"}
 PARTS: dict[str, dict[str, Any]] = {
@@ -37,7 +37,8 @@ PARTS: dict[str, dict[str, Any]] = {
     "sinks": {"attention.sinks": True},
     "soft cap": {"attention.softcap": 2.0},
     "dropout": {"attention.dropout": 0.3, "dropout": 0.1},
-    "latent": {"attention.name": "latent", "attention.kv_rank": 6, "attention.rope_dim": 4, "attention.v_dim": 3},
+    "latent": {"attention.name": "mla", "attention.kv_lora_rank": 6, "attention.qk_rope_head_dim": 4,
+    "attention.v_head_dim": 3},
     "alibi": {"position.name": "alibi"},
     "t5": {"position.name": "t5", "position.buckets": 8, "position.max_distance": 6},
     "shaw": {"position.name": "shaw", "position.max_distance": 3},
@@ -48,15 +49,15 @@ PARTS: dict[str, dict[str, Any]] = {
     "longformer": {
         "attention.name": "longformer", "position.name": "learned", "position.max_positions": 30, **ENCODER
     },
-    "disentangled": {"attention.name": "disentangled", "position.name": "disentangled", **ENCODER},
+    "disentangled": {"attention.name": "deberta", "position.name": "deberta", **ENCODER},
     "disentangled, shared": {
-        "attention.name": "disentangled_shared", "position.name": "disentangled_buckets", **ENCODER
+        "attention.name": "deberta_v2", "position.name": "deberta_v2", **ENCODER
     },
-    "linformer": {"attention.name": "linformer", "attention.length": 30, "position.name": "learned",
+    "linformer": {"attention.name": "linformer", "attention.max_length": 30, "position.name": "learned",
                   "position.max_positions": 30, **ENCODER},
     "two streams": {"family": "xlnet", "attention.name": "two_stream", "position.name": "transformer_xl"},
     "shared layers": {"n_layers": 4, "distinct_layers": 2},
-    "heads for later tokens": {"future_tokens": 1},
+    "heads for later tokens": {"n_mtp_heads": 1},
 }  # fmt: skip
 ALL_TOKENS = ("linformer", "disentangled", "disentangled, shared", "two streams")
 LENGTH = 29
@@ -66,7 +67,7 @@ def refusal(pattern: str, part: str) -> str | None:
     """What the line says, where the two don't go together."""
     encoder = PARTS[part].get("family") == "encoder"
     if pattern == "first" and encoder:
-        return "pattern.first = 2: an encoder's first tokens would see no more than others.*leave it out"
+        return "pattern.initial_tokens = 2: an encoder's first tokens would see no more than others.*leave it out"
     if part in ALL_TOKENS:
         return (
             rf"pattern = '{PATTERN[pattern]['name']}': attention.name = '.*' looks at all tokens: leave the"
@@ -78,7 +79,7 @@ def refusal(pattern: str, part: str) -> str | None:
             "pattern.name = 'longformer' has tokens that see all, later ones too.*choose family = 'encoder'"
         )
     if pattern == "first" and part == "encoder-decoder":
-        return "pattern.first = 2: an encoder's first tokens would see no more than others.*leave it out"
+        return "pattern.initial_tokens = 2: an encoder's first tokens would see no more than others.*leave it out"
     return None
 
 
@@ -155,7 +156,7 @@ def test_a_compiled_block_is_the_same(pattern: str, backend: str) -> None:
 def test_random_blocks_are_not_compiled() -> None:
     options = ["model.attention.pattern=bigbird", "train.compile=true"]
     with pytest.raises(
-        UsageError, match=r"train\.compile = true: .*'bigbird' draws random blocks.*random = 0"
+        UsageError, match=r"train\.compile = true: .*'bigbird' draws random blocks.*n_random_blocks = 0"
     ):
         load_config("quickstart", options)
     load_config("quickstart", ["train.compile=true"])

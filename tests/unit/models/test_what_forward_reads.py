@@ -45,7 +45,7 @@ def test_targets_of_additional_heads_alone_give_their_losses(
     """On one process as in a pipeline, whose last stage has both heads."""
     monkeypatch.setitem(HEADS._parts, "classes", SentenceHead)
     heads = {name: {"name": "classes", "classes": 2} for name in ("topic", "other")}
-    model, inputs = model_of(family, heads=heads), inputs_of(family)
+    model, inputs = model_of(family, extra_heads=heads), inputs_of(family)
     without = model(**inputs)
     assert without.losses is None
     assert without.logits is not None

@@ -36,7 +36,11 @@ FAMILIES = {
 }
 FAMILIES |= {"causal": "decoder", "prefix": "decoder", "replaced_token": "electra", "permutation": "xlnet"}
 PARTS: dict[str, Any] = {
-    "encoder": {"heads.sentence.classes": 2, "heads.boundary.name": "boundary", "embedding.n_segments": 2}
+    "encoder": {
+        "extra_heads.sentence.classes": 2,
+        "extra_heads.boundary.name": "boundary",
+        "embedding.n_segments": 2,
+    }
 }
 PARTS["xlnet"] = {"attention.name": "two_stream", "position.name": "transformer_xl"}
 PARTS["electra"] = {"generator": {"d_model": 8, "n_heads": 1, "d_ff": 8}}

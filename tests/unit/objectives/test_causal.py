@@ -51,7 +51,7 @@ def test_the_term_is_a_sum_over_counted_targets_and_knows_documents(build_one: A
 
 
 def test_tokens_further_ahead_are_counted_in_their_documents(make_objective: Any, make_model: Any) -> None:
-    ahead = make_objective("causal", model_config=make_model("decoder", future_tokens=2), future_weight=0.3)
+    ahead = make_objective("causal", model_config=make_model("decoder", n_mtp_heads=2), mtp_loss_weight=0.3)
     assert dict(ahead.loss_weights) == {"causal": 1.0, "future_1": 0.3, "future_2": 0.3}
     batch = {
         "targets": torch.tensor([[7, 8, 2, 9, 2, -100]]),

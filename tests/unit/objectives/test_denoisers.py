@@ -27,7 +27,7 @@ def kind(fields: dict[str, np.ndarray], n: int) -> tuple[str, int, int]:
 
 
 def test_the_seven_denoisers_have_their_shares(make_objective: Any, build_one: Any) -> None:
-    made, tokens = make_objective("denoisers", rows=(512, 512)), np.arange(200, 400)
+    made, tokens = make_objective("ul2", rows=(512, 512)), np.arange(200, 400)
     found: dict[tuple[str, int, int], int] = {}
     ends = []
     for sample in range(3500):
@@ -51,7 +51,9 @@ def test_the_seven_denoisers_have_their_shares(make_objective: Any, build_one: A
 
 
 def test_weights_choose_among_them(make_objective: Any, build_one: Any) -> None:
-    made = make_objective("denoisers", rows=(512, 512), regular=1, extreme=0, sequential=3)
+    made = make_objective(
+        "ul2", rows=(512, 512), r_denoiser_weight=1, x_denoiser_weight=0, s_denoiser_weight=3
+    )
     modes = [kind(build_one(made, np.arange(200, 400), sample=i), 200)[0] for i in range(1000)]
     assert set(modes) == {"R", "S"}
     assert abs(modes.count("S") - 750) < 5 * 187.5**0.5
@@ -65,7 +67,7 @@ def test_all_lengths_fit_and_are_kept(
     """Including the longest pieces, of which each denoiser must fit."""
     tokenizer = special if with_modes else replace(special, modes={})
     rows = (128, 80)[: 2 if family == "encoder_decoder" else 1]
-    made = make_objective("denoisers", family=family, rows=rows, special=tokenizer)
+    made = make_objective("ul2", family=family, rows=rows, special=tokenizer)
     for n in (2, 3, 5, 9, made.max_tokens - 1, made.max_tokens):
         tokens = np.arange(200, 200 + n)
         for sample in range(100):
@@ -87,7 +89,7 @@ def test_all_lengths_fit_and_are_kept(
 def test_the_denoiser_is_the_same_in_every_epoch_and_the_spans_are_not(
     make_objective: Any, build_one: Any
 ) -> None:
-    made, tokens = make_objective("denoisers", rows=(512, 512)), np.arange(200, 400)
+    made, tokens = make_objective("ul2", rows=(512, 512)), np.arange(200, 400)
     for sample in range(20):
         epochs = [build_one(made, tokens, sample=sample, epoch=epoch) for epoch in range(3)]
         assert len({kind(fields, 200) for fields in epochs}) == 1

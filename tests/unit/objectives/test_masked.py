@@ -117,9 +117,11 @@ def test_what_is_missing_is_named(make_objective: Any, make_model: Any, special:
     ):
         make_objective("masked", special=bare)
     with pytest.raises(
-        UsageError, match=r"'masked' predicts tokens, and a model with .*: set model\.head\.name=linear"
+        UsageError, match=r"'masked' predicts tokens, and a model with .*: set model\.lm_head\.name=linear"
     ):
-        make_objective("masked", model_config=make_model("encoder").with_changes({"head": {"name": "none"}}))
+        make_objective(
+            "masked", model_config=make_model("encoder").with_changes({"lm_head": {"name": "none"}})
+        )
     with pytest.raises(UsageError, match=r"'masked' does not train model\.family = 'decoder', but encoder"):
         make_objective("masked", family="decoder")
     wordless = replace(special, word_starts=None)

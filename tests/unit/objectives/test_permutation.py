@@ -56,14 +56,14 @@ def test_one_in_six_is_predicted_wherever_it_stands(chosen: np.ndarray) -> None:
 def test_short_texts_have_the_same_rate(
     make_objective: Any, make_text: Any, build_one: Any, every: int, n: int
 ) -> None:
-    made = make_objective("permutation", every=every)
+    made = make_objective("permutation", tokens_per_prediction=every)
     found = np.stack([texts_targets(build_one(made, make_text(n), sample=i)) for i in range(4000)])
     assert found.mean() == pytest.approx(1 / every, abs=5 * (0.25 * 5 / (4000 * n)) ** 0.5)
 
 
 def test_spans_are_uniform_from_one_to_five(make_objective: Any, make_text: Any, build_one: Any) -> None:
     """With contexts so wide that spans hardly ever touch or reach beyond the text, runs of targets are spans."""
-    made, runs = make_objective("permutation", every=100), Counter[int]()
+    made, runs = make_objective("permutation", tokens_per_prediction=100), Counter[int]()
     for sample in range(TEXTS):
         targets = texts_targets(build_one(made, make_text(LENGTH), sample=sample))
         edges = np.flatnonzero(np.diff(targets, prepend=False, append=False)).reshape(-1, 2)

@@ -28,8 +28,8 @@ PINNED = {
     ("permutation", "xlnet"): "3cee926603be1fd6",
     ("span_corruption", "encoder_decoder"): "6ffdd1a814c933d9",
     ("span_corruption", "decoder"): "33e6d02009b18d84",
-    ("denoisers", "encoder_decoder"): "938f05fc650184cd",
-    ("denoisers", "decoder"): "d39146e24923a1e1",
+    ("ul2", "encoder_decoder"): "938f05fc650184cd",
+    ("ul2", "decoder"): "d39146e24923a1e1",
     ("replaced_token", "electra"): "ebd899cbb0d073bd",
 }
 ALL = pytest.mark.parametrize(("name", "family"), PINNED, ids=[" ".join(one) for one in PINNED])

@@ -10,7 +10,7 @@ from megatfm.errors import UsageError
 from megatfm.keyed import PieceKey
 
 CLS, SEP, IGNORE = 4, 5, -100
-NO_MASK = {"mask_share": 0.0, "random_share": 0.0}
+NO_MASK = {"mask_replace_prob": 0.0, "random_replace_prob": 0.0}
 """Masked tokens are all kept, so that segments can be read."""
 
 
@@ -117,9 +117,9 @@ def test_tokens_are_masked_as_well(make_objective: Any, make_text: Any, build_on
 
 
 def test_a_model_without_the_head_is_refused(make_objective: Any, make_model: Any) -> None:
-    plain = make_model("encoder").with_changes({"heads": {}})
+    plain = make_model("encoder").with_changes({"extra_heads": {}})
     with pytest.raises(
-        UsageError, match=r"'next_sentence' needs a model with the head: add \[model\.heads\.sentence\]"
+        UsageError, match=r"'next_sentence' needs a model with the head: add \[model\.extra_heads\.sentence\]"
     ):
         make_objective("next_sentence", model_config=plain)
     without = make_objective(

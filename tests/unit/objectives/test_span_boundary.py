@@ -76,7 +76,7 @@ def test_what_replaces_a_span_is_drawn_once(spans: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8])
 def test_short_texts_work(make_objective: Any, make_text: Any, build_one: Any, n: int) -> None:
-    made = make_objective("span_boundary", rate=0.5)
+    made = make_objective("span_boundary", mask_rate=0.5)
     masked = [int((build_one(made, make_text(n), sample=i)["targets"] != IGNORE).sum()) for i in range(300)]
     assert max(masked) > 0
     assert max(masked) <= n
@@ -99,6 +99,6 @@ def test_spans_lie_anywhere_and_at_both_ends_alike(
 
 def test_a_model_without_the_head_is_refused(make_objective: Any, make_model: Any) -> None:
     with pytest.raises(
-        UsageError, match=r"'span_boundary' needs a model with the head: add \[model\.heads\.boundary\]"
+        UsageError, match=r"'span_boundary' needs a model with the head: add \[model\.extra_heads\.boundary\]"
     ):
-        make_objective("span_boundary", model_config=make_model("encoder").with_changes({"heads": {}}))
+        make_objective("span_boundary", model_config=make_model("encoder").with_changes({"extra_heads": {}}))

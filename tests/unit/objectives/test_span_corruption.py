@@ -49,7 +49,9 @@ def test_inputs_and_targets_are_t5s(
     make_objective: Any, build_one: Any, n: int, rate: float, mean: float
 ) -> None:
     special = SpecialTokens(bos=1, eos=EOS, pad=PAD, vocab_size=5000, sentinels=range(4999, 4599, -1))
-    made = make_objective("span_corruption", rows=(600, 600), special=special, rate=rate, mean_span=mean)
+    made = make_objective(
+        "span_corruption", rows=(600, 600), special=special, noise_density=rate, mean_noise_span_length=mean
+    )
     tokens = np.random.default_rng(n).permutation(np.arange(10, 4000))[:n].astype(np.uint16)
     fields = build_one(made, tokens, sample=n)
     noise = noise_of(tokens, fields["encoder_tokens"], set(special.sentinels))

@@ -17,7 +17,7 @@ CASES: dict[str, tuple[Any, str, bool]] = {
     "written out": (attention_reference, "", False),
     "written out, a bias": (attention_reference, "pairs", False),
     "written out, dropout": (attention_reference, "", True),
-    "blocks": (blocked, "", False),
+    "layer_types": (blocked, "", False),
     "blocks, a bias": (blocked, "distances", False),
     "blocks, dropout": (blocked, "", True),
     "fused": (fused, "", False),

@@ -49,7 +49,7 @@ class Here:
 def kinds(config: ModelConfig) -> set[tuple[str, ...]]:
     """What of a model's blocks makes a difference to attention on parts of rows."""
     found = set()
-    for depth in range(max(1, len(config.blocks))):
+    for depth in range(max(1, len(config.layer_types))):
         of_block = config.layer_config(depth)
         position = of_block.position.name
         added = position if position in ("alibi", "t5", "shaw") else "of each token by itself"
@@ -73,7 +73,7 @@ def test_every_model_is_compared_with_one_device() -> None:
 
 def test_what_needs_whole_rows_is_refused_by_name() -> None:
     with torch.device("meta"):
-        model = build(test_families.MODELS["bert"].with_changes({"heads": {}}))
+        model = build(test_families.MODELS["bert"].with_changes({"extra_heads": {}}))
     model.get_submodule("encoder.layers.0.ffn").cp_plan = None  # type: ignore[assignment]
     with pytest.raises(UsageError) as error:
         refuse(model)
@@ -105,7 +105,7 @@ def small(name: str) -> Config:
     }
     model = test_families.MODELS[FAMILY.get(name, "bert")]
     model = model.with_changes(
-        {"heads": heads.get(name, {}), "position.max_positions": 24} if name not in FAMILY else {}
+        {"extra_heads": heads.get(name, {}), "position.max_positions": 24} if name not in FAMILY else {}
     )
     return test_traffic.config_of(model, SECTIONS[name](), ParallelConfig(dp_shard=1))
 
@@ -231,7 +231,7 @@ AXES: dict[str, dict[str, Any]] = {
     "replicas": {"dp_replicate": 2},
     "pp": {"pp": 2, "zero": 1},
     "cp": {"cp": 2},
-    "cp by a ring": {"cp": 2, "context": "ring"},
+    "cp by a ring": {"cp": 2, "cp_method": "ring"},
     "cp × tp": {"cp": 2, "tp": 2},
     "cp × pp": {"cp": 2, "pp": 2, "zero": 1},
 }
@@ -244,13 +244,13 @@ OBJECTIVE_OF = {
 
 def why_not(model: ModelConfig, axes: str, engine: str, *, compiled: bool) -> str:
     """What the line says where they don't go together, whatever comes first; empty where they do."""
-    kinds = [model.layer_config(depth) for depth in range(max(1, len(model.blocks)))]
+    kinds = [model.layer_config(depth) for depth in range(max(1, len(model.layer_types)))]
     if engine == "deepspeed" and axes == "replicas":
         return "set parallel.dp_replicate = 1, or parallel.engine = 'native'"
     if engine == "deepspeed" and compiled:
         return "set train.compile = false, or parallel.engine = 'native'"
-    if compiled and any(getattr(kind.attention.pattern, "random", 0) for kind in kinds):
-        return "leave train.compile out, or set model.attention.pattern.random = 0"
+    if compiled and any(getattr(kind.attention.pattern, "n_random_blocks", 0) for kind in kinds):
+        return "leave train.compile out, or set model.attention.pattern.n_random_blocks = 0"
     return ""
 
 

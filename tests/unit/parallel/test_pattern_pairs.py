@@ -54,7 +54,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "tp": {"tp": 2},
     "pp": {"pp": 2},
     "cp": {"cp": 2},
-    "cp by heads": {"cp": 2, "context": "heads"},
+    "cp by heads": {"cp": 2, "cp_method": "ulysses"},
     "ep": {"ep": 2, "dp_shard": 2},
     "deepspeed": {"engine": "deepspeed", "zero": 1},
     "deepspeed, cp": {"engine": "deepspeed", "zero": 1, "cp": 2},

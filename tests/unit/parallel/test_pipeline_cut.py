@@ -50,8 +50,8 @@ def test_cuts_weigh_each_block_by_its_own_kind(make: Callable[..., nn.Module]) -
     """Eight times the width inside costs eight times; of a window the pairs that it sees count, by hand."""
     plugin("dilated")
     window = {"name": "dilated", "width": 2, "step": 1}
-    kinds = {"blocks": ["wide"] * 3 + ["near"] * 3, "block.wide.ffn.d_ff": 256}
-    kinds["block.near.attention.pattern"] = window
+    kinds = {"layer_types": ["wide"] * 3 + ["near"] * 3, "layer_type.wide.ffn.d_ff": 256}
+    kinds["layer_type.near.attention.pattern"] = window
     model = make(**kinds)
     costs = {point.name: cost(model, point, {"tokens": 10}) for point in model.split_points}
     assert costs["decoder.layers.0"] == 10 * (4 * 16 * 16 + 3 * 16 * 256) + 2 * 16 * 100

@@ -47,12 +47,12 @@ lr = 3e-3
 matrix_lr = 0.02
 betas = [0.9, 0.95]
 weight_decay = 0.1
-clip = 1.0
+max_grad_norm = 1.0
 
-[schedule]
+[lr_schedule]
 name = "cosine"
 warmup_steps = 20
-final_ratio = 0.05
+min_lr_factor = 0.05
 
 [train]
 steps = 1000

@@ -242,7 +242,7 @@ def test_terms_of_the_loss_have_a_chart_where_there_are_several(run: Path) -> No
 
 
 def with_norms(layers: int, steps: int = 40) -> list[dict[str, object]]:
-    """Records of a run with `log.norms_every = 1`; a block's weight is its number."""
+    """Records of a run with `log.layer_stats_every = 1`; a block's weight is its number."""
     names = ["decoder.embedding", *(f"decoder.layers.{i}" for i in range(layers)), "head"]
     return [
         {
@@ -331,7 +331,7 @@ def test_a_mixture_has_its_shares_over_the_steps(run: Path) -> None:
         f'{name} = {{ path = "{train[1]}", weight = {n} }}' for name, n in (("code", 3), ("prose", 1))
     )
     mixture = f"mixture = {{ {sources} }}"
-    later = f"mixture_changes = [{{ tokens = {500 * 32 * 512}, weights = {{ code = 1, prose = 1 }} }}]"
+    later = f"mixture_schedule = [{{ tokens = {500 * 32 * 512}, weights = {{ code = 1, prose = 1 }} }}]"
     (run / "config.toml").write_text(config.replace(train[0], f"{mixture}\n{later}"))
     (words,) = (chart for chart in report(run).charts() if chart.startswith("Mixture"))
     assert words.endswith("code: 75 at step 1, 50 at step 1,000; prose: 25 at step 1, 50 at step 1,000")

@@ -179,7 +179,7 @@ def evaluated_terms(folder: Path, name: str, classes: int = 0) -> dict[str, Any]
     values = config(folder).model_dump()
     values["objective"] = {"name": name}
     heads = {"sentence": {"classes": classes}} if classes else {}
-    values["model"] |= {"family": "encoder", "heads": heads}
+    values["model"] |= {"family": "encoder", "extra_heads": heads}
     settings, tokenizer = open_tokenizer(Config.model_validate(values))
     corpora = open_corpora(settings, tokenizer)
     engine = build_engine(settings, build_mesh(settings.parallel, 1, "cpu"), torch.device("cpu"), "fp64")
@@ -262,5 +262,5 @@ def test_a_batch_with_few_divisors_is_told_with_one_that_has_more(
         assert near % 2 == 0
         assert abs(near - batch) < 8
         assert max(d for d in range(1, 257) if near % d == 0) >= 16
-    data = made.data.model_copy(update={"streams": 64})
+    data = made.data.model_copy(update={"read_streams": 64})
     assert note_few_streams(made.model_copy(update={"train": train, "data": data})) == ""

@@ -14,7 +14,7 @@ from tests.parity.test_layouts import ADAMW, MODEL, make_engine
 from tests.workers import Workers
 
 BODY = {"decoder.embedding.tokens.weight": (40, 8), "decoder.layers.0.attn.wq.weight": (8, 8)}
-STORED = {**BODY, "head.weight": (40, 8), "head.bias": (40,)}
+STORED = {**BODY, "head.weight": (40, 8), "lm_head.bias": (40,)}
 SOURCE = Path("runs/before")
 
 

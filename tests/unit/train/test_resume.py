@@ -71,10 +71,12 @@ def test_the_same_run_goes_on() -> None:
 
 def test_a_factor_that_was_stored_as_a_number_is_the_word_of_today() -> None:
     word = change(
-        change(VALUES, "model.head", {"scale": "d_model^-1/2"}), "model.embedding", {"scale": "d_model^1/2"}
+        change(VALUES, "model.lm_head", {"scale": "d_model^-1/2"}),
+        "model.embedding",
+        {"scale": "d_model^1/2"},
     )
-    number = change(change(VALUES, "model.head", {"scale": 8**-0.5}), "model.embedding", {"scale": 8**0.5})
-    other = change(number, "model.head", {"scale": 0.5})
+    number = change(change(VALUES, "model.lm_head", {"scale": 8**-0.5}), "model.embedding", {"scale": 8**0.5})
+    other = change(number, "model.lm_head", {"scale": 0.5})
     assert state(word)["config"]["model"]["head"]["scale"] == "d_model^-1/2"
     for one, two in ((word, number), (number, word)):
         assert resume.check_compatible(resume.ResumePoint(PATH, state(one)), state(two), []) == []
@@ -215,7 +217,7 @@ def test_what_a_converted_checkpoint_never_had_is_said_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["optimizer.clip", "model.norm.eps", "objective.name", "schedule.warmup_steps"]
+    "key", ["optimizer.max_grad_norm", "model.norm.eps", "objective.name", "lr_schedule.warmup_steps"]
 )
 def test_a_key_that_an_older_version_did_not_have_counts_as_its_default(key: str) -> None:
     older = state()
@@ -226,9 +228,9 @@ def test_a_key_that_an_older_version_did_not_have_counts_as_its_default(key: str
     del table[names[-1]]
     assert resume.check_compatible(resume.ResumePoint(PATH, older), state(), []) == []
     (line,) = resume.check_compatible(
-        resume.ResumePoint(PATH, older), state(change(VALUES, "optimizer.clip", 2.0)), ["optimizer"]
+        resume.ResumePoint(PATH, older), state(change(VALUES, "optimizer.max_grad_norm", 2.0)), ["optimizer"]
     )
-    assert line == "optimizer.clip: 1.0 → 2.0"
+    assert line == "optimizer.max_grad_norm: 1.0 → 2.0"
 
 
 def test_a_config_that_this_version_can_not_read_is_compared_as_it_was_stored() -> None:
@@ -280,14 +282,14 @@ def corrupt() -> Callable[[Path], None]:
 
 
 def test_node_local_checkpoints_are_asked_for_as_a_whole() -> None:
-    for key, value in (("checkpoint.local", "/local"), ("checkpoint.local_every", 5)):
+    for key, value in (("checkpoint.local_dir", "/local"), ("checkpoint.local_every", 5)):
         with pytest.raises(ValueError, match="local and local_every go together"):
             Config.model_validate(change(VALUES, key, value))
 
 
 @pytest.mark.parametrize("local", ["$MEGATFM_NOT_SET/x", "relative/folder"])
 def test_a_node_local_folder_is_an_absolute_path(tmp_path: Path, local: str) -> None:
-    values = change(change(VALUES, "checkpoint.local", local), "checkpoint.local_every", 5)
+    values = change(change(VALUES, "checkpoint.local_dir", local), "checkpoint.local_every", 5)
     with pytest.raises(UsageError, match=r"checkpoint\.local = '.*' is .* here: give an absolute path"):
         resume.discover_nodes(Config.model_validate(values), RunDirectory(tmp_path, 0))
 
@@ -296,7 +298,7 @@ def test_a_node_local_folder_is_named_once_per_run_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MEGATFM_LOCAL", str(tmp_path / "disk"))
-    values = change(change(VALUES, "checkpoint.local", "$MEGATFM_LOCAL"), "checkpoint.local_every", 5)
+    values = change(change(VALUES, "checkpoint.local_dir", "$MEGATFM_LOCAL"), "checkpoint.local_every", 5)
     config = Config.model_validate(values)
     for name in "ab":
         (tmp_path / name).mkdir()

@@ -15,13 +15,13 @@ from megatfm.verify.verify import verify
         ("longformer-base", ["train.recompute=selective"]),
         ("t-dmca", ["train.recompute=selective"]),
         ("spanbert-base", []),
-        ("bert-base", ["parallel.context=ring"]),
-        ("llama3-8b", ["parallel.context=ring"]),
+        ("bert-base", ["parallel.cp_method=ring"]),
+        ("llama3-8b", ["parallel.cp_method=ring"]),
     ],
 )
 def test_rows_in_parts_are_the_same(name: str, overrides: list[str]) -> None:
     """Documents lie within a part, between and across parts; four, or five unequal ones where rows go round."""
-    parts = 5 if "parallel.context=ring" in overrides else 4
+    parts = 5 if "parallel.cp_method=ring" in overrides else 4
     config = load_config(name, [f"parallel.cp={parts}", "parallel.dp_shard=1", *overrides])
     comparison = verify(config, "short")
     assert not comparison.wrong
@@ -39,7 +39,7 @@ def test_rows_in_parts_are_the_same(name: str, overrides: list[str]) -> None:
         ("xlnet-base", ["parallel.cp=2", "parallel.dp_shard=1"], "sparse"),
         (
             "quickstart",
-            ["parallel.tp=2", "optimizer.name=schedule_free_adamw", "schedule.name=constant"],
+            ["parallel.tp=2", "optimizer.name=schedule_free_adamw", "lr_schedule.name=constant"],
             "mixed",
         ),
     ],
@@ -53,4 +53,4 @@ def test_rare_cases_are_the_same(name: str, overrides: list[str], documents: Doc
 
 def test_a_generator_s_heads_are_dealt_too() -> None:
     with pytest.raises(UsageError, match=r"1 query and 1 key heads .* can't be dealt to parallel\.cp = 2"):
-        load_config("electra-small", ["parallel.cp=2", "parallel.context=heads"])
+        load_config("electra-small", ["parallel.cp=2", "parallel.cp_method=ulysses"])

@@ -88,7 +88,9 @@ def small(name: str, *overrides: str) -> Config:
 )
 def test_stages_are_those_of_the_engine(name: str) -> None:
     for schedule, ranks in (("1f1b", 2), ("1f1b", 3), ("zbv", 2), ("interleaved", 2)):
-        config = small(name, f"parallel.pp={ranks}", f"parallel.schedule={schedule}", "parallel.dp_shard=1")
+        config = small(
+            name, f"parallel.pp={ranks}", f"parallel.pp_schedule={schedule}", "parallel.dp_shard=1"
+        )
         with torch.device("meta"):
             model = build_model(config)
         ours, theirs = divide(config, model), plan_pipeline_split(config, model)

@@ -14,11 +14,11 @@ from megatfm.verify.shrink import shrink
 def test_every_kind_is_kept_and_small() -> None:
     options = {
         "model.n_layers": 8,
-        "model.blocks": '["a", "a", "b"]',
-        "model.block.a": "{}",
-        "model.block.b.ffn.d_ff": 5000,
-        "model.block.b.attention.n_heads": 16,
-        "model.block.b.attention.n_kv_heads": 4,
+        "model.layer_types": '["a", "a", "b"]',
+        "model.layer_type.a": "{}",
+        "model.layer_type.b.ffn.d_ff": 5000,
+        "model.layer_type.b.attention.n_heads": 16,
+        "model.layer_type.b.attention.n_kv_heads": 4,
         "parallel.tp": 2,
     }
     small, _ = shrink(load_config("quickstart", [f"{key}={value}" for key, value in options.items()]))
@@ -32,12 +32,12 @@ def test_every_kind_is_kept_and_small() -> None:
 
 PATTERNS = {
     "mistral-7b-v0.1": "model.attention.pattern.width 4096 → 16",
-    "gemma2-2b": "model.block.local.attention.pattern.width 4096 → 16",
-    "gemma3-1b": "model.block.local.attention.pattern.width 512 → 16",
-    "gpt-oss-20b": "model.block.local.attention.pattern.width 128 → 16",
-    "modernbert-base": "model.block.local.attention.pattern.width 128 → 16",
-    "gpt3-small": "model.block.banded.attention.pattern.width 256 → 16",
-    "bigbird-base": "model.attention.pattern.block 64 → 4",
+    "gemma2-2b": "model.layer_type.local.attention.pattern.width 4096 → 16",
+    "gemma3-1b": "model.layer_type.local.attention.pattern.width 512 → 16",
+    "gpt-oss-20b": "model.layer_type.local.attention.pattern.width 128 → 16",
+    "modernbert-base": "model.layer_type.local.attention.pattern.width 128 → 16",
+    "gpt3-small": "model.layer_type.banded.attention.pattern.width 256 → 16",
+    "bigbird-base": "model.attention.pattern.block_size 64 → 4",
     "longformer-base": "model.attention.pattern.width 512 → 16",
 }
 
@@ -67,11 +67,11 @@ SIZES = {
     'quickstart model.attention.pattern={name="window",width=4096} data.sequence_length=4096': {"width": 64},
     'bert-base model.attention.pattern={name="window",width=1024}': {"width": 128},
     'quickstart model.attention.pattern={name="chunked",size=8192} data.sequence_length=4096': {"size": 128},
-    "bigbird-base data.sequence_length=512": {"block": 8},
+    "bigbird-base data.sequence_length=512": {"layer_type": 8},
     'quickstart model.attention.pattern={name="strided",stride=128}': {"stride": 8},
     'quickstart model.attention.pattern={name="fixed",stride=128,summary=8}': {"stride": 8, "summary": 2},
     'quickstart model.attention.pattern={name="bigbird",block=64,extra=64} data.sequence_length=4096': {
-        "block": 4,
+        "layer_type": 4,
         "extra": 8,
     },
     'bert-base model.attention.pattern={name="longformer",width=512,tokens=[0,7,500]}': {
@@ -90,7 +90,12 @@ def test_sizes_of_patterns(words: str) -> None:
 
 def test_other_sizes_are_small() -> None:
     latent = shrink(load_config("deepseek-v3"))[0].model.attention
-    assert (latent.kv_rank, latent.q_rank, latent.rope_dim, latent.v_dim) == (32, 32, 8, 8)
+    assert (latent.kv_lora_rank, latent.q_lora_rank, latent.qk_rope_head_dim, latent.v_head_dim) == (
+        32,
+        32,
+        8,
+        8,
+    )
     electra = shrink(load_config("electra-large", ["parallel.tp=2"]))[0].model
     assert electra.generator is not None
     assert (electra.generator.d_model, electra.generator.n_heads, electra.generator.d_ff) == (32, 4, 64)

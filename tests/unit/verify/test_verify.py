@@ -199,7 +199,11 @@ def test_pipelines_are_the_same_and_send_what_they_should(
 ) -> None:
     assert (
         run_command(
-            tmp_path, "parallel.pp=2", "parallel.schedule=zbv", "parallel.tp=2", "model.embedding.tied=true"
+            tmp_path,
+            "parallel.pp=2",
+            "parallel.pp_schedule=zbv",
+            "parallel.tp=2",
+            "model.embedding.tied=true",
         )
         == 0
     )
@@ -287,7 +291,7 @@ def test_an_optimizer_that_moves_weights_otherwise_is_found(
 
 
 def test_what_nobody_wrote_is_found(tmp_path: Path, plant, comparisons) -> None:
-    layout = ["parallel.cp=4", "parallel.context=ring", "--documents", "long"]
+    layout = ["parallel.cp=4", "parallel.cp_method=ring", "--documents", "long"]
     assert run_command(tmp_path, *layout) == 0
     assert run_command(tmp_path, plant("nothing_is_banded"), *layout) == 1
     assert all(one.error != one.error for one in comparisons[1].wrong)

@@ -165,9 +165,12 @@ def _draw(rows: int, n_heads: int, n_random: int, seed: int) -> Tensor:
 def bigbird(config: ModelConfig, causal: bool) -> BigBird:
     """ITC, the paper's form without additional tokens; with `extra`, ETC."""
     options = require_variant(config.attention.pattern, BigBirdPatternConfig, "model.attention.pattern")
-    if options.random > 64:
+    if options.n_random_blocks > 64:
         raise UsageError(
-            f"model.attention.pattern.random = {options.random}: more than 64 random blocks are no sparse pattern: "
+            f"model.attention.pattern.n_random_blocks = {options.n_random_blocks}: more than 64 random blocks "
+            f"are no sparse pattern: "
             "choose fewer (the paper: 3), or pattern = 'full'"
         )
-    return BigBird(options.block, options.random, options.extra, config.attention.n_heads, causal)
+    return BigBird(
+        options.block_size, options.n_random_blocks, options.n_global_tokens, config.attention.n_heads, causal
+    )

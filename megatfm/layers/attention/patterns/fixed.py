@@ -48,9 +48,10 @@ class Fixed(AttentionPattern):
 def fixed(config: ModelConfig, causal: bool) -> Fixed:
     """Both of the paper's heads in one, its "merged" form."""
     options = require_variant(config.attention.pattern, FixedPatternConfig, "model.attention.pattern")
-    if options.summary >= options.stride:
+    if options.n_summary_tokens >= options.stride:
         raise UsageError(
-            f"model.attention.pattern.summary = {options.summary} is all of stride = {options.stride}: that is full "
+            f"model.attention.pattern.n_summary_tokens = {options.n_summary_tokens} is all of stride = "
+            f"{options.stride}: that is full "
             "attention: choose fewer, or pattern = 'full'"
         )
-    return Fixed(options.stride, options.summary, causal)
+    return Fixed(options.stride, options.n_summary_tokens, causal)

@@ -53,7 +53,7 @@ def require_full(config: ModelConfig) -> None:
     if pattern != "full":
         raise UsageError(
             f"model.attention.pattern = {pattern!r}: attention.name = {config.attention.name!r} looks at all tokens: "
-            "leave the pattern out, or set model.attention.name = 'heads'"
+            "leave the pattern out, or set model.attention.name = 'gqa'"
         )
 
 

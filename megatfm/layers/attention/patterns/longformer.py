@@ -55,9 +55,9 @@ def longformer(config: ModelConfig, causal: bool) -> Longformer:
             "learn from that: choose family = 'encoder', or a window with `first`"
         )
     limit = config.position.limit
-    if options.tokens and limit is not None and max(options.tokens) >= limit:
+    if options.global_tokens and limit is not None and max(options.global_tokens) >= limit:
         raise UsageError(
-            f"model.attention.pattern.tokens has the place {max(options.tokens)}, but model.position has "
+            f"model.attention.pattern.global_tokens has the place {max(options.global_tokens)}, but model.position has "
             f"{limit} positions: name places below {limit}"
         )
-    return Longformer(options.width // 2, options.tokens)
+    return Longformer(options.width // 2, options.global_tokens)

@@ -88,11 +88,12 @@ def window(config: ModelConfig, causal: bool) -> Window:
     """`width` tokens up to the query in decoders; in encoders the query and half of `width` on each side."""
     options = require_variant(config.attention.pattern, WindowPatternConfig, "model.attention.pattern")
     if causal:
-        return Window((options.width - 1) * options.step, 0, options.step, options.first)
-    if options.first:
+        return Window((options.width - 1) * options.dilation, 0, options.dilation, options.initial_tokens)
+    if options.initial_tokens:
         raise UsageError(
-            f"model.attention.pattern.first = {options.first}: an encoder's first tokens would see no more than others "
+            f"model.attention.pattern.initial_tokens = {options.initial_tokens}: an encoder's first tokens "
+            f"would see no more than others "
             "do: leave it out, or choose a pattern with global tokens"
         )
-    side = options.width // 2 * options.step
-    return Window(side, side, options.step)
+    side = options.width // 2 * options.dilation
+    return Window(side, side, options.dilation)

@@ -31,7 +31,7 @@ GPU, CPU = torch.device("cuda"), torch.device("cpu")
         (["train.recompute=2 GB"], False, False),
         (["parallel.cp=2"], False, False),
         (["model.attention.pattern=bigbird"], False, False),
-        (["parallel.pp=2", "parallel.schedule=zbv"], False, False),
+        (["parallel.pp=2", "parallel.pp_schedule=zbv"], False, False),
     ],
 )
 def test_blocks_are_compiled_on_gpus_where_nothing_is_in_the_way(

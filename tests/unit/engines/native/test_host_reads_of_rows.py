@@ -107,9 +107,9 @@ def waits_of_rows(name: str, parallel: ParallelConfig, known: bool) -> list[str]
 @pytest.mark.parametrize(
     ("name", "parallel"),
     [
-        ("llama", ParallelConfig(cp=2, context="ring")),
-        ("llama", ParallelConfig(cp=2, context="heads")),
-        ("prefix language model", ParallelConfig(cp=2, context="ring")),
+        ("llama", ParallelConfig(cp=2, cp_method="ring")),
+        ("llama", ParallelConfig(cp=2, cp_method="ulysses")),
+        ("prefix language model", ParallelConfig(cp=2, cp_method="ring")),
         ("window, prefixes", ParallelConfig(cp=2)),
         ("patterns of decoders", ParallelConfig(cp=2)),
         ("patterns of encoders", ParallelConfig(cp=2)),

@@ -24,7 +24,7 @@ DEEP = MODEL.with_changes({"n_layers": LAYERS})
 def order(prefetch: int, recomputed: str) -> tuple[list[str], dict[str, Tensor], float]:
     """What a micro-batch asks for and runs, in order: g2 gathers block 2, f2 runs it forward, b2 backward; the step's
     gradients, and an evaluation after it."""
-    parallel = ParallelConfig(dp_shard=2, prefetch=prefetch, accumulate="shards")
+    parallel = ParallelConfig(dp_shard=2, fsdp_prefetch=prefetch, grad_accumulation="sharded")
     engine = make_engine(DEEP, parallel, ADAMW, recomputed=recomputed)
     found: list[str] = []
     gather = _fsdp_param_group.foreach_all_gather
@@ -65,7 +65,7 @@ def both_ways(ahead: int, by_itself: int) -> Iterator[str]:
 
 def compare(recomputed: str) -> None:
     expected: tuple[dict[str, Tensor], float] | None = None
-    assert ParallelConfig().prefetch is None
+    assert ParallelConfig().fsdp_prefetch is None
     assert [ZeroOptions().prefetch_depth(device) for device in ("cpu", "cuda")] == [0, 1]
     for ahead in (0, 1, 2):
         found, gradients, evaluated = order(ahead, recomputed)
@@ -93,7 +93,9 @@ def allocated(able: bool) -> tuple[set[str], list[str]]:
             patch.setattr(type(backend), "supports_tensor_alloc", lambda *_: True)
             unset = lambda _, size, **kind: torch.full((size,), torch.nan, **kind)  # noqa: E731
             patch.setattr(type(backend), "allocate_tensor", unset)
-        engine: NativeEngine = make_engine(DEEP, ParallelConfig(dp_shard=2, comm_memory="group"), ADAMW)
+        engine: NativeEngine = make_engine(
+            DEEP, ParallelConfig(dp_shard=2, comm_buffers="process_group"), ADAMW
+        )
         engine.forward_backward(microbatches(engine, global_batch(seed=4)), CAUSAL)
         assert all(gradient.isfinite().all() for gradient in engine.gradients().values())
     logging.getLogger("megatfm").removeHandler(handler)
@@ -122,5 +124,6 @@ def test_a_group_that_cannot_says_so(workers: Workers) -> None:
     for kinds, said in workers.run(allocated, 2, False):
         assert not any("ProcessGroup" in kind for kind in kinds)
         assert said == [
-            "parallel.comm_memory = 'group': gloo has no memory of its own for cpu: torch allocates what is sent"
+            "parallel.comm_buffers = 'process_group': gloo has no memory of its own for cpu: torch allocates "
+            "what is sent"
         ]

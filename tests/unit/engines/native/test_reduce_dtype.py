@@ -21,8 +21,8 @@ LAYOUTS = [
     ParallelConfig(dp_shard=2, zero=0),
     ParallelConfig(dp_shard=2, zero=1),
     ParallelConfig(dp_replicate=2, dp_shard=1, zero=1),
-    ParallelConfig(dp_shard=2, zero=2, accumulate="shards"),
-    ParallelConfig(dp_shard=2, zero=3, accumulate="shards"),
+    ParallelConfig(dp_shard=2, zero=2, grad_accumulation="sharded"),
+    ParallelConfig(dp_shard=2, zero=3, grad_accumulation="sharded"),
 ]
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 
@@ -57,7 +57,7 @@ def test_half_the_bytes_and_one_rounding(workers: Workers) -> None:
     for (error, share), parallel in zip(workers.run(compare, 2)[0], LAYOUTS, strict=True):
         assert share == pytest.approx(0.5, abs=0.01), parallel
         # Of two addends that are each rounded to half a step of bfloat16, and their sum.
-        micro_batches = 4 if parallel.accumulate == "shards" else 1
+        micro_batches = 4 if parallel.grad_accumulation == "sharded" else 1
         assert 1e-4 < error < 3 * 2**-9 * micro_batches**0.5, parallel
 
 

@@ -159,5 +159,5 @@ def _span(rows: tuple[int, int]) -> tuple[int, int]:
 
 
 def test_accumulating_shards_needs_a_stage_that_has_them() -> None:
-    with pytest.raises(ValueError, match="accumulate = 'shards': zero = 1 doesn't shard gradients"):
-        ParallelConfig(zero=1, accumulate="shards")
+    with pytest.raises(ValueError, match="grad_accumulation = 'sharded': zero = 1 doesn't shard gradients"):
+        ParallelConfig(zero=1, grad_accumulation="sharded")

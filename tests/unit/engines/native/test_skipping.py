@@ -22,7 +22,7 @@ from tests.parity.test_layouts import (
 )
 from tests.workers import Workers
 
-SHORT = AdamWConfig(lr=1e-2, weight_decay=0.1, clip=0.3, moments="bf16")
+SHORT = AdamWConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.3, moments_dtype="bf16")
 SPOILED = {"gradient", "loss", "asked"}
 STEPS = ("gradient", "", "clipped", "loss", "", "asked", "clipped", "")
 

@@ -36,9 +36,9 @@ BERT = {
     "norm.name": "layer_norm",
     "attention.bias": True,
     "ffn.bias": True,
-    "head.name": "transform",
-    "head.bias": True,
-    "heads.sentence.classes": 2,
+    "lm_head.name": "transform",
+    "lm_head.bias": True,
+    "extra_heads.sentence.classes": 2,
 }
 
 

@@ -18,7 +18,7 @@ PAGE = Path(__file__).parents[4] / "docs" / "optimizers.md"
 OVERRIDES = [
     'plugins=["my_optimizers"]',
     'optimizer={name="momentum", lr=0.1, mass=0.5, layer_decay=0.5, weight_decay=0.25}',
-    'schedule={name="steps", every=3, factor=0.5, warmup_steps=2}',
+    'lr_schedule={name="steps", every=3, factor=0.5, warmup_steps=2}',
     "model.vocab_size=16",
     "model.n_layers=1",
 ]
@@ -48,7 +48,7 @@ def test_an_optimizer_and_a_schedule_of_one_s_own(tmp_path: Path, monkeypatch: p
         first, buffer = by_hand[decays]
         second = first - 0.05 * (0.5 * buffer + 1 + 0.25 * decays * first)
         torch.testing.assert_close(block, torch.full_like(block, second))
-    assert [schedule_factor(config.schedule, step, 10) for step in range(1, 8)] == [
+    assert [schedule_factor(config.lr_schedule, step, 10) for step in range(1, 8)] == [
         0.5,
         1,
         0.5,

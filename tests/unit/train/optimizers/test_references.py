@@ -176,7 +176,7 @@ def test_adafactor() -> None:
             relative_step=False,
         )
 
-    options = {"decay_power": 0.7, "smallest_scale": 0.02, "clip_update": 1.2}
+    options = {"beta2_decay": 0.7, "eps2": 0.02, "clip_threshold": 1.2}
     assert_same(ours("adafactor", **options)[0], with_library(make))
 
 
@@ -196,7 +196,7 @@ def test_adafactor_s_decay_is_that_of_the_rate() -> None:
 
 def test_adafactor_does_not_mind_how_small_gradients_are() -> None:
     """In a large model that is clipped they are, and torch's own floor would make float32's updates larger."""
-    config = SECTION.validate_python({"name": "adafactor", "lr": RATE, "clip_update": 1e6})
+    config = SECTION.validate_python({"name": "adafactor", "lr": RATE, "clip_threshold": 1e6})
     (group,) = OPTIMIZERS.get("adafactor")(config, {"w": ParameterInfo((6, 4), "matrix", True, True)})
     gradient = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
     moved = []
