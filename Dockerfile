@@ -1,4 +1,4 @@
-# megatfm in a container, for CPUs and for NVIDIA GPUs; docs/clusters.md shows it under Docker, Apptainer and Enroot.
+# megatfm in a container, for CPUs and for NVIDIA GPUs; docs/guide/slurm.md shows it under Docker, Apptainer and Enroot.
 #
 #   docker build -t megatfm .                                      torch as it comes for Linux: with CUDA's libraries
 #   docker build -t megatfm:cpu --build-arg TORCH_INDEX=URL .      torch from another index: that of its CPU builds

@@ -5,7 +5,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test test-all test-cpus gpu soak lint docs wheel-test system-deps deepspeed moe clean
+.PHONY: help quickstart test test-all test-cpus gpu soak lint docs wheel-test bare-machine system-deps deepspeed moe clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -40,8 +40,8 @@ test-setup: $(VENV)/.installed-test $(VENV)/.installed-deepspeed
 # What a CPU of another kind would round otherwise, as far as this one can act as such: instruction sets of torch's kernels,
 # oneDNN and MKL, and two threads. Whether models learn, and whether another rate shows, depends on none of it.
 NUMBERS := tests/golden tests/unit/engines/test_alignment.py tests/unit/engines/test_optimizers.py \
-  tests/unit/convert/test_alignment.py tests/unit/convert/test_encoders.py tests/unit/generate/test_load.py \
-  tests/unit/checkpoint/test_alignment.py tests/unit/ops/test_aligned.py
+  tests/unit/convert/test_alignment.py tests/unit/convert/test_encoders.py tests/unit/inference/test_load.py \
+  tests/unit/checkpoint/test_alignment.py tests/unit/ops/test_transfer.py
 CPUS := ATEN_CPU_CAPABILITY=avx2,ONEDNN_MAX_CPU_ISA=AVX2,MKL_ENABLE_INSTRUCTIONS=AVX2 \
   ATEN_CPU_CAPABILITY=default,MKL_ENABLE_INSTRUCTIONS=SSE4_2 MKL_CBWR=COMPATIBLE MEGATFM_TEST_THREADS=2,OMP_WAIT_POLICY=passive
 
@@ -67,6 +67,12 @@ docs: $(VENV)/.installed-docs ## the manual, into site/
 
 wheel-test: $(VENV)/.installed ## the built wheel in an empty environment, away from the checkout
 	@CONSTRAINTS="$(CONSTRAINTS)" bash .ci/wheel-test "$(RUN)"
+
+# As root, with debootstrap. TARGETS="quickstart test-setup" for others, ARGS for pytest; BIND="/srv/wheels" shows folders
+# to it and PIP_* reach it where packages come from elsewhere than PyPI, MIRROR=URL is another mirror of Debian's.
+TARGETS ?= quickstart test
+bare-machine: ## both of README's commands on a minimal Debian 12 that holds what README asks for alone
+	@bash .ci/bare-machine $(TARGETS)
 
 system-deps: ## what comes from apt (Debian, as root); says what to install elsewhere
 	@if dpkg-query -W -f '$${db:Status-Abbrev}\n' $(SYSTEM_PACKAGES) 2>/dev/null | grep -c '^ii' | \

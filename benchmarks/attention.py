@@ -1,4 +1,4 @@
-"""What a pattern costs: forward and backward on a CPU, against dense causal attention and others' layers, and memory.
+"""Cost of attention patterns: forward and backward on a CPU, against dense causal attention and others' layers; memory.
 
     python benchmarks/attention.py --out benchmarks/results [--parts speed --dtypes float32 --only window]
 
@@ -13,36 +13,30 @@ ratio to the shortest. packed: rows of documents against one document of the sam
 
 import argparse
 import json
-import random
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from datetime import date
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import attention_layers as layers
-import destination
+import common
 import torch
 import torch.nn.functional as F
 from attention_layers import HEADS, WIDTH, Case
 from torch import Tensor
 
-from megatfm.layers.attention.patterns import (
-    AttentionPattern,
-    BigBird,
-    Chunked,
-    Full,
-    Longformer,
-    PatternMask,
-    Window,
-)
+from megatfm.layers.attention.patterns import AttentionPattern
+from megatfm.layers.attention.patterns.bigbird import BigBird
+from megatfm.layers.attention.patterns.local import Chunked, Full, Longformer, Window
+from megatfm.layers.attention.patterns.mask import PatternMask
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.attention import AttentionOptions, blocks
-from megatfm.train.watching.memory import keep_freed_memory
+from megatfm.ops.attention import block_sparse
+from megatfm.ops.attention.reference import AttentionOptions
+from megatfm.train.profiling import keep_freed_memory
 
 WINDOW, DOCUMENT = 512, 1000
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -62,8 +56,8 @@ def by_blocks(pattern: AttentionPattern, length: int, document: int = 0) -> Case
     """document: tokens of each; 0: the row is one; −1: as many as are drawn."""
     places = torch.arange(length)[None]
     documents = unequal(length) if document < 0 else places // document if document else None
-    seen = PatternMask(pattern, SequenceMetadata(places, documents), 0, HEADS)
-    return lambda q, k, v: blocks.blocked(q, k, v, seen, None, AttentionOptions(), None)
+    mask = PatternMask(pattern, SequenceMetadata(places, documents), 0, HEADS)
+    return lambda q, k, v: block_sparse.blocked(q, k, v, mask, None, AttentionOptions(), None)
 
 
 def unequal(length: int) -> Tensor:
@@ -77,7 +71,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def cases(length: int) -> dict[str, Case]:
-    made: dict[str, Case] = {
+    by_name: dict[str, Case] = {
         "dense": dense,
         f"window {WINDOW}": by_blocks(Window(WINDOW - 1), length),
         f"window {WINDOW}, documents of {DOCUMENT}": by_blocks(Window(WINDOW - 1), length, DOCUMENT),
@@ -88,10 +82,10 @@ def cases(length: int) -> dict[str, Case]:
     }
     if length <= MASKED:
         mask = PatternMask(Window(WINDOW - 1), SequenceMetadata(torch.arange(length)[None])).mask()
-        made[f"window {WINDOW}, dense mask"] = lambda q, k, v: F.scaled_dot_product_attention(
+        by_name[f"window {WINDOW}, dense mask"] = lambda q, k, v: F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask
         )
-    return made
+    return by_name
 
 
 def inputs(length: int, dtype: torch.dtype) -> list[Tensor]:
@@ -99,10 +93,10 @@ def inputs(length: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def seconds(case: Case, tensors: Sequence[Tensor]) -> float:
-    """Of the processor, for a forward and a backward pass; the clock's would be those of other work, too."""
+    """CPU seconds of a forward and a backward pass; the clock's would include other work."""
     start = time.thread_time()
-    made = case(*tensors)
-    torch.autograd.grad(made, tensors, torch.ones_like(made))
+    output = case(*tensors)
+    torch.autograd.grad(output, tensors, torch.ones_like(output))
     return time.thread_time() - start
 
 
@@ -110,113 +104,108 @@ def rounds(timed: Mapping[str, Callable[[], float]], count: int) -> Times:
     """Seconds of each, in turns, after a first round that makes tables and allocates."""
     times: Times = {name: [] for name in timed}
     for number in range(count + 1):
-        for name in random.Random(number).sample(list(timed), len(timed)):
-            took = timed[name]()
+        for name in common.shuffle(timed, number):
+            elapsed = timed[name]()
             if number:
-                times[name].append(took)
+                times[name].append(elapsed)
     return times
 
 
 def ratio(times: Times, over: str, under: str) -> float:
     """The median within rounds."""
-    return statistics.median(a / b for a, b in zip(times[over], times[under], strict=True))
+    return common.median_ratio(times[over], times[under])
 
 
-def speed(options: argparse.Namespace, name: str, length: int) -> dict[str, dict[str, float]]:
-    """By case, the median ratio of dense causal attention's time to its own, and its median microseconds a token."""
+def speed(args: argparse.Namespace, name: str, length: int) -> dict[str, dict[str, float]]:
+    """The median ratio, by case, of dense causal attention's time to its own, and its median microseconds a token."""
     tensors = inputs(length, DTYPES[name])
-    chosen = {key: case for key, case in cases(length).items() if key == "dense" or options.wanted(key)}
+    chosen = {key: case for key, case in cases(length).items() if key == "dense" or args.wanted(key)}
     times = rounds(
-        {key: lambda case=case: seconds(case, tensors) for key, case in chosen.items()}, options.rounds
+        {key: lambda case=case: seconds(case, tensors) for key, case in chosen.items()}, args.rounds
     )
     return {
         key: {
             "times_dense": ratio(times, "dense", key),
-            "us_per_token": statistics.median(took) / length * 1e6,
+            "us_per_token": statistics.median(seconds_taken) / length * 1e6,
         }
-        for key, took in times.items()
+        for key, seconds_taken in times.items()
     }
 
 
-def flat(options: argparse.Namespace, name: str, case: str) -> dict[str, dict[str, float]]:
-    """By length, microseconds a token and their median ratio to those of the shortest."""
+def flat(args: argparse.Namespace, name: str, case: str) -> dict[str, dict[str, float]]:
+    """Microseconds a token by length, and their median ratio to those of the shortest."""
     timed = {}
-    for length in options.lengths:
-        made = (
+    for length in args.lengths:
+        case_and_inputs = (
             layers.linformer(length, DTYPES[name])
             if case == "linformer 128"
             else (cases(length)[case], inputs(length, DTYPES[name]))
         )
-        timed[str(length)] = lambda made=made: seconds(*made)
-    times, shortest = rounds(timed, options.rounds), str(options.lengths[0])
+        timed[str(length)] = lambda case_and_inputs=case_and_inputs: seconds(*case_and_inputs)
+    times, shortest = rounds(timed, args.rounds), str(args.lengths[0])
     return {
         key: {
-            "us_per_token": statistics.median(took) / int(key) * 1e6,
+            "us_per_token": statistics.median(seconds_taken) / int(key) * 1e6,
             "of_the_shortest": ratio(times, key, shortest) * int(shortest) / int(key),
         }
-        for key, took in times.items()
+        for key, seconds_taken in times.items()
     }
 
 
-def packed(options: argparse.Namespace, name: str, length: int) -> dict[str, float]:
-    """How many times as fast as one document of all tokens rows of documents are, full and in a window."""
-    tensors, found = inputs(length, DTYPES[name]), {}
+def packed(args: argparse.Namespace, name: str, length: int) -> dict[str, float]:
+    """Speed of rows of documents as a multiple of one document of all tokens, full and in a window."""
+    tensors, ratios = inputs(length, DTYPES[name]), {}
     for key, pattern in (("full", Full(causal=True)), (f"window {WINDOW}", Window(WINDOW - 1))):
-        if options.wanted(key):
-            one = dense if key == "full" else by_blocks(pattern, length)
-            chosen = {"one": one, **{str(n): by_blocks(pattern, length, n) for n in PACKED}}
+        if args.wanted(key):
+            single = dense if key == "full" else by_blocks(pattern, length)
+            chosen = {"one": single, **{str(n): by_blocks(pattern, length, n) for n in PACKED}}
             chosen["{} to {}".format(*UNEQUAL)] = by_blocks(pattern, length, -1)
             timed = {n: lambda case=case: seconds(case, tensors) for n, case in chosen.items()}
-            times = rounds(timed, options.rounds)
-            found |= {f"{key}, documents of {n}": ratio(times, "one", n) for n in chosen if n != "one"}
-    return found
+            times = rounds(timed, args.rounds)
+            ratios |= {f"{key}, documents of {n}": ratio(times, "one", n) for n in chosen if n != "one"}
+    return ratios
 
 
 def peak(name: str, length: int) -> int:
     """Bytes that a case takes at most beside its inputs, by Linux' own account, whose peak is set back before."""
     torch.set_num_threads(1)
     case, tensors = layers.of_memory(name, length) or (cases(length)[name], inputs(length, torch.float32))
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    before = _memory("VmRSS")
+    common.reset_peak_memory()
+    before = common.read_memory("VmRSS")
     seconds(case, tensors)
-    return _memory("VmHWM") - before
+    return common.read_memory("VmHWM") - before
 
 
 def alone(function: Callable[[str, int], int], *arguments: object) -> int:
-    """In a process of its own, which has no memory left over from another case."""
+    """Run a function in a new process, which has no memory left over from another case."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
 
 
-def _memory(key: str) -> int:
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
-
-
-def measured(options: argparse.Namespace) -> Iterator[tuple[list[str], Any]]:
-    """Where in the results each figure belongs, and the figures."""
-    for part in options.parts:
+def measure_parts(args: argparse.Namespace) -> Iterator[tuple[list[str], Any]]:
+    """Measure all parts: keys of the figures in the results, and the figures."""
+    for part in args.parts:
         if part == "memory":
             for name in (*cases(MASKED), *layers.OF_MEMORY):
-                for length in options.lengths if options.wanted(name) else ():
+                for length in args.lengths if args.wanted(name) else ():
                     if "mask" not in name or length <= MASKED:
                         yield [part, name, str(length)], alone(peak, name, length)
             continue
-        for dtype in options.dtypes:
+        for dtype in args.dtypes:
             if part == "flat":
                 for name in (f"window {WINDOW}", "bigbird", f"longformer {WINDOW}", "linformer 128"):
-                    if options.wanted(name):
-                        yield [part, dtype, name], flat(options, dtype, name)
-            for length in options.lengths if part in ("speed", "packed") else ():
+                    if args.wanted(name):
+                        yield [part, dtype, name], flat(args, dtype, name)
+            for length in args.lengths if part in ("speed", "packed") else ():
                 yield (
                     [part, dtype, str(length)],
-                    {"speed": speed, "packed": packed}[part](options, dtype, length),
+                    {"speed": speed, "packed": packed}[part](args, dtype, length),
                 )
-            for length in options.lengths if part in ("linformer", "peers") else ():
-                made = layers.compared(part, length, DTYPES[dtype])
-                chosen = {key: one for key, one in made.items() if options.wanted(key)}
+            for length in args.lengths if part in ("linformer", "peers") else ():
+                layers_compared = layers.compared(part, length, DTYPES[dtype])
+                chosen = {key: case for key, case in layers_compared.items() if args.wanted(key)}
                 times = rounds(
-                    {key: lambda one=one: seconds(*one) for key, one in chosen.items()}, options.rounds
+                    {key: lambda case=case: seconds(*case) for key, case in chosen.items()}, args.rounds
                 )
                 against = (
                     {key: key.removeprefix("transformers' ") for key in times} if part == "peers" else {}
@@ -233,40 +222,37 @@ def measured(options: argparse.Namespace) -> Iterator[tuple[list[str], Any]]:
                 )
 
 
-def keep(path: Path, where: Sequence[str], found: Any) -> None:
+def add_to_results(path: Path, where: Sequence[str], figures: Any) -> None:
     """Add figures to the results of the day."""
-    kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    place = kept
+    results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    place = results
     for key in where[:-1]:
         place = place.setdefault(key, {})
     old = place.get(where[-1])
-    place[where[-1]] = {**old, **found} if isinstance(old, dict) else found
-    path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    place[where[-1]] = {**old, **figures} if isinstance(old, dict) else figures
+    common.write_json(path, results)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.make_parser(__doc__)
     parts = ["speed", "flat", "packed", "linformer", "peers", "memory"]
-    parser.add_argument("--out", type=destination.folder)
+    parser.add_argument("--out", type=common.output_folder)
     parser.add_argument("--parts", nargs="+", default=parts, choices=parts)
     parser.add_argument("--only", nargs="+", default=[""])
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384])
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--rounds", type=int, default=10)
-    options = parser.parse_args(arguments)
-    options.wanted = lambda name: any(name.startswith(only) for only in options.only)
+    args = parser.parse_args(arguments)
+    args.wanted = lambda name: any(name.startswith(only) for only in args.only)
     torch.manual_seed(0)
     torch.set_num_threads(1)
     keep_freed_memory()
-    for where, found in measured(options):
-        print(*where, json.dumps(found), file=sys.stderr, flush=True)
-        if options.out:
-            path = options.out / f"{date.today().isoformat()}-attention.json"
-            keep(path, ["machine"], f"{layers.cpu()}, 1 thread, torch {torch.__version__}")
-            keep(path, ["rounds", where[0]], options.rounds)
-            keep(path, where, found)
+    for where, figures in measure_parts(args):
+        print(*where, json.dumps(figures), file=sys.stderr, flush=True)
+        if path := common.dated(args.out, "attention.json"):
+            add_to_results(path, ["machine"], f"{common.cpu_name()}, 1 thread, torch {torch.__version__}")
+            add_to_results(path, ["rounds", where[0]], args.rounds)
+            add_to_results(path, where, figures)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 """Linformer, and transformers' layers of long rows beside ours: what `attention.py` compares besides patterns."""
 
-import platform
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -11,24 +9,16 @@ from torch import Tensor, nn
 from megatfm.config import ModelConfig
 from megatfm.layers.block import Block
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.attention import attention_reference
+from megatfm.ops.attention.reference import attention_reference
 
 HEADS, WIDTH, RANK = 2, 64, 128
 D_MODEL = HEADS * WIDTH
 ALL_AT_ONCE = 4096
-"""Of longer rows, attention that is not fused is computed by a quarter of so many queries at a time, lest its scores
-fill the memory."""
+"""Tokens of a row above which attention that is not fused is computed by a quarter of so many queries at a time, lest
+its scores fill the memory."""
 
 Case = Callable[..., Tensor]
 Made = tuple[Case, Sequence[Tensor]]
-
-
-def cpu() -> str:
-    """Its name, where Linux says it."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="ascii").splitlines()
-    return next(
-        (line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine()
-    )
 
 
 def heads(length: int, dtype: torch.dtype) -> list[Tensor]:
@@ -41,11 +31,11 @@ def layer(length: int, **changes: object) -> nn.Module:
         "family": "encoder", "vocab_size": 7, "d_model": D_MODEL, "n_layers": 1, "attention.n_heads": HEADS,
         "attention.bias": True, "position.name": "none", "ffn.d_ff": 8, **changes,
     }  # fmt: skip
-    made: nn.Module = Block(ModelConfig.from_dotted(config), "encoder").attn
+    attention: nn.Module = Block(ModelConfig.from_dotted(config), "encoder").attn
     with torch.no_grad():
-        for weight in made.parameters():
+        for weight in attention.parameters():
             weight.normal_(std=0.05)
-    return made
+    return attention
 
 
 def linformer(length: int, dtype: torch.dtype) -> Made:
@@ -57,7 +47,10 @@ def linformer(length: int, dtype: torch.dtype) -> Made:
     }
     attn = layer(length, **options, **{"attention.share": "headwise"}).to(dtype)
     sketches = attn.of_keys.weight, attn.of_values.weight
-    return lambda q, k, v, *both: attn._document(both, q, k, v, None), [*heads(length, dtype), *sketches]
+    return lambda q, k, v, *projections: attn._document(projections, q, k, v, None), [
+        *heads(length, dtype),
+        *sketches,
+    ]
 
 
 class _ByQueries(torch.autograd.Function):
@@ -65,22 +58,24 @@ class _ByQueries(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
-        made, found = [], [torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)]
+        outputs, gradients = [], [torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)]
         for at in range(0, q.shape[2], ALL_AT_ONCE // 4):
             part = slice(at, at + ALL_AT_ONCE // 4)
             with torch.enable_grad():
                 qc, kc, vc = (x.detach().requires_grad_() for x in (q[:, :, part], k, v))
                 out = attention_reference(qc, kc, vc)
-                found[0][:, :, part], *others = torch.autograd.grad(out, (qc, kc, vc), torch.ones_like(out))
-            for total, other in zip(found[1:], others, strict=True):
-                total += other
-            made.append(out.detach())
-        ctx.save_for_backward(*found)
-        return torch.cat(made, 2)
+                gradients[0][:, :, part], *part_gradients = torch.autograd.grad(
+                    out, (qc, kc, vc), torch.ones_like(out)
+                )
+            for total, part_gradient in zip(gradients[1:], part_gradients, strict=True):
+                total += part_gradient
+            outputs.append(out.detach())
+        ctx.save_for_backward(*gradients)
+        return torch.cat(outputs, 2)
 
     @staticmethod
     def backward(ctx, g: Tensor) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
-        """As for a gradient of ones."""
+        """The gradients for a gradient of ones."""
         return ctx.saved_tensors
 
 
@@ -96,11 +91,11 @@ def transformers_longformer(length: int, dtype: torch.dtype) -> Made:
         hidden_size=D_MODEL, num_attention_heads=HEADS, attention_window=[512], num_hidden_layers=1,
         attention_probs_dropout_prob=0.0,
     )  # fmt: skip
-    made = LongformerSelfAttention(config, 0).to(dtype)
+    attention = LongformerSelfAttention(config, 0).to(dtype)
     mask = torch.zeros(1, length, dtype=dtype)
     mask[0, 0] = 1
     at = {"is_index_masked": mask < 0, "is_index_global_attn": mask > 0, "is_global_attn": True}
-    return lambda x, *_: made(x, attention_mask=mask, **at)[0], _of(made, length, dtype)
+    return lambda x, *_: attention(x, attention_mask=mask, **at)[0], _of(attention, length, dtype)
 
 
 def transformers_bigbird(length: int, dtype: torch.dtype) -> Made:
@@ -111,24 +106,24 @@ def transformers_bigbird(length: int, dtype: torch.dtype) -> Made:
         hidden_size=D_MODEL, num_attention_heads=HEADS, max_position_embeddings=length, num_hidden_layers=1,
         attention_probs_dropout_prob=0.0,
     )  # fmt: skip
-    made = BigBirdBlockSparseAttention(config, seed=0).to(dtype)
+    attention = BigBirdBlockSparseAttention(config, seed=0).to(dtype)
     blocked, band, of_queries, of_keys = BigBirdModel.create_masks_for_block_sparse_attn(
         torch.ones(1, length, dtype=dtype), config.block_size
     )
     return (
-        lambda x, *_: made(x, band, of_queries, of_keys, blocked, blocked)[0],
-        _of(made, length, dtype),
+        lambda x, *_: attention(x, band, of_queries, of_keys, blocked, blocked)[0],
+        _of(attention, length, dtype),
     )
 
 
 def ours(pattern: dict[str, object], length: int, dtype: torch.dtype, name: str = "gqa") -> Made:
-    made = layer(length, **{"attention.name": name, "attention.pattern": pattern}).to(dtype)
+    attention = layer(length, **{"attention.name": name, "attention.pattern": pattern}).to(dtype)
     sequence = SequenceMetadata(torch.arange(length)[None])
-    return lambda x, *_: made(x, sequence), _of(made, length, dtype)
+    return lambda x, *_: attention(x, sequence), _of(attention, length, dtype)
 
 
-def _of(made: nn.Module, length: int, dtype: torch.dtype) -> list[Tensor]:
-    return [torch.randn(1, length, D_MODEL, dtype=dtype).requires_grad_(), *made.parameters()]
+def _of(module: nn.Module, length: int, dtype: torch.dtype) -> list[Tensor]:
+    return [torch.randn(1, length, D_MODEL, dtype=dtype).requires_grad_(), *module.parameters()]
 
 
 LAYERS: dict[str, Callable[[int, torch.dtype], Made]] = {
@@ -155,7 +150,7 @@ def compared(part: str, length: int, dtype: torch.dtype) -> dict[str, Made]:
 
 
 def of_memory(name: str, length: int) -> Made | None:
-    """What is no pattern."""
+    """Linformer or a layer by name; None for a pattern."""
     if name == "linformer 128":
         return linformer(length, torch.float32)
     return LAYERS[name](length, torch.float32) if name in LAYERS else None

@@ -13,20 +13,17 @@ channels and 4 heads (text: 4 blocks of 96), each pattern alone; the budget is a
 trained on. A result holds the models of all runs of its day.
 """
 
-import argparse
 import json
 import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
-from datetime import date
 from itertools import chain, count, islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import destination
+import common
 import torch
-from attention_layers import cpu
 from attention_tasks import LISTOPS, NONE, Batch, Expressions, ListOps, Recall, Text
 from torch import Tensor, nn
 
@@ -40,7 +37,7 @@ SMALL = {
     "d_model": 64, "n_layers": 2, "attention.n_heads": 4, "ffn.d_ff": 128, "norm.name": "rms_norm",
     "init.name": "xavier",
 }  # fmt: skip
-TOLD = 50
+REPORT_EVERY = 50
 """Steps between two lines on what is going on."""
 
 
@@ -49,7 +46,7 @@ GROW = (0.6, 0.25, 0.15)
 
 
 class Sizes(NamedTuple):
-    """How much is done: tokens of a row, steps, rows that are judged; seed: of weights and rows."""
+    """Amount of work: tokens of a row, steps, rows that are judged; seed: of weights and rows."""
 
     length: int
     steps: int
@@ -75,7 +72,7 @@ def patterns(length: int, near: int, positions: str) -> Models:
     def of(model: dict[str, Any], **pattern: Any) -> dict[str, Any]:
         return {**model, "attention.pattern": pattern}
 
-    blocks = {"layer_type": max(near // 4, 2), "random": 3}
+    blocks = {"block_size": max(near // 4, 2), "n_random_blocks": 3}
     window = {"name": "window", "width": near}
     return {
         "full": {},
@@ -83,14 +80,14 @@ def patterns(length: int, near: int, positions: str) -> Models:
         "window, then full": {
             "layer_types": ["near", "all"], "layer_type.near.attention.pattern": window, "layer_type.all": {},
         },
-        "dilated": of({}, **window, step=8),
+        "dilated": of({}, **window, dilation=8),
         "chunked": of({}, name="chunked", size=near),
         "chunked, then full": {
             "layer_types": ["near", "all"], "layer_type.near.attention.pattern": {"name": "chunked", "size": near},
             "layer_type.all": {},
         },
         "strided": of({}, name="strided", stride=near),
-        "fixed": of({}, name="fixed", stride=near, summary=4),
+        "fixed": of({}, name="fixed", stride=near, n_summary_tokens=4),
         "bigbird of a decoder": of({}, name="bigbird", **blocks),
         "local, then compressed": {
             **elsewhere, "layer_types": ["local", "compressed"],
@@ -100,44 +97,44 @@ def patterns(length: int, near: int, positions: str) -> Models:
         "full, encoder": encoder,
         "window, encoder": of(encoder, **window),
         "bigbird": of(encoder, name="bigbird", **blocks),
-        "longformer": of(encoder, name="longformer", width=near, tokens=[0]),
+        "longformer": of(encoder, name="longformer", width=near, global_tokens=[0]),
         "linformer": {**encoder, "attention.name": "linformer", "attention.max_length": length,
                       "attention.projected_length": max(length // 32, 8), "attention.share": "headwise"},
     }  # fmt: skip
 
 
-def trained(model: dict[str, Any], batches: Iterator[Batch], sizes: Sizes, rate: float = 3e-3) -> nn.Module:
+def train(model: dict[str, Any], batches: Iterator[Batch], sizes: Sizes, rate: float = 3e-3) -> nn.Module:
     """A model after as many steps of AdamW, warmed up over a tenth of them."""
     steps = sizes.steps
-    made = build(ModelConfig.from_dotted({**SMALL, **model})).train()
-    initialise(made, sizes.seed)
-    optimizer = torch.optim.AdamW(made.parameters(), lr=rate, weight_decay=0.0)
+    network = build(ModelConfig.from_dotted({**SMALL, **model})).train()
+    initialise(network, sizes.seed)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.1)
     recent: list[float] = []
     for step, batch in enumerate(islice(batches, steps), 1):
         asked = (batch["targets"] != NONE).sum()
-        loss = torch.stack([*made(**batch).losses.values()]).sum() / asked
+        loss = torch.stack([*network(**batch).losses.values()]).sum() / asked
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(made.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        recent = [*recent[1 - TOLD :], loss.item()]
-        if step % TOLD == 0:
+        recent = [*recent[1 - REPORT_EVERY :], loss.item()]
+        if step % REPORT_EVERY == 0:
             print(f"  step {step}: loss {sum(recent) / len(recent):.3f}", file=sys.stderr, flush=True)
-    return made.eval()
+    return network.eval()
 
 
 def logits_of(model: nn.Module, batch: Batch) -> Tensor:
     """[asked, classes] and what is right, [asked]."""
-    read = {name: values for name, values in batch.items() if name != "targets"}
+    inputs = {name: values for name, values in batch.items() if name != "targets"}
     with torch.no_grad():
-        made: Tensor = model(**read).logits
-    return made[batch["targets"] != NONE]
+        logits: Tensor = model(**inputs).logits
+    return logits[batch["targets"] != NONE]
 
 
 def share_right(model: nn.Module, batches: Iterator[Batch]) -> dict[str, float | int]:
-    """How many of the questions of some rows are answered."""
+    """The share of the questions of some rows that is answered."""
     right = asked = 0
     for batch in batches:
         targets = batch["targets"][batch["targets"] != NONE]
@@ -151,7 +148,7 @@ def listops(only: list[str], sizes: Sizes) -> Iterator[tuple[str, Found]]:
     operator."""
     bounds = ((10, 100), (100, 500), (500, 2000)) if sizes.length > 2001 else ((5, 20), (10, 30), (20, 60))
     stages = [
-        (ListOps(sizes.length, Expressions(*each)), part) for each, part in zip(bounds, GROW, strict=True)
+        (ListOps(sizes.length, Expressions(*bound)), part) for bound, part in zip(bounds, GROW, strict=True)
     ]
     task = stages[-1][0]
     yield "guesses", task.guesses(sizes.judged * 50, 2)
@@ -159,20 +156,20 @@ def listops(only: list[str], sizes: Sizes) -> Iterator[tuple[str, Found]]:
         if only and name not in only:
             continue
         encoder = "family" in model
-        begun = time.process_time()
+        start = time.process_time()
         batches = chain.from_iterable(
             islice(stage.rows(sizes.first + i, encoder=encoder), round(sizes.steps * part))
             for i, (stage, part) in enumerate(stages)
         )
-        made = trained({**model, "vocab_size": LISTOPS}, batches, sizes)
-        spent = time.process_time() - begun
-        found = {
-            "{} to {} tokens".format(*each): share_right(
-                made, islice(stage.rows(9, encoder=encoder), max(sizes.judged // (3 - i) ** 2, 1))
+        network = train({**model, "vocab_size": LISTOPS}, batches, sizes)
+        spent = time.process_time() - start
+        shares = {
+            "{} to {} tokens".format(*bound): share_right(
+                network, islice(stage.rows(9, encoder=encoder), max(sizes.judged // (3 - i) ** 2, 1))
             )
-            for i, (each, (stage, _)) in enumerate(zip(bounds, stages, strict=True))
+            for i, (bound, (stage, _)) in enumerate(zip(bounds, stages, strict=True))
         }
-        yield name, {**found, "seconds": spent}
+        yield name, {**shares, "seconds": spent}
 
 
 def recall(only: list[str], sizes: Sizes) -> Iterator[tuple[str, Found]]:
@@ -180,32 +177,32 @@ def recall(only: list[str], sizes: Sizes) -> Iterator[tuple[str, Found]]:
     what a fact says does not depend on its place, and rotations would have to be learnt for each length."""
     task, near = Recall(), sizes.length // 16
     lengths = [2**n for n in range(6, 32) if 2**n < sizes.length]
-    short, each = sizes.steps // 2, sizes.steps // 2 // (len(lengths) + 1)
-    course = [lengths[0]] * short + [length for length in lengths[1:] for _ in range(each)]
+    short, steps_a_length = sizes.steps // 2, sizes.steps // 2 // (len(lengths) + 1)
+    course = [lengths[0]] * short + [length for length in lengths[1:] for _ in range(steps_a_length)]
     course += [sizes.length] * (sizes.steps - len(course))
     for name, model in patterns(sizes.length, near, "none").items():
         if only and name not in only:
             continue
-        begun = time.process_time()
+        start = time.process_time()
         batches = (
             task.rows(sizes.length // length, length, sizes.first + step)
             for step, length in enumerate(course)
         )
-        whole = {**model, "vocab_size": task.vocabulary, "position.name": "none"}
-        made = trained(whole, batches, sizes)
-        spent = time.process_time() - begun
-        yield name, {**by_distance(made, task, sizes, near), "seconds": spent}
+        settings = {**model, "vocab_size": task.vocabulary, "position.name": "none"}
+        network = train(settings, batches, sizes)
+        spent = time.process_time() - start
+        yield name, {**by_distance(network, task, sizes, near), "seconds": spent}
 
 
 def by_distance(model: nn.Module, task: Recall, sizes: Sizes, near: int) -> Found:
-    """How many questions are answered whose fact lies so many tokens back, in stretches that begin with a window."""
+    """The share of questions answered by how far back the fact lies, in stretches that begin with a window."""
     bounds = [0, *(2**n * near for n in range(20) if 2**n * near < sizes.length), sizes.length]
     right, asked = torch.zeros(len(bounds) - 1), torch.zeros(len(bounds) - 1)
     for row in range(sizes.judged):
         batch = task.rows(1, sizes.length, 2**40 + row)
         which = torch.bucketize(task.distances(batch), torch.tensor(bounds[1:-1]), right=True)
-        found = logits_of(model, batch).argmax(-1) == batch["targets"][batch["targets"] != NONE]
-        right.index_add_(0, which, found.float())
+        is_right = logits_of(model, batch).argmax(-1) == batch["targets"][batch["targets"] != NONE]
+        right.index_add_(0, which, is_right.float())
         asked.index_add_(0, which, torch.ones(len(which)))
     stretches = {
         f"{low} to {high}": {"right": round(float(r / n), 3) if n else None, "of": int(n)}
@@ -227,7 +224,7 @@ def by_position(model: nn.Module, text: Text, rows: int) -> dict[str, float]:
 
 
 def loss_by_context(only: list[str], sizes: Sizes, folder: Path) -> Iterator[tuple[str, Found]]:
-    """Of decoders of four blocks that see all, a window, or a window in three blocks of four."""
+    """The loss of decoders of four blocks that see all, a window, or a window in three blocks of four."""
     text, near = Text(folder, sizes.length), max(sizes.length // 32, 8)
     window = {"name": "window", "width": near}
     models: Models = {
@@ -240,55 +237,55 @@ def loss_by_context(only: list[str], sizes: Sizes, folder: Path) -> Iterator[tup
     for name, model in models.items():
         if only and name not in only:
             continue
-        begun = time.process_time()
+        start = time.process_time()
         batches = (text.rows(max(8192 // sizes.length, 1), step) for step in count(sizes.first))
         wider = {"vocab_size": 256, "n_layers": 4, "d_model": 96, "ffn.d_ff": 256}
-        made = trained({**wider, **model}, batches, sizes)
-        spent = time.process_time() - begun
-        yield name, {"width": near, "nats a byte": by_position(made, text, sizes.judged), "seconds": spent}
+        network = train({**wider, **model}, batches, sizes)
+        spent = time.process_time() - start
+        yield (
+            name,
+            {"width": near, "nats a byte": by_position(network, text, sizes.judged), "seconds": spent},
+        )
 
 
-def keep(out: Path, task: str, settings: Found, name: str, found: Found) -> None:
+def add_to_results(out: Path, task: str, settings: Found, name: str, figures: Found) -> None:
     """Add what a model has come to, to the results of the day with the same settings."""
     path = out / f"{settings['date']}-attention-learns-{task}.json"
-    kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    models = kept["models"] if {**kept, "models": None} == {**settings, "models": None} else {}
-    text = json.dumps({**settings, "models": {**models, name: found}}, indent=1)
-    path.write_text(text + "\n", encoding="utf-8")
+    previous = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    models = previous["models"] if {**previous, "models": None} == {**settings, "models": None} else {}
+    common.write_json(path, {**settings, "models": {**models, name: figures}})
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.make_parser(__doc__)
     parser.add_argument("task", choices=FULL_SIZE)
-    parser.add_argument("--out", type=destination.folder)
+    parser.add_argument("--out", type=common.output_folder)
     parser.add_argument("--only", nargs="+", default=[])
     parser.add_argument("--sizes", nargs=3, type=int, metavar=("LENGTH", "STEPS", "JUDGED"))
     parser.add_argument("--seed", type=int, default=1, help="results of others than 1 are told by it")
     parser.add_argument("--folder", type=Path, default=Path(sysconfig.get_paths()["stdlib"]))
-    options = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    sizes = (Sizes(*options.sizes) if options.sizes else FULL_SIZE[options.task])._replace(seed=options.seed)
+    sizes = (Sizes(*args.sizes) if args.sizes else FULL_SIZE[args.task])._replace(seed=args.seed)
     tasks: dict[str, Callable[[], Iterator[tuple[str, Found]]]] = {
-        "listops": lambda: listops(options.only, sizes),
-        "recall": lambda: recall(options.only, sizes),
-        "text": lambda: loss_by_context(options.only, sizes, options.folder),
+        "listops": lambda: listops(args.only, sizes),
+        "recall": lambda: recall(args.only, sizes),
+        "text": lambda: loss_by_context(args.only, sizes, args.folder),
     }
     settings = {
-        "date": date.today().isoformat(),
-        "machine": f"{cpu()}, 1 thread, torch {torch.__version__}",
+        "date": common.today(),
+        "machine": f"{common.cpu_name()}, 1 thread, torch {torch.__version__}",
         "length": sizes.length,
         "steps": sizes.steps,
         "judged": sizes.judged,
     }
-    for name, found in tasks[options.task]():
-        if "seconds" in found:
-            found["seconds"] = round(found["seconds"])
+    for name, figures in tasks[args.task]():
+        if "seconds" in figures:
+            figures["seconds"] = round(figures["seconds"])
         name = name if sizes.seed == 1 else f"{name} (seed {sizes.seed})"
-        print(name, json.dumps(found), flush=True)
-        if options.out:
-            keep(options.out, options.task, settings, name, found)
+        print(name, json.dumps(figures), flush=True)
+        if args.out:
+            add_to_results(args.out, args.task, settings, name, figures)
 
 
 if __name__ == "__main__":

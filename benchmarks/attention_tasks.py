@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 Batch = dict[str, Tensor]
-"""What a model reads, by name, and its targets: −100 where nothing is asked."""
+"""Inputs of a model by name, and its targets: −100 where nothing is asked."""
 
 NONE = -100
 LISTOPS = 17
@@ -27,7 +27,7 @@ class Expressions:
     depth: int = 10
     arguments: int = 10
     operator: float = 0.25
-    """How often something nested is an operator and not a digit."""
+    """Share of nested items that are operators and not digits."""
 
     def draw(self, random: Random) -> tuple[list[int], int]:
         """Tokens of one, with a token before and one after it, and its value."""
@@ -88,7 +88,7 @@ class ListOps:
             yield {"tokens": tokens, "documents": documents, "positions": positions, "targets": targets}
 
     def guesses(self, count: int, seed: int) -> dict[str, float]:
-        """How often one value is right in rows, and the best one for each outermost operator."""
+        """The share of rows that one value answers, and that the best value for each outermost operator answers."""
         random = Random(seed)
         drawn = [self.expressions.draw(random) for _ in range(count)]
         table = torch.zeros(LISTOPS, 10)
@@ -114,7 +114,7 @@ class Recall:
         return self.facts * self.values + self.facts + self.fillers
 
     def rows(self, count: int, length: int, seed: int) -> Batch:
-        """Of so many tokens."""
+        """Rows of so many tokens."""
         random = torch.Generator().manual_seed(seed)
         keys = torch.stack([torch.randperm(self.facts, generator=random) for _ in range(count)])
         values = torch.randint(self.values, (count, self.facts), generator=random)
@@ -130,7 +130,7 @@ class Recall:
         return {"tokens": tokens, "targets": targets}
 
     def distances(self, batch: Batch) -> Tensor:
-        """How many tokens the fact of each question of one row lies before it, int64 [facts]."""
+        """Tokens from the fact to each question of one row, int64 [facts]."""
         row = batch["tokens"][0]
         places = (row < self.facts * self.values).nonzero()[:, 0]
         of_key = torch.empty(self.facts, dtype=torch.int64)
@@ -145,14 +145,14 @@ class Text:
     def __init__(self, folder: Path, length: int, *, held_out: int = 20) -> None:
         files = [folder] if folder.is_file() else sorted(folder.rglob("*.py")) + sorted(folder.rglob("*.txt"))
         read = [torch.tensor(list(file.read_bytes()), dtype=torch.uint8) for file in files]
-        whole = [text for text in read if len(text) > length]
-        if len(whole) == 1:
-            cut = len(whole[0]) * (held_out - 1) // held_out
-            whole = [whole[0][:cut], whole[0][cut:]]
+        long_enough = [text for text in read if len(text) > length]
+        if len(long_enough) == 1:
+            cut = len(long_enough[0]) * (held_out - 1) // held_out
+            long_enough = [long_enough[0][:cut], long_enough[0][cut:]]
         self.length = length
         self.kept, self.held = (
-            whole[: -max(len(whole) // held_out, 1)],
-            whole[-max(len(whole) // held_out, 1) :],
+            long_enough[: -max(len(long_enough) // held_out, 1)],
+            long_enough[-max(len(long_enough) // held_out, 1) :],
         )
 
     def rows(self, count: int, seed: int, *, held_out: bool = False) -> Batch:

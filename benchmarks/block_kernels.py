@@ -1,5 +1,5 @@
-"""What inductor writes in Triton for compiled blocks, compiled for a GPU that is not there: does it compile, does it
-spill?
+"""Kernels that inductor writes in Triton for compiled blocks, compiled for a GPU that is not there: do they compile, do
+they spill?
 
     python benchmarks/block_kernels.py --out benchmarks/results
 
@@ -8,23 +8,21 @@ and float32 (see `fusion.py`), for sm_90 (H100, H200) by Triton's own ptxas. Blo
 on a GPU inductor tries several. Products of matrices and attention are libraries' and not here.
 """
 
-import argparse
 import importlib.util
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from datetime import date
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
-import destination
+import common
 import torch
 import triton
-from fusion import Written, kernels
-from kernels import Compiled, compiled
+from fusion import WrittenKernel, kernels
+from kernels import KernelResources, compile_kernel
 from torch._inductor.runtime import triton_heuristics
 
 from megatfm.config import ModelConfig, load_config
@@ -45,7 +43,7 @@ PRESETS: dict[str, list[str]] = {
         "model.attention.n_kv_heads=1",
     ],
 }
-"""And what is smaller than in them. A width that is no power of two, and whose quarter fills no vectors."""
+"""Preset → what is smaller than in it. A width that is no power of two, and whose quarter fills no vectors."""
 
 
 def config_of(preset: str) -> ModelConfig:
@@ -53,7 +51,7 @@ def config_of(preset: str) -> ModelConfig:
     return load_config(preset, [*ONE_BLOCK, *PRESETS[preset]]).model
 
 
-def module_of(written: Written, folder: Path) -> ModuleType:
+def load_module(written: WrittenKernel, folder: Path) -> ModuleType:
     """The module with a kernel, whose decorator gives it back with what inductor says of it."""
     path = folder / f"{written.name}.py"
     path.write_text(written.code.replace("triton_helpers.set_driver_to_cpu()", ""), encoding="utf-8")
@@ -62,8 +60,8 @@ def module_of(written: Written, folder: Path) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
 
-    def decorator(**told: Any) -> Callable[[Any], tuple[Any, dict[str, Any]]]:
-        return lambda kernel: (kernel, told)
+    def decorator(**hints: Any) -> Callable[[Any], tuple[Any, dict[str, Any]]]:
+        return lambda kernel: (kernel, hints)
 
     with ExitStack() as stack:
         for name in DECORATORS:
@@ -72,56 +70,51 @@ def module_of(written: Written, folder: Path) -> ModuleType:
     return module
 
 
-def ahead(written: Written) -> Compiled:
-    """What a kernel takes on sm_90. Raises what Triton raises where it doesn't compile."""
+def compile_ahead(written: WrittenKernel) -> KernelResources:
+    """Resources of a kernel on sm_90. Raises what Triton raises where it doesn't compile."""
     with tempfile.TemporaryDirectory() as folder:
-        module = module_of(written, Path(folder))
-        kernel, told = next(value for value in vars(module).values() if isinstance(value, tuple))
-        meta = told["triton_meta"]
-        blocks = REDUCED if "r0_" in told["size_hints"] else BLOCKS
+        module = load_module(written, Path(folder))
+        kernel, hints = next(value for value in vars(module).values() if isinstance(value, tuple))
+        meta = hints["triton_meta"]
+        blocks = REDUCED if "r0_" in hints["size_hints"] else BLOCKS
         signature: dict[str, str] = meta["signature"]
         fixed = {name: blocks[name] for name, kind in signature.items() if kind == "constexpr"}
-        return compiled(kernel, signature, fixed | meta["constants"], WARPS)
+        return compile_kernel(kernel, signature, fixed | meta["constants"], WARPS)
 
 
-def of_preset(preset: str, dtype: str) -> Iterator[tuple[str, Written, Compiled]]:
+def kernels_of_preset(preset: str, dtype: str) -> Iterator[tuple[str, WrittenKernel, KernelResources]]:
     """Forward or backward, a kernel, and what it takes; a kernel that runs twice once."""
-    for way, made in zip(("forward", "backward"), kernels(config_of(preset), DTYPES[dtype]), strict=True):
-        for written in dict.fromkeys(made):
-            yield way, written, ahead(written)
+    for way, written_kernels in zip(
+        ("forward", "backward"), kernels(config_of(preset), DTYPES[dtype]), strict=True
+    ):
+        for written in dict.fromkeys(written_kernels):
+            yield way, written, compile_ahead(written)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print a table, and write it where asked to."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.make_parser(__doc__)
     parser.add_argument("--presets", nargs="+", default=list(PRESETS), choices=PRESETS)
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
-    parser.add_argument("--out", type=destination.folder, help="folder for DATE-block-kernels.md")
+    parser.add_argument("--out", type=common.output_folder, help="folder for DATE-block-kernels.md")
     args = parser.parse_args(arguments)
-    lines = [
-        f"# Kernels of compiled blocks on sm_90, {date.today().isoformat()}",
+    page = common.Page(
+        common.dated(args.out, "block-kernels.md"),
+        f"# Kernels of compiled blocks on sm_90, {common.today()}",
         "",
         f"torch {torch.__version__}, Triton {triton.__version__}, without a GPU: compiled, not run. `python "
         "benchmarks/block_kernels.py`, whose head says how.",
         "",
         "| Preset | | Kernels | Registers a thread, at most | Spilled bytes |",
         "|---|---|---|---|---|",
-    ]
+    )
     for preset in args.presets:
         for dtype in args.dtypes:
-            found = list(of_preset(preset, dtype))
+            kernels_used = list(kernels_of_preset(preset, dtype))
             for way in ("forward", "backward"):
-                taken = [each for at, _, each in found if at == way]
-                lines.append(
-                    f"| `{preset}`, {dtype} | {way} | {len(taken)} | {max(each.registers for each in taken)} | "
-                    f"{sum(each.spilled for each in taken)} |"
-                )
-                print(lines[-1], flush=True)
-    if args.out:
-        path = args.out / f"{date.today().isoformat()}-block-kernels.md"
-        path.write_text("\n".join([*lines, ""]), encoding="utf-8")
+                uses = [use for at, _, use in kernels_used if at == way]
+                registers, spilled = max(use.registers for use in uses), sum(use.spilled for use in uses)
+                page.add(f"| `{preset}`, {dtype} | {way} | {len(uses)} | {registers} | {spilled} |")
     return 0
 
 

@@ -13,10 +13,6 @@ rest is what the background takes of processor and memory meanwhile. The first s
 counted.
 """
 
-import argparse
-import json
-import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -26,52 +22,50 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import destination
+import common
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from megatfm import checkpoint
-from megatfm.checkpoint import disk
+from megatfm.checkpoint import file_io
 
 BLOCK = 8 * 2**20
 PRODUCTS = 40
-RESULT = Path(__file__).parent / "results" / time.strftime("%Y-%m-%d-checkpoint.json")
+RESULT = Path(__file__).parent / "results" / f"{common.today()}-checkpoint.json"
 Read = tuple[str, Callable[[], object], bool]
 """Name, what is timed, and whether all ranks do it."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.make_parser(__doc__)
     parser.add_argument("folder", type=Path, help="a new folder on the disk to measure")
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
     parser.add_argument(
-        "--out", type=destination.file, default=RESULT, help="where to write the result as JSON"
+        "--out", type=common.output_file, default=RESULT, help="where to write the result as JSON"
     )
-    given = parser.parse_args()
-    given.folder.mkdir(parents=True)
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True)
     results = []
     try:
-        for world in given.ranks:
+        for world in args.ranks:
             answers = mp.get_context("spawn").SimpleQueue()
-            arguments = (world, given.folder, int(given.gigabytes * 1e9), given.rounds, answers)
+            arguments = (world, args.folder, int(args.gigabytes * 1e9), args.rounds, answers)
             mp.spawn(measure, arguments, nprocs=world)
             results.append(report(answers.get(), world))
     finally:
-        shutil.rmtree(given.folder)
+        shutil.rmtree(args.folder)
     facts = {
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{platform.platform()}, {os.cpu_count()} cores",
+        "date": common.today(),
+        "machine": common.system(),
         "torch": torch.__version__,
-        "gigabytes": given.gigabytes,
-        "rounds": given.rounds,
+        "gigabytes": args.gigabytes,
+        "rounds": args.rounds,
         "results": results,
     }
-    given.out.write_text(json.dumps(facts, indent=1) + "\n")
+    common.write_json(args.out, facts)
 
 
 def report(rounds: list[dict[str, float]], world: int) -> dict[str, Any]:
@@ -103,7 +97,7 @@ def measure(rank: int, world: int, folder: Path, size: int, rounds: int, answers
     store = dist.FileStore(str(folder / f"store-{world}"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     bench, target = Bench(rank, folder, state(rank, world, size)), folder / f"on-{world}"
-    found = []
+    rounds_measured = []
     with (
         checkpoint.Saver(target, keep=1) as background,
         checkpoint.Saver(target, mode="sync", keep=1) as plain,
@@ -111,9 +105,9 @@ def measure(rank: int, world: int, folder: Path, size: int, rounds: int, answers
         background.save(0, bench.tensors, {})  # takes the memory
         background.wait_for_save()
         for number in range(rounds):
-            found.append(bench.round(number, background, plain))
+            rounds_measured.append(bench.round(number, background, plain))
     if rank == 0:
-        answers.put(found)
+        answers.put(rounds_measured)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -129,13 +123,13 @@ class Bench:
 
     def round(self, number: int, background: checkpoint.Saver, plain: checkpoint.Saver) -> dict[str, float]:
         """Seconds by measure; every other round backwards."""
-        self.seconds, turn = {}, 1 if number % 2 else -1
+        self.seconds = {}
         writes = (
             self.dd_writes,
             lambda: self.dd_writes("oflag=direct"),
             lambda: self.timed("save", lambda: plain.save(2 * number + 1, self.tensors, {})),
         )
-        for write in writes[::turn]:
+        for write in common.alternate(writes, number):
             write()
         self.timed("step", step)
         newest = self.step_that_saves(2 * number + 2, background)
@@ -144,10 +138,10 @@ class Bench:
             ("dd read, direct", lambda: self.dd_reads(newest, "iflag=direct"), False),
             ("load", lambda: checkpoint.load(newest, self.tensors), True),
         )
-        for name, read, by_all in reads[::turn]:
+        for name, read, by_all in common.alternate(reads, number):
             if self.rank == 0:
                 for path in newest.iterdir():
-                    disk.forget(path)
+                    file_io.drop_page_cache(path)
             self.timed(name, read, by_all)
         return self.seconds
 
@@ -199,7 +193,7 @@ class Bench:
 
 
 def step() -> None:
-    """What a training step does meanwhile."""
+    """Multiply matrices, as a training step does meanwhile."""
     values = torch.ones(1024, 1024)
     for _ in range(PRODUCTS):
         values @ values

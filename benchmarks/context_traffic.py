@@ -8,30 +8,31 @@ now, and the exchanges that it takes part in. A token's keys and values are 8 he
 sends their gradients in float32.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
+import common
 import numpy as np
 import torch
 
-from megatfm.layers.attention.patterns import Full, reachable_keys
+from megatfm.layers.attention.patterns.local import Full
+from megatfm.layers.attention.patterns.mask import reachable_keys
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.parallel.context_exchange import ContextParallel, FetchPlan, is_little, token_indices
+from megatfm.parallel.context_parallel import ContextParallel, FetchPlan, is_little, token_indices
 
-A_TOKEN = 2 * 8 * 128
+NUMBERS_PER_TOKEN = 2 * 8 * 128
 """Numbers of keys and values."""
-WHOLE = 0
+ROW_LENGTH = 0
 """A length that stands for documents as long as the row."""
-LENGTHS = (300, 1000, 4000, 16_000, WHOLE)
+LENGTHS = (300, 1000, 4000, 16_000, ROW_LENGTH)
 PATTERN = Full(causal=True)
 
 
 @dataclass(frozen=True)
-class Here:
+class RankStub:
     """Stands for `ContextParallel` on one of several ranks."""
 
     rank: int
@@ -39,7 +40,7 @@ class Here:
 
 
 @dataclass(frozen=True)
-class Sent:
+class Traffic:
     """Bytes of both passes that a rank gets, and exchanges; needed: bytes of the keys that are seen, and gradients."""
 
     ring: float
@@ -52,25 +53,27 @@ class Sent:
 def row_of(length: int, mean: int, random: np.random.Generator) -> SequenceMetadata:
     """One row of documents; the last is cut at its end."""
     documents = torch.zeros(1, length, dtype=torch.int64)
-    if mean != WHOLE:
+    if mean != ROW_LENGTH:
         ends = np.cumsum(np.maximum(1, random.exponential(mean, 8 * length // mean + 64)).astype(np.int64))
         documents = torch.from_numpy(np.searchsorted(ends, np.arange(length), "right"))[None]
     return SequenceMetadata(torch.zeros_like(documents), documents)
 
 
-def sent(row: SequenceMetadata, ranks: int) -> Sent:
+def count_traffic(row: SequenceMetadata, ranks: int) -> Traffic:
     """Around a ring, and as it is chosen."""
     length, dealt = row.length, token_indices(row.length, ranks, folded=True)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     needs = [reachable_keys(PATTERN, row, at) for at in dealt]
     if fetches := is_little(dealt, needs):
-        FetchPlan.of(cast(ContextParallel, Here(0, ranks)), dealt, needs)
-    plan_ms = 1000 * (time.perf_counter() - begun)
+        FetchPlan.of(cast(ContextParallel, RankStub(0, ranks)), dealt, needs)
+    plan_ms = 1000 * (time.perf_counter() - start)
     round_ = length * (ranks - 1) / ranks
-    ring = A_TOKEN * (2 * 2 * round_ + 4 * round_)
-    fetched = A_TOKEN * 2 * 2 * max(len(need) - len(at) for need, at in zip(needs, dealt, strict=True))
+    ring = NUMBERS_PER_TOKEN * (2 * 2 * round_ + 4 * round_)
+    fetched = (
+        NUMBERS_PER_TOKEN * 2 * 2 * max(len(need) - len(at) for need, at in zip(needs, dealt, strict=True))
+    )
     now, exchanges = (fetched, 2) if fetches else (ring, 3 * (ranks - 1))
-    return Sent(ring, now, fetched, exchanges, plan_ms)
+    return Traffic(ring, now, fetched, exchanges, plan_ms)
 
 
 def lines(rows: list[int], ranks: list[int], draws: int) -> Iterator[str]:
@@ -83,13 +86,13 @@ def lines(rows: list[int], ranks: list[int], draws: int) -> Iterator[str]:
                 if mean >= length:
                     continue
                 random = np.random.default_rng(length + size)
-                each = [sent(row_of(length, mean, random), size) for _ in range(draws)]
+                traffic = [count_traffic(row_of(length, mean, random), size) for _ in range(draws)]
                 ring, now, needed, plan = (
-                    statistics.median(getattr(x, name) for x in each)
+                    statistics.median(getattr(x, name) for x in traffic)
                     for name in ("ring", "now", "needed", "plan_ms")
                 )
-                exchanges = sorted({x.exchanges for x in each})
-                fetched = sum(x.exchanges == 2 for x in each)
+                exchanges = sorted({x.exchanges for x in traffic})
+                fetched = sum(x.exchanges == 2 for x in traffic)
                 shown = f"{mean:,}" if mean else "the row"
                 yield (
                     f"| {length:,} | {size} | {shown} | {needed / 1e6:.1f} | {ring / 1e6:.1f} | "
@@ -99,7 +102,7 @@ def lines(rows: list[int], ranks: list[int], draws: int) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = common.make_parser(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[8192, 32_768, 131_072])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--draws", type=int, default=8)

@@ -1,4 +1,4 @@
-"""What context is worth to a trained decoder: the loss of the same held-out tokens by how many before them it sees.
+"""The worth of context to a trained decoder: the loss of the same held-out tokens by how many before them it sees.
 
     megatfm launch quickstart --nproc 2 parallel.zero=0
     python benchmarks/context_worth.py runs/quickstart --corpus corpora/quickstart/validation --out benchmarks/results
@@ -9,21 +9,18 @@ and the same ones at each c (Khandelwal et al. 2018 cut contexts likewise). Targ
 same token occurred last: where that is far, far context can pay; where it never did, copying can't. Nats a token.
 """
 
-import argparse
 import json
 from collections.abc import Iterator
-from datetime import date
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import destination
+import common
 import torch
-from attention_layers import cpu
 from torch import Tensor, nn
 
 from megatfm import load
-from megatfm.data import Corpus
+from megatfm.corpus.corpus import Corpus
 
 SHORTEST = 16
 AT_ONCE = 4096
@@ -36,30 +33,30 @@ def lengths(longest: int) -> list[int]:
 
 
 def distances(text: Tensor) -> Tensor:
-    """How many tokens back the same token occurred last, [n]; 0: never."""
+    """Tokens since the same token occurred last, [n]; 0: never."""
     last: dict[int, int] = {}
-    found = torch.zeros(len(text), dtype=torch.int64)
+    back = torch.zeros(len(text), dtype=torch.int64)
     for place, token in enumerate(text.tolist()):
-        found[place] = place - last.get(token, place)
+        back[place] = place - last.get(token, place)
         last[token] = place
-    return found
+    return back
 
 
 def losses(model: nn.Module, text: Tensor, context: int, first: int, end: int) -> Tensor:
-    """Of the tokens first … end - 1 of a text [n], each from at least context/2 + 1 and at most `context` before it.
+    """Losses of the tokens first … end - 1 of a text [n], each from context/2 + 1 to `context` tokens before it.
     first - 1 and end - 1 are multiples of context/2, and first > context."""
     half = context // 2
     rows = text[first - 1 - half : end].unfold(0, context + 1, half)
-    found = []
-    for some in rows.split(max(AT_ONCE // context, 1)):
+    parts = []
+    for some_rows in rows.split(max(AT_ONCE // context, 1)):
         with torch.no_grad():
-            logits = model(tokens=some[:, :-1].contiguous()).logits.float()
-        asked = logits[:, half:].transpose(1, 2), some[:, half + 1 :]
-        found.append(nn.functional.cross_entropy(*asked, reduction="none").flatten())
-    return torch.cat(found)
+            logits = model(tokens=some_rows[:, :-1].contiguous()).logits.float()
+        predicted_and_targets = logits[:, half:].transpose(1, 2), some_rows[:, half + 1 :]
+        parts.append(nn.functional.cross_entropy(*predicted_and_targets, reduction="none").flatten())
+    return torch.cat(parts)
 
 
-def judged(model: nn.Module, texts: Iterator[Tensor], longest: int) -> dict[str, Any]:
+def judge(model: nn.Module, texts: Iterator[Tensor], longest: int) -> dict[str, Any]:
     """Mean loss by context, of all targets and by how far back each occurred last."""
     bounds = [0, *lengths(longest // 2)]
     all_losses: dict[int, list[Tensor]] = {context: [] for context in lengths(longest)}
@@ -70,8 +67,8 @@ def judged(model: nn.Module, texts: Iterator[Tensor], longest: int) -> dict[str,
         if end <= first:
             continue
         back.append(distances(text)[first:end])
-        for context, found in all_losses.items():
-            found.append(losses(model, text, context, first, end))
+        for context, losses_of_context in all_losses.items():
+            losses_of_context.append(losses(model, text, context, first, end))
     far = torch.cat(back)
     groups = {"all": far >= 0}
     groups |= {f"{low + 1} to {high} back": (far > low) & (far <= high) for low, high in pairwise(bounds)}
@@ -80,7 +77,10 @@ def judged(model: nn.Module, texts: Iterator[Tensor], longest: int) -> dict[str,
     return {
         name: {
             "of": int(mask.sum()),
-            "nats": {c: round(float(torch.cat(found)[mask].mean()), 3) for c, found in all_losses.items()},
+            "nats": {
+                c: round(float(torch.cat(losses_of_context)[mask].mean()), 3)
+                for c, losses_of_context in all_losses.items()
+            },
         }
         for name, mask in groups.items()
         if mask.any()
@@ -97,29 +97,25 @@ def documents(corpus: Path) -> Iterator[Tensor]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Judge runs one after the other."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.make_parser(__doc__)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
     parser.add_argument("--corpus", type=Path, required=True, help="held-out documents, prepared")
     parser.add_argument("--longest", type=int, default=256, help="the longest context, a power of two")
-    parser.add_argument("--out", type=destination.folder, help="folder for the result of the day")
+    parser.add_argument("--out", type=common.output_folder, help="folder for the result of the day")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    found: dict[str, Any] = {
-        "date": date.today().isoformat(),
-        "machine": f"{cpu()}, 1 thread, torch {torch.__version__}",
+    result: dict[str, Any] = {
+        "date": common.today(),
+        "machine": f"{common.cpu_name()}, 1 thread, torch {torch.__version__}",
         "runs": {},
     }
     for run in args.runs:
         model = load(run).module
         parameters = sum(p.numel() for p in model.parameters())
-        told = judged(model, documents(args.corpus), args.longest)
-        found["runs"][run.name] = {"parameters": parameters, **told}
-        print(run.name, json.dumps(told, indent=1), flush=True)
-        if args.out:
-            path = args.out / f"{found['date']}-context-worth.json"
-            path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        judgement = judge(model, documents(args.corpus), args.longest)
+        result["runs"][run.name] = {"parameters": parameters, **judgement}
+        print(run.name, json.dumps(judgement, indent=1), flush=True)
+        common.write_json(common.dated(args.out, "context-worth.json"), result)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,15 @@
-"""Memory and time of opening a corpus and planning its rows, by documents: `python -m benchmarks.corpus_memory`.
+"""Memory and time of opening a corpus and planning its rows, by documents: `python benchmarks/corpus_memory.py`.
 
 Nothing but indexes is real: shards are empty space on disk, and one index stands for all. What it prints is the peak of
-a fresh process beyond what its imports take, after opening the corpus and after planning.
+a fresh process beyond what its imports take, after opening the corpus and after planning. With `--ranks`: what so many
+processes hold together (the sum of their proportional set sizes, in which a page that several map counts once) when
+each has opened the corpus and looked up the documents of blocks that lie anywhere in it; with indexes of their own, and
+with shared ones.
 """
 
 import argparse
+import gc
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -14,14 +19,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import common
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from megatfm.data import Corpus
-from megatfm.data.index import FRAME_DTYPE, ShardIndex, sample_dtype
-from megatfm.data.manifest import IndexFile, Manifest, Shard
-from megatfm.data.plan import build_packing_plan
+from megatfm.corpus.corpus import Corpus
+from megatfm.corpus.manifest import IndexFile, Manifest, Shard
+from megatfm.corpus.shard_index import FRAME_DTYPE, ShardIndex, sample_dtype
+from megatfm.corpus.storage import ShardCacheConfig
+from megatfm.data.packing_plan import build_packing_plan
 
 SHARD_DOCUMENTS = 250_000
 PER_FRAME = 250
@@ -81,8 +88,7 @@ def write(folder: Path, documents: int) -> None:
 
 def peak() -> int:
     """Return the most memory that this process has had, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    return common.read_memory("VmHWM")
 
 
 def measure(folder: Path) -> None:
@@ -101,20 +107,79 @@ def measure(folder: Path) -> None:
     print(f"| {' | '.join(cells)} |", flush=True)
 
 
+def held_bytes() -> int:
+    """Return the memory of this process, in bytes; of pages that n processes map, the n-th part."""
+    return common.read_memory("Pss", "smaps_rollup")
+
+
+def be_a_rank(rank: int, folder: Path, cache: Path | None, lookups: int, barrier: Any, answers: Any) -> None:
+    """Open the corpus and look up blocks; put the bytes held, and the seconds of both, when all ranks are as far."""
+    before = held_bytes()
+    barrier.wait()
+    start = time.perf_counter()
+    corpus = Corpus.open(folder, ShardCacheConfig(cache) if cache else None)
+    opened = time.perf_counter() - start
+    barrier.wait()
+    gc.collect()
+    at_opening = held_bytes() - before
+    start = time.perf_counter()
+    for block in np.random.default_rng(rank).integers(0, corpus.n_blocks, lookups).tolist():
+        corpus.block_lengths(block)
+    looked_up = time.perf_counter() - start
+    gc.collect()
+    barrier.wait()
+    answers.put((at_opening, held_bytes() - before, opened, looked_up / lookups))
+    barrier.wait()
+
+
+def measure_ranks(folder: Path, ranks: int, cache: Path | None, lookups: int) -> str:
+    """Return the cells of a row of the table for processes with their own or with shared indexes."""
+    context = multiprocessing.get_context("spawn")
+    barrier, answers = context.Barrier(ranks), context.Queue()
+    arguments = (folder, cache, lookups, barrier, answers)
+    processes = [context.Process(target=be_a_rank, args=(rank, *arguments)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    at_opening, at_end, opened, looked_up = zip(*(answers.get() for _ in processes), strict=True)
+    for process in processes:
+        process.join()
+    return (
+        f"{sum(at_opening) / 1e6:,.0f} MB | {max(opened):.1f} s | {sum(at_end) / 1e6:,.0f} MB | "
+        f"{1e3 * sum(looked_up) / ranks:.2f} ms"
+    )
+
+
+def print_ranks(documents: int, ranks: int) -> None:
+    print(f"| {documents:,} documents, {ranks} ranks | Opened | | and blocks looked up | a block |")
+    print("|---|---|---|---|---|", flush=True)
+    with tempfile.TemporaryDirectory() as place:
+        folder, cache = Path(place) / "corpus", Path(place) / "cache"
+        folder.mkdir()
+        write(folder, documents)
+        print(f"| own indexes | {measure_ranks(folder, ranks, None, 300)} |", flush=True)
+        for title in ("shared, first start", "shared, later starts"):
+            print(f"| {title} | {measure_ranks(folder, ranks, cache, 20_000)} |", flush=True)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = common.make_parser(__doc__)
     parser.add_argument("--documents", type=int, nargs="+", default=[1_000_000, 10_000_000, 100_000_000])
+    parser.add_argument("--ranks", type=int, help="measure what so many processes hold together")
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.measure:
-        measure(options.measure)
+    args = parser.parse_args()
+    if args.measure:
+        measure(args.measure)
+        return
+    if args.ranks:
+        for documents in args.documents:
+            print_ranks(documents, args.ranks)
         return
     print("| Documents | Opened | | and cut rows planned | | and whole sequences | |")
     print("|---|---|---|---|---|---|---|", flush=True)
-    for documents in options.documents:
+    for documents in args.documents:
         with tempfile.TemporaryDirectory() as place:
             write(Path(place), documents)
-            subprocess.run([sys.executable, "-m", "benchmarks.corpus_memory", "--measure", place], check=True)
+            subprocess.run([sys.executable, __file__, "--measure", place], check=True)
 
 
 if __name__ == "__main__":

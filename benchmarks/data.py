@@ -1,4 +1,4 @@
-"""How fast training data is read, against raw zstd, mmap, the webdataset library and MosaicML Streaming, on real text.
+"""Speed of reading training data, against raw zstd, mmap, the webdataset library and MosaicML Streaming, on real text.
 
     python benchmarks/data.py --corpus FOLDER --places TEXTS --out benchmarks/results
 
@@ -14,12 +14,10 @@ positions. Rounds end after `--seconds`, but there are five.
 that library, which asks for an older NumPy than megatfm's.
 """
 
-import argparse
 import json
 import mmap
 import os
 import platform
-import random
 import statistics
 import sys
 import time
@@ -27,16 +25,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import destination
+import common
 import numpy as np
 import webdataset as wds
 import zstandard
 from data_corpus import VOCABULARY, part_of_mds, with_mosaic, write
 
-from megatfm.data import Corpus, DataLoader, PackedDataset, ShuffledDocuments
-from megatfm.data.index import ShardIndex
+from megatfm.corpus.corpus import Corpus
+from megatfm.corpus.shard_index import ShardIndex
+from megatfm.data.dataset import PackedDataset
+from megatfm.data.loader import DataLoader
+from megatfm.data.shuffled_documents import ShuffledDocuments
+from megatfm.objectives.base import SpecialTokens
 from megatfm.objectives.causal import Causal
-from megatfm.objectives.registry import SpecialTokens
 
 LENGTH, BATCH = 2048, 32
 LEAST_ROUNDS = 5
@@ -47,7 +48,7 @@ RAW, MAPPED, BY_SAMPLE = "raw zstd", "mmap, 256 KB at a time", "mmap, a sample a
 
 
 class Contender(NamedTuple):
-    """What is run, and returns how many tokens it read; and with what its speed is compared."""
+    """A function that returns how many tokens it read, and the name of what its speed is compared with."""
 
     run: Callable[[], int]
     against: str
@@ -75,8 +76,8 @@ def contenders(folder: Path, mosaic: bool) -> dict[str, Contender]:
         return plain.n_tokens
 
     def samples(of: Corpus) -> int:
-        found = ShuffledDocuments(of, seed=next(seeds))
-        return sum(len(next(found)[1]) for _ in range(of.n_samples))
+        documents = ShuffledDocuments(of, seed=next(seeds))
+        return sum(len(next(documents)[1]) for _ in range(of.n_samples))
 
     def rows(of: Corpus) -> int:
         packed = PackedDataset(of, objective, sequence_length=LENGTH, seed=next(seeds))
@@ -89,7 +90,7 @@ def contenders(folder: Path, mosaic: bool) -> dict[str, Contender]:
         data = wds.WebDataset(tars[:PART], shardshuffle=PART, seed=next(seeds), empty_check=False)
         return (sample["tokens.npy"] for sample in data.shuffle(1000).decode())
 
-    found = {
+    by_name = {
         RAW: Contender(raw, RAW),
         "megatfm samples, zstd": Contender(lambda: samples(corpus), RAW),
         "megatfm samples, zstd, with opening": Contender(lambda: samples(Corpus.open(folder / "ours")), RAW),
@@ -107,12 +108,12 @@ def contenders(folder: Path, mosaic: bool) -> dict[str, Contender]:
         f"webdataset rows of {LENGTH}, tar": Contender(lambda: packed_as_usual(webdataset()), RAW),
     }
     if mosaic:
-        found["MosaicML Streaming samples"] = Contender(lambda: streaming(folder, next(seeds)), RAW)
-    return found
+        by_name["MosaicML Streaming samples"] = Contender(lambda: streaming(folder, next(seeds)), RAW)
+    return by_name
 
 
 def sample_spans(index: ShardIndex) -> list[tuple[int, int]]:
-    """Where the tokens of each sample of a plain tar start and end in it."""
+    """Start and end of each sample's tokens in a plain tar."""
     starts = index.samples["offset"] + np.repeat(index.offsets[:-1], index.frames["samples"])
     return list(
         zip(starts.tolist(), (starts + 2 * index.samples["tokens"].astype(np.int64)).tolist(), strict=True)
@@ -172,13 +173,13 @@ def measure(runs: dict[str, Contender], most: int, seconds: float) -> list[dict[
     """Tokens a second and a CPU second of every contender, in each round."""
     rounds, begin = list[dict[str, tuple[float, float]]](), time.perf_counter()
     for number in range(most + 1):
-        found = {}
-        for name in random.Random(number).sample(list(runs), len(runs)):
+        speeds = {}
+        for name in common.shuffle(runs, number):
             start, start_cpu = time.perf_counter(), time.process_time()
             tokens = runs[name].run()
-            found[name] = tokens / (time.perf_counter() - start), tokens / (time.process_time() - start_cpu)
+            speeds[name] = tokens / (time.perf_counter() - start), tokens / (time.process_time() - start_cpu)
         if number:  # the first round fills the page cache
-            rounds.append(found)
+            rounds.append(speeds)
         spent = time.perf_counter() - begin
         print(f"round {number}: {spent:.0f} s", file=sys.stderr, flush=True)
         if len(rounds) >= LEAST_ROUNDS and spent * (number + 2) / (number + 1) > seconds:
@@ -191,11 +192,11 @@ def table(folder: Path, runs: dict[str, Contender], rounds: list[dict[str, tuple
     facts = json.loads((folder / "facts.json").read_text())
     disk = sum(shard.bytes for shard in Corpus.open(folder / "ours").manifest.shards)
     lines = [
-        f"# Reading training data, {time.strftime('%Y-%m-%d')}",
+        f"# Reading training data, {common.today()}",
         "",
         f"{facts['documents']:,} documents, {facts['bytes']:,} bytes of text, {facts['tokens']:,} tokens; {disk:,} "
         f"bytes on disk as zstd frames, made in {facts['seconds']:.0f} s.",
-        f"`python benchmarks/data.py`; {platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python "
+        f"`python benchmarks/data.py`; {common.cpu_name()}, {os.cpu_count()} cores, Python "
         f"{platform.python_version()}, NumPy {np.__version__}, webdataset {wds.__version__}. Medians of {len(rounds)} "
         f"interleaved rounds. webdataset and Streaming read {PART} of the shards of 64 MB, the others all.",
         "",
@@ -203,8 +204,8 @@ def table(folder: Path, runs: dict[str, Contender], rounds: list[dict[str, tuple
         "|---|---|---|---|---|",
     ]
     for name, (_, against) in runs.items():
-        wall, processor = (statistics.median(found[name][i] for found in rounds) for i in (0, 1))
-        share = statistics.median(found[name][0] / found[against][0] for found in rounds)
+        wall, processor = (statistics.median(speeds[name][i] for speeds in rounds) for i in (0, 1))
+        share = statistics.median(speeds[name][0] / speeds[against][0] for speeds in rounds)
         lines.append(f"| {name} | {wall / 1e6:.1f} | {processor / 1e6:.1f} | {against} | {share:.2f} |")
     waited = wait_per_step(folder)
     lines += [
@@ -215,9 +216,7 @@ def table(folder: Path, runs: dict[str, Contender], rounds: list[dict[str, tuple
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.make_parser(__doc__)
     parser.add_argument("--corpus", required=True, metavar="FOLDER")
     parser.add_argument("--places", nargs="*", default=[], metavar="FOLDER", help="more folders of text")
     parser.add_argument("--megabytes", type=float, default=1100, help="of text, at most")
@@ -226,18 +225,17 @@ def main() -> None:
         "--seconds", type=float, default=400, help="after which no round begins, but for five"
     )
     parser.add_argument("--mosaic", metavar="FOLDER")
-    parser.add_argument("--out", type=destination.folder, metavar="FOLDER", help="for DATE-data.md")
-    options = parser.parse_args()
-    if options.mosaic:
-        with_mosaic(options.mosaic)
-    folder = Path(options.corpus)
+    parser.add_argument("--out", type=common.output_folder, metavar="FOLDER", help="for DATE-data.md")
+    args = parser.parse_args()
+    if args.mosaic:
+        with_mosaic(args.mosaic)
+    folder = Path(args.corpus)
     if not (folder / "facts.json").exists():
-        write(folder, options.megabytes, options.places, bool(options.mosaic))
-    runs = contenders(folder, bool(options.mosaic))
-    report = table(folder, runs, measure(runs, options.rounds, options.seconds))
+        write(folder, args.megabytes, args.places, bool(args.mosaic))
+    runs = contenders(folder, bool(args.mosaic))
+    report = table(folder, runs, measure(runs, args.rounds, args.seconds))
     print(report)
-    if options.out:
-        (options.out / f"{time.strftime('%Y-%m-%d')}-data.md").write_text(report)
+    common.write_text(common.dated(args.out, "data.md"), report)
 
 
 if __name__ == "__main__":

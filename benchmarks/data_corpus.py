@@ -23,7 +23,8 @@ import sentencepiece
 import webdataset as wds
 from blake3 import blake3
 
-from megatfm.data import ShardWriter, index_folder
+from megatfm.corpus.webdataset_index import index_folder
+from megatfm.corpus.writer import ShardWriter
 
 PLACES = ("/usr/share/doc", "/usr/share/man", sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
 KINDS = {
@@ -34,7 +35,7 @@ VOCABULARY = 8000
 
 def texts(most: int, places: list[str]) -> Iterator[str]:
     """Up to `most` bytes of text files, each text once."""
-    seen, total = set[bytes](), 0
+    digests, total = set[bytes](), 0
     for place in (*PLACES, *places):
         for folder, folders, names in os.walk(place):
             folders.sort()
@@ -50,9 +51,9 @@ def texts(most: int, places: list[str]) -> Iterator[str]:
                 except (UnicodeDecodeError, OSError, EOFError):
                     continue
                 digest = blake3(text.encode()).digest()
-                if digest in seen or not text.strip():  # no tokens, which Streaming does not take
+                if digest in digests or not text.strip():  # no tokens, which Streaming does not take
                     continue
-                seen.add(digest)
+                digests.add(digest)
                 total += len(text.encode())
                 yield text
                 if total >= most:
@@ -78,7 +79,7 @@ def tokenize(documents: list[str]) -> Iterator[np.ndarray]:
 
 
 def write(folder: Path, megabytes: float, places: list[str], mosaic: bool) -> None:
-    """The same samples for every contender, and their numbers in facts.json."""
+    """Write the same samples for every contender, and their numbers into facts.json."""
     folder.mkdir(parents=True, exist_ok=True)
     start, documents = time.perf_counter(), list(texts(int(megabytes * 1e6), places))
     random.Random(0).shuffle(documents)
@@ -116,14 +117,14 @@ def write(folder: Path, megabytes: float, places: list[str], mosaic: bool) -> No
 
 def part_of_mds(folder: Path, shards: int) -> Path:
     """The first shards of MosaicML's as a data set of its own."""
-    whole, part = folder / "mds", folder / f"mds-{shards}"
+    full, part = folder / "mds", folder / f"mds-{shards}"
     if not part.exists():
         part.mkdir()
-        index = json.loads((whole / "index.json").read_text())
+        index = json.loads((full / "index.json").read_text())
         index["shards"] = index["shards"][:shards]
         for shard in index["shards"]:
             name = shard["raw_data"]["basename"]
-            (part / name).hardlink_to(whole / name)
+            (part / name).hardlink_to(full / name)
         (part / "index.json").write_text(json.dumps(index))
     return part
 

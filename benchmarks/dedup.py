@@ -1,4 +1,4 @@
-"""How the search for duplicates grows with the corpus: CPU seconds, bytes read and written, disk and memory.
+"""Growth of the search for duplicates with the corpus: CPU seconds, bytes read and written, disk and memory.
 
     python benchmarks/dedup.py --gigabytes 1 2 4 8 --rounds 3 --out benchmarks/results
 
@@ -23,13 +23,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import destination
+import common
 import numpy as np
 
 LINES, DOCUMENTS = 12_500_000, 200_000
@@ -37,7 +36,7 @@ PARTS = 16
 LARGE, SMALL = 2**30, 2**27
 BANDS, SIMILARITY = 14, 0.75
 
-OURS = ("megatfm.data_prep.duplicates", "megatfm.data_prep.duplicates.alike", "megatfm.config.prep_steps")
+OURS = ("megatfm.data_prep.dedup.methods", "megatfm.data_prep.dedup.clusters", "megatfm.config.prep_steps")
 MODULES = {
     "lines": OURS,
     "near": OURS,
@@ -50,9 +49,7 @@ Measured = dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.make_parser(__doc__)
     parser.add_argument("--gigabytes", type=float, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--text", type=float, default=32, help="megabytes for datatrove and ours")
@@ -60,19 +57,19 @@ def main() -> None:
         "--folder", type=Path, help="where the index lies meanwhile; left out, a temporary one"
     )
     parser.add_argument(
-        "--out", type=destination.folder, help="folder for DATE-dedup.json; left out, it is printed"
+        "--out", type=common.output_folder, help="folder for DATE-dedup.json; left out, it is printed"
     )
     parser.add_argument(
         "--one", nargs=4, metavar=("KIND", "FOLDER", "SIZE", "MEMORY"), help=argparse.SUPPRESS
     )
-    arguments = parser.parse_args()
-    if arguments.one:
-        kind, folder, size, memory = arguments.one
-        print(json.dumps(one(kind, Path(folder), float(size), int(memory))))
+    args = parser.parse_args()
+    if args.one:
+        kind, folder, size, memory = args.one
+        print(json.dumps(measure_here(kind, Path(folder), float(size), int(memory))))
         return
     cases = [
         (kind, size, memory)
-        for size in arguments.gigabytes
+        for size in args.gigabytes
         for kind, memory in (
             ("lines", LARGE),
             ("lines", SMALL),
@@ -81,29 +78,29 @@ def main() -> None:
             ("near", SMALL),
         )
     ]
-    cases += [(kind, arguments.text / 1000, LARGE) for kind in ("near of text", "datatrove")]
-    found: dict[tuple[str, float, int], list[Measured]] = {case: [] for case in cases}
-    for number in range(arguments.rounds):
-        for case in cases if number % 2 == 0 else cases[::-1]:
-            found[case].append(measured(*case, arguments.folder))
-            print(*case, found[case][-1], file=sys.stderr)
-    report = json.dumps(summary(found), indent=1)
-    if arguments.out is None:
+    cases += [(kind, args.text / 1000, LARGE) for kind in ("near of text", "datatrove")]
+    measurements: dict[tuple[str, float, int], list[Measured]] = {case: [] for case in cases}
+    for number in range(args.rounds):
+        for case in common.alternate(cases, number):
+            measurements[case].append(measure(*case, args.folder))
+            print(*case, measurements[case][-1], file=sys.stderr)
+    report = json.dumps(summary(measurements), indent=1)
+    if args.out is None:
         print(report)
     else:
-        (arguments.out / f"{date.today()}-dedup.json").write_text(f"{report}\n", encoding="utf-8")
+        common.write_text(common.dated(args.out, "dedup.json"), report)
 
 
-def measured(kind: str, size: float, memory: int, parent: Path | None) -> Measured:
+def measure(kind: str, size: float, memory: int, parent: Path | None) -> Measured:
     """A measurement in a process of its own."""
     with tempfile.TemporaryDirectory(dir=parent) as folder:
         again = [sys.executable, __file__, "--one", kind, folder, str(size), str(memory)]
         done = subprocess.run(again, check=True, stdout=subprocess.PIPE)
-    found: Measured = json.loads(done.stdout)
-    return found
+    figures: Measured = json.loads(done.stdout)
+    return figures
 
 
-def one(kind: str, folder: Path, size: float, memory: int) -> Measured:
+def measure_here(kind: str, folder: Path, size: float, memory: int) -> Measured:
     import psutil
 
     prepare, run = {
@@ -188,15 +185,15 @@ def make_text(folder: Path, size: float) -> None:
 
 
 def find_lines(folder: Path, size: float, memory: int) -> int:
-    from megatfm.data_prep.duplicates.later import mark_repeats
+    from megatfm.data_prep.dedup.first_occurrence import mark_repeats
 
-    return _found(folder, "<u8", 1, int(size * LINES), memory, mark_repeats)
+    return _count_marked(folder, "<u8", 1, int(size * LINES), memory, mark_repeats)
 
 
 def find_near(folder: Path, size: float, memory: int) -> int:
-    from megatfm.data_prep.duplicates.alike import mark_near_duplicates
+    from megatfm.data_prep.dedup.clusters import mark_near_duplicates
 
-    return _found(
+    return _count_marked(
         folder,
         "<u4",
         8 * BANDS,
@@ -208,15 +205,15 @@ def find_near(folder: Path, size: float, memory: int) -> int:
 
 def find_near_of_text(folder: Path, size: float, memory: int) -> int:
     from megatfm.config.prep_steps import MinHashConfig
+    from megatfm.data_prep.dedup.key_table import write_keys
+    from megatfm.data_prep.dedup.methods import make_dedup_method
     from megatfm.data_prep.documents import Document
-    from megatfm.data_prep.duplicates import make
-    from megatfm.data_prep.duplicates.index import KeyTableWriter
 
-    search = make(MinHashConfig(name="near"))
+    search = make_dedup_method(MinHashConfig(name="minhash"))
     with open(folder / "text.jsonl") as file:
-        documents = (Document(each["id"], each["text"]) for each in map(json.loads, file))
-        count = KeyTableWriter(folder / "rows.0").write(search.compute_keys(documents))
-    return _found(folder, *search.row, count, memory, search.find_duplicates, parts=1)
+        documents = (Document(record["id"], record["text"]) for record in map(json.loads, file))
+        count = write_keys(folder / "rows.0", search.compute_keys(documents))
+    return _count_marked(folder, *search.row, count, memory, search.find_duplicates, parts=1)
 
 
 def find_by_duckdb(folder: Path, size: float, memory: int) -> int:
@@ -255,7 +252,7 @@ def find_by_datatrove(folder: Path, size: float, memory: int) -> int:
     )
     signatures, buckets, removed = (str(folder / name) for name in ("signatures", "buckets", "removed"))
     with open(folder / "text.jsonl") as file:
-        documents = (Document(text=each["text"], id=each["id"]) for each in map(json.loads, file))
+        documents = (Document(text=record["text"], id=record["id"]) for record in map(json.loads, file))
         step = minhash.MinhashDedupSignature(output_folder=signatures, config=config)
         step._hash_func = lambda words: xxhash.xxh64_intdigest(
             words.encode()
@@ -271,7 +268,7 @@ def find_by_datatrove(folder: Path, size: float, memory: int) -> int:
     return sum(path.stat().st_size // 4 for path in Path(removed).glob("*.remove"))
 
 
-def _found(
+def _count_marked(
     folder: Path,
     dtype: str,
     columns: int,
@@ -280,8 +277,8 @@ def _found(
     find: Callable[[Any, Any], dict[str, Any]],
     parts: int = PARTS,
 ) -> int:
-    """How many rows are marked."""
-    from megatfm.data_prep.duplicates.index import DedupContext, KeyTable
+    """The number of rows that are marked."""
+    from megatfm.data_prep.dedup.key_table import DedupContext, KeyTable
 
     def run(
         step: str, count: int, total: int, work: Any, join: Callable[[Iterable[Any]], Any] = lambda _: {}
@@ -296,37 +293,37 @@ def _found(
     return sum(int(marks.read(at, min(at + step, len(rows))).sum()) for at in range(0, len(rows), step))
 
 
-def summary(found: dict[tuple[str, float, int], list[Measured]]) -> dict[str, Any]:
+def summary(measurements: dict[tuple[str, float, int], list[Measured]]) -> dict[str, Any]:
     medians = {
-        case: {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
-        for case, rounds in found.items()
+        case: {key: statistics.median(figures[key] for figures in rounds) for key in rounds[0]}
+        for case, rounds in measurements.items()
     }
 
     def slopes(kind: str, memory: int) -> dict[str, float]:
-        """By least squares over the logarithms: 1 is linear."""
+        """Exponents by least squares over the logarithms: 1 is linear."""
         points = sorted(
-            (case[1], each) for case, each in medians.items() if case[0] == kind and case[2] == memory
+            (case[1], figures) for case, figures in medians.items() if case[0] == kind and case[2] == memory
         )
         return {
-            key: round(slope([size for size, _ in points], [each[key] for _, each in points]), 3)
+            key: round(slope([size for size, _ in points], [figures[key] for _, figures in points]), 3)
             for key in ("seconds", "read", "written", "disk")
         }
 
     def ratio(one: tuple[str, float, int], other: tuple[str, float, int]) -> float:
-        pairs = zip(found[one], found[other], strict=True)
-        return round(statistics.median(a["seconds"] / b["seconds"] for a, b in pairs), 3)
+        over, under = ([round_["seconds"] for round_ in measurements[case]] for case in (one, other))
+        return round(common.median_ratio(over, under), 3)
 
-    sizes = sorted({case[1] for case in found if case[0] == "lines"})
-    text = next(case[1] for case in found if case[0] == "datatrove")
+    sizes = sorted({case[1] for case in measurements if case[0] == "lines"})
+    text = next(case[1] for case in measurements if case[0] == "datatrove")
     names = ("numpy", "scipy", "duckdb", "datatrove")
     return {
-        "date": str(date.today()),
-        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, one used",
+        "date": common.today(),
+        "machine": f"{common.cpu_name()}, {os.cpu_count()} cores, one used",
         "versions": {"python": platform.python_version(), **{name: version(name) for name in names}},
         "memory_bytes": {"large": LARGE, "small": SMALL},
         "medians": [
-            {"kind": kind, "gigabytes": size, "memory_bytes": memory, **each}
-            for (kind, size, memory), each in medians.items()
+            {"kind": kind, "gigabytes": size, "memory_bytes": memory, **figures}
+            for (kind, size, memory), figures in medians.items()
         ],
         "slopes": {
             f"{kind}, {memory // 2**20} MiB": slopes(kind, memory)

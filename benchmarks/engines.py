@@ -27,13 +27,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import destination
+import common
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -43,7 +42,7 @@ from megatfm.engines.interface import Engine
 from megatfm.models import build
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine
-from megatfm.verify.batch import objective_for, random_batch
+from megatfm.verify.shrink import objective_for, random_batch
 from megatfm.verify.traffic import TrafficCounter
 
 ENGINES = ("native", "deepspeed")
@@ -59,7 +58,7 @@ SMALL = [
         "train.compile=false",
     ),
 ]
-"""What a CPU can do. With --set, anything else."""
+"""Sizes that a CPU can do. With --set, anything else."""
 CASES: dict[str, list[str]] = {
     **{f"fp32, zero {stage}": ["train.precision=fp32", f"parallel.zero={stage}"] for stage in (0, 1, 2, 3)},
     **{f"bf16, zero {stage}": ["train.precision=bf16", f"parallel.zero={stage}"] for stage in (2, 3)},
@@ -71,7 +70,7 @@ BLOCK = 2**20
 
 @dataclass(frozen=True)
 class Job:
-    """What the processes are to do: steps of these configs by turns, on so many ranks."""
+    """Work of the processes: steps of these configs by turns, on so many ranks."""
 
     configs: dict[str, Config]
     ranks: int
@@ -81,7 +80,7 @@ class Job:
 
 
 def config_of(engine: str, words: Sequence[str], ranks: int) -> Config:
-    """As the command line would give it; each rank has two micro-batches."""
+    """The config that the command line would give; each rank has two micro-batches."""
     layout = [f"parallel.engine={engine}", f"parallel.dp_shard={ranks}", f"train.global_batch={4 * ranks}"]
     return load_config(PRESET, [*SMALL, *layout, *words])
 
@@ -93,8 +92,10 @@ def stepper(config: Config, job: Job, rank: int) -> tuple[Engine, Callable[[], A
         config, build_mesh(config.parallel, job.ranks, job.device), device, config.train.precision
     )
     objective, rows = objective_for(config), random_batch(config)
-    first, each = engine.mesh.data_rank * 4, config.train.micro_batch
-    batches = [{k: v[i : i + each] for k, v in rows.items()} for i in range(first, first + 4, each)]
+    first, micro_batch = engine.mesh.data_rank * 4, config.train.micro_batch
+    batches = [
+        {k: v[i : i + micro_batch] for k, v in rows.items()} for i in range(first, first + 4, micro_batch)
+    ]
 
     def step() -> None:
         engine.forward_backward(batches, objective)
@@ -107,8 +108,7 @@ def peak(device: str) -> int:
     """Bytes, since `forget`."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
+    return common.read_memory("VmHWM")
 
 
 def forget(device: str) -> None:
@@ -116,12 +116,12 @@ def forget(device: str) -> None:
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     else:
-        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+        common.reset_peak_memory()
 
 
 def count_files() -> Counter[str]:
     """Counts, from now on, the bytes that this process reads from DeepSpeed's files and writes to them."""
-    files = importlib.import_module("megatfm.engines.deepspeed.files")
+    files = importlib.import_module("megatfm.engines.deepspeed.nvme_offload")
     genuine, moved = files.SyncIOHandle._move, Counter[str]()
 
     def counted(self: Any, call: Any, flags: int, buffer: torch.Tensor, *where: Any) -> int:
@@ -151,9 +151,9 @@ def work(rank: int, job: Job, answers: Any) -> None:
         with TrafficCounter(engine.process_groups()) as traffic:
             steps[name]()
         sent[name] = sum(flow.sent_bytes for flow in traffic.flows())
-    taken: dict[str, list[tuple[float, float, int]]] = {name: [] for name in steps}
+    steps_taken: dict[str, list[tuple[float, float, int]]] = {name: [] for name in steps}
     for number in range(job.rounds):
-        for name in list(steps)[:: 1 if number % 2 else -1]:
+        for name in common.alternate(steps, number):
             dist.barrier()
             files.clear()
             wall, cpu = time.perf_counter(), time.process_time()
@@ -162,8 +162,8 @@ def work(rank: int, job: Job, answers: Any) -> None:
                 torch.cuda.synchronize()
             dist.barrier()
             seconds = time.perf_counter() - wall, time.process_time() - cpu
-            taken[name].append((*seconds, files["bytes"]))
-    answers[rank] = taken, peak(job.device) - before, sent
+            steps_taken[name].append((*seconds, files["bytes"]))
+    answers[rank] = steps_taken, peak(job.device) - before, sent
     del engine, steps
     gc.collect()  # engines, while they can still ask who they are
     dist.barrier()
@@ -171,7 +171,7 @@ def work(rank: int, job: Job, answers: Any) -> None:
 
 
 def run(configs: dict[str, Config], args: argparse.Namespace, rounds: int) -> dict[int, Any]:
-    """Rank → what `work` says."""
+    """Answers of `work` by rank."""
     with TemporaryDirectory() as folder, mp.Manager() as manager:
         answers = manager.dict()
         job = Job(configs, args.ranks, rounds, args.device, f"{folder}/store")
@@ -213,8 +213,8 @@ def disk(folder: Path) -> float:
     return 2 * number * BLOCK / seconds
 
 
-def offloading(args: argparse.Namespace) -> list[str]:
-    """A table of DeepSpeed's places for what it offloads."""
+def add_offloading(page: common.Page, args: argparse.Namespace) -> None:
+    """Add a table of DeepSpeed's places for what it offloads."""
     words = ["train.precision=fp32", "parallel.zero=3", f"deepspeed.nvme_path={args.offload}"]
     configs = {
         place: config_of(
@@ -229,51 +229,46 @@ def offloading(args: argparse.Namespace) -> list[str]:
         )
         for place in PLACES
     }
-    found = run(configs, args, args.rounds)
-    taken, own = found[0][0], disk(args.offload)
+    answers = run(configs, args, args.rounds)
+    steps_of, disk_speed = answers[0][0], disk(args.offload)
     elements = sum(p.numel() for p in build(configs["none"].model).parameters()) // args.ranks
-    lines = [
+    page.add(
         "",
         "| Stage 3, optimizer and parameters | step / none | MB moved a step and rank | MB/s and rank | MB by rank |",
         "|---|---|---|---|---|",
-    ]
+    )
     for place in PLACES:
-        extra = [step[0] - none[0] for step, none in zip(taken[place], taken["none"], strict=True)]
-        ratio = statistics.median(
-            step[0] / none[0] for step, none in zip(taken[place], taken["none"], strict=True)
-        )
+        clock, plain = ([step[0] for step in steps_of[at]] for at in (place, "none"))
+        extra, ratio = [a - b for a, b in zip(clock, plain, strict=True)], common.median_ratio(clock, plain)
         moved = {"none": 0, "cpu": 8 * elements}.get(
-            place, statistics.median(step[2] for step in taken[place])
+            place, statistics.median(step[2] for step in steps_of[place])
         )
         longer = statistics.median(extra)
         speed = f"{moved / longer / 1e6:,.0f}" if moved and longer > 0 else "–"
         held = [a[1] / 1e6 for _, a in sorted(run({place: configs[place]}, args, 2).items())]
-        lines.append(
+        page.add(
             f"| {place} | {ratio:.2f} | {moved / 1e6:,.1f} | {speed} | {', '.join(f'{mb:,.0f}' for mb in held)} |"
         )
-        print(lines[-1], flush=True)
-    return [*lines, "", f"The disk by itself, one process: {own / 1e6:,.0f} MB/s."]
+    page.add("", f"The disk by itself, one process: {disk_speed / 1e6:,.0f} MB/s.")
 
 
 def main() -> None:
     """Run what the arguments ask for; print a table and write it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.make_parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--cases", nargs="*", default=[*CASES, "fp32, zero 2, offloaded"])
     parser.add_argument("--set", nargs="*", default=[], help="settings of both that are not the defaults")
     parser.add_argument("--offload", type=Path, help="a folder on a local disk: measure offloading, too")
-    parser.add_argument("--out", type=destination.file)
+    parser.add_argument("--out", type=common.output_file)
     args = parser.parse_args()
     os.environ["DS_ACCELERATOR"] = args.device
     multiprocessing.set_start_method("forkserver")
-    multiprocessing.set_forkserver_preload(["deepspeed", "megatfm.train.build", "megatfm.verify.batch"])
+    multiprocessing.set_forkserver_preload(["deepspeed", "megatfm.train.build", "megatfm.verify.shrink"])
 
-    lines = [
-        f"# Native against DeepSpeed, {date.today().isoformat()}",
+    heading = [
+        f"# Native against DeepSpeed, {common.today()}",
         "",
         f"torch {torch.__version__}, DeepSpeed {version('deepspeed')}, {args.ranks} ranks on {args.device}, "
         f"{args.rounds} rounds{', ' + ' '.join(args.set) if args.set else ''}, load of the "
@@ -283,17 +278,14 @@ def main() -> None:
     ]
     if args.cases:
         heads = "clock (lowest – highest) | CPU | MB by rank, native / DeepSpeed | MB sent a step |"
-        lines += [f"| | DeepSpeed / native, {heads}", "|---|---|---|---|---|"]
-    print("\n".join(lines), flush=True)
+        heading += [f"| | DeepSpeed / native, {heads}", "|---|---|---|---|---|"]
+    page = common.Page(args.out, *heading)
     for case in args.cases:
         name = case.removesuffix(", offloaded")
-        lines.append(row(case, CASES[name], [OFFLOADED] if name != case else [], args))
-        print(lines[-1], flush=True)
+        page.add(row(case, CASES[name], [OFFLOADED] if name != case else [], args))
     if args.offload:
         args.offload.mkdir(parents=True, exist_ok=True)
-        lines += offloading(args)
-    if args.out:
-        args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        add_offloading(page, args)
 
 
 if __name__ == "__main__":

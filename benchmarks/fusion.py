@@ -1,4 +1,4 @@
-"""What torch.compile makes of a block: the kernels that inductor writes in Triton, forward and backward, by name.
+"""Kernels of a compiled block: those that inductor writes in Triton, forward and backward, by name.
 
     python benchmarks/fusion.py --out benchmarks/results
 
@@ -7,23 +7,20 @@ writes is counted, not run. Float32, in which attention on a CPU is one operator
 of matrices and attention are left out, since they are libraries'.
 """
 
-import argparse
-import platform
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import date
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-import destination
+import common
 import torch
 from torch import Tensor
 
 from megatfm.config import ModelConfig, load_config
-from megatfm.engines.native.engine import compile_all
+from megatfm.engines.native.compile import compile_all
 from megatfm.models import build
-from megatfm.parallel.blocks import transformer_blocks
+from megatfm.parallel.layout import transformer_blocks
 
 ONE_BLOCK = ["model.n_layers=1", "model.vocab_size=128", "model.dropout=0", "model.attention.dropout=0"]
 CASES = {
@@ -47,7 +44,7 @@ def config_of(case: str) -> ModelConfig:
     return load_config(preset, [*smaller, *ONE_BLOCK]).model
 
 
-class Written(NamedTuple):
+class WrittenKernel(NamedTuple):
     """A kernel: its name, and the module in which it is."""
 
     name: str
@@ -55,22 +52,22 @@ class Written(NamedTuple):
 
 
 @contextmanager
-def written() -> Iterator[list[Written]]:
+def record_kernels() -> Iterator[list[WrittenKernel]]:
     """Within, compiling on a CPU writes Triton, and running notes the kernels and does nothing."""
     from torch._functorch import config as functorch
     from torch._inductor import async_compile, config
 
-    ran: list[Written] = []
+    ran: list[WrittenKernel] = []
 
     class Kernel:
-        def __init__(self, kernel: Written) -> None:
+        def __init__(self, kernel: WrittenKernel) -> None:
             self.kernel = kernel
 
         def run(self, *_: Any, **__: Any) -> None:
             ran.append(self.kernel)
 
     def triton(_: object, name: str, code: str, *__: Any, **___: Any) -> Kernel:
-        return Kernel(Written(name, code))
+        return Kernel(WrittenKernel(name, code))
 
     torch._dynamo.reset()
     with ExitStack() as stack:
@@ -82,7 +79,9 @@ def written() -> Iterator[list[Written]]:
     torch._dynamo.reset()
 
 
-def kernels(config: ModelConfig, dtype: torch.dtype = torch.float32) -> tuple[list[Written], list[Written]]:
+def kernels(
+    config: ModelConfig, dtype: torch.dtype = torch.float32
+) -> tuple[list[WrittenKernel], list[WrittenKernel]]:
     """A block's kernels in the order in which they run: forward, backward."""
     model = build(config).to(dtype)
     for parameter in model.parameters():
@@ -90,7 +89,7 @@ def kernels(config: ModelConfig, dtype: torch.dtype = torch.float32) -> tuple[li
     compile_all(transformer_blocks(model), autotune=False)
     tokens = torch.arange(128).view(2, 64) % (config.vocab_size or 1)
     inputs = {"positions": torch.arange(64).expand(2, -1), "keys": torch.arange(2)}
-    with written() as ran:
+    with record_kernels() as ran:
         hidden: Tensor = model(tokens, **inputs).hidden
         forward = list(ran)
         hidden.sum().backward()
@@ -99,28 +98,30 @@ def kernels(config: ModelConfig, dtype: torch.dtype = torch.float32) -> tuple[li
 
 def report() -> str:
     lines = [
-        f"# Kernels of a compiled block, {date.today().isoformat()}",
+        f"# Kernels of a compiled block, {common.today()}",
         "",
-        f"{platform.processor() or platform.machine()}, torch {torch.__version__}, written by inductor for Triton and "
+        f"{common.cpu_name()}, torch {torch.__version__}, written by inductor for Triton and "
         "not run; `python benchmarks/fusion.py`. Matrix products and attention, which libraries do, are not counted.",
     ]
     for case in CASES:
-        for way, made in zip(("forward", "backward"), kernels(config_of(case)), strict=True):
-            lines += ["", f"{case}, {way}: {len(made)}", "", *(f"- `{kernel.name}`" for kernel in made)]
+        for way, written_kernels in zip(("forward", "backward"), kernels(config_of(case)), strict=True):
+            lines += [
+                "",
+                f"{case}, {way}: {len(written_kernels)}",
+                "",
+                *(f"- `{kernel.name}`" for kernel in written_kernels),
+            ]
     return "\n".join(lines) + "\n"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the lists, and write them where asked to."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=destination.folder, help="folder for DATE-fusion.md")
+    parser = common.make_parser(__doc__)
+    parser.add_argument("--out", type=common.output_folder, help="folder for DATE-fusion.md")
     args = parser.parse_args(arguments)
     text = report()
     print(text)
-    if args.out:
-        (args.out / f"{date.today().isoformat()}-fusion.md").write_text(text, encoding="utf-8")
+    common.write_text(common.dated(args.out, "fusion.md"), text)
     return 0
 
 

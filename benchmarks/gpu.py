@@ -8,16 +8,13 @@ before a GPU was there. MFU is FLOPs of the model, none of what is computed agai
 12Lhs a token with the whole attention matrix, 6N + 6Lhs with the half that a causal model needs.
 """
 
-import argparse
-import platform
 import statistics
 import sys
 import time
 from dataclasses import dataclass
-from datetime import date
 from typing import Any
 
-import destination
+import common
 import torch
 import torch.distributed as dist
 
@@ -26,10 +23,10 @@ from megatfm.describe.description import describe
 from megatfm.objectives import Causal, SpecialTokens
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine
-from megatfm.train.watching.memory import memory_bytes
+from megatfm.train.profiling import memory_bytes
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
-"""Of dense bfloat16 products, from NVIDIA's data sheets (SXM)."""
+"""FLOPs a second of dense bfloat16 products, from NVIDIA's data sheets (SXM)."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ class Case:
 
     @property
     def how(self) -> str:
-        """What is not as usual."""
+        """Settings that are not the usual ones."""
         settings = [word.removeprefix("train.") for word in self.overrides if word not in DENSE]
         return ", ".join([*settings, *["packed"] * self.packed, *["eager"] * self.eager])
 
@@ -122,7 +119,7 @@ def config_of(case: Case, *, tiny: bool) -> Config:
 
 
 def batch_of(case: Case, vocabulary: int) -> dict[str, Any]:
-    """As the loader gives it."""
+    """A batch as the loader gives it."""
     tokens = torch.randint(
         0, vocabulary, (case.rows, case.length + 1), generator=torch.Generator().manual_seed(0)
     )
@@ -151,15 +148,19 @@ def measure(case: Case, device: torch.device, steps: int, *, tiny: bool) -> Row:
         if step >= 3:
             seconds.append(time.perf_counter() - start)
     rate = case.rows * case.length / statistics.median(seconds)
-    found = describe(config)
+    description = describe(config)
     name = torch.cuda.get_device_name() if device.type == "cuda" else ""
     peak = next((flops for gpu, flops in PEAK_FLOPS.items() if gpu in name), None)
-    mfu = None if peak is None else (rate * found.flops_full / peak, rate * found.flops_causal / peak)
-    return Row(case, found.parameters, rate, memory_bytes(device), mfu)
+    mfu = (
+        None
+        if peak is None
+        else (rate * description.flops_full / peak, rate * description.flops_causal / peak)
+    )
+    return Row(case, description.parameters, rate, memory_bytes(device), mfu)
 
 
 def report(title: str, lines: list[str], device: torch.device) -> str:
-    where = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "a CPU"
+    where = common.device_name(device.type)
     headings = (
         "Model",
         "Parameters",
@@ -172,7 +173,7 @@ def report(title: str, lines: list[str], device: torch.device) -> str:
     )
     return "\n".join(
         [
-            f"# Decoders on one GPU: {title}, {date.today().isoformat()}",
+            f"# Decoders on one GPU: {title}, {common.today()}",
             "",
             f"{where}, torch {torch.__version__}, bfloat16, AdamW; `python benchmarks/gpu.py --case {title}`.",
             "",
@@ -189,15 +190,13 @@ def main(arguments: list[str] | None = None) -> int:
 
     A case that fails has its error in its line, and the others are measured; the result is then 1, else 0.
     """
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.make_parser(__doc__)
     parser.add_argument("--case", choices=CASES, nargs="+", default=["124m", "1.3b"])
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument(
         "--tiny", action="store_true", help="a shrunk model on the CPU: does the script work?"
     )
-    parser.add_argument("--out", type=destination.folder, help="folder for DATE-gpu-CASE.md")
+    parser.add_argument("--out", type=common.output_folder, help="folder for DATE-gpu-CASE.md")
     args = parser.parse_args(arguments)
     device = torch.device("cpu" if args.tiny else "cuda")
     if not dist.is_initialized():
@@ -211,16 +210,15 @@ def main(arguments: list[str] | None = None) -> int:
                 lines.append(measure(case, device, args.steps, tiny=args.tiny).text())
             except Exception as error:
                 first = str(error).partition("\n")[0].replace("|", "/")[:200]
-                told = f"{type(error).__name__}: {first}"
+                message = f"{type(error).__name__}: {first}"
                 lines.append(
-                    f"| {case.preset} | | {case.length:,} | {case.rows} | {case.how} | {told} | {wanted(case)} | | | |"
+                    f"| {case.preset} | | {case.length:,} | {case.rows} | {case.how} | {message} | "
+                    f"{wanted(case)} | | | |"
                 )
                 failed = 1
             print(lines[-1], flush=True)
             torch._dynamo.reset()
-            if args.out:
-                path = args.out / f"{date.today().isoformat()}-gpu-{title}.md"
-                path.write_text(report(title, lines, device), encoding="utf-8")
+            common.write_text(common.dated(args.out, f"gpu-{title}.md"), report(title, lines, device))
         print(f"\n{report(title, lines, device)}")
     return failed
 

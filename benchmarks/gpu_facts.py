@@ -1,4 +1,4 @@
-"""What one GPU can do, at the shapes that training uses: copies, matrix products, attention by kernel.
+"""Speed of one GPU at the shapes that training uses: copies, matrix products, attention by kernel.
 
     python benchmarks/gpu_facts.py --out benchmarks/results
 
@@ -7,25 +7,22 @@ and gradients are searched for numbers that are not finite and compared with flo
 of the pairs that are seen. Times are medians after warming up. "Expected" was written before a GPU was there.
 """
 
-import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import date
 
-import destination
+import common
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatfm.layers.attention.patterns import PatternMask
-from megatfm.layers.attention.patterns.full import Full
+from megatfm.layers.attention.patterns.local import Full
+from megatfm.layers.attention.patterns.mask import PatternMask
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.attention import AttentionOptions
 from megatfm.ops.attention.flex import flex
+from megatfm.ops.attention.reference import AttentionOptions
 from megatfm.ops.cross_entropy import IGNORE, padded
 
 PRODUCTS = {
@@ -51,7 +48,7 @@ EXPECTED = {
 
 @dataclass(frozen=True)
 class Shape:
-    """Of one attention, and how the rows are cut into documents."""
+    """Sizes of one attention, and how many documents a row holds."""
 
     name: str
     rows: int
@@ -73,14 +70,11 @@ def seconds(run: Callable[[], object], device: torch.device, repeats: int) -> fl
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     for _ in range(3):
         run()
-    taken = []
+    rounds = []
     for _ in range(repeats):
         wait()
-        start = time.perf_counter()
-        run()
-        wait()
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
+        rounds.append(common.seconds(lambda: (run(), wait())))
+    return statistics.median(rounds)
 
 
 def copies(device: torch.device, repeats: int, elements: int) -> Iterator[str]:
@@ -102,7 +96,7 @@ def losses(device: torch.device, repeats: int) -> Iterator[str]:
     """The Triton kernel of the cross-entropy, as GPT-2 124M calls it; on a CPU there is none."""
     if device.type == "cpu":
         return
-    from megatfm.ops.softmax_kernel import to_gradients
+    from megatfm.ops.cross_entropy_triton import to_gradients
 
     tokens, vocabulary, expected = 16 * 1024, 50257, 1.15
     logits = torch.randn(tokens, padded(vocabulary), device=device, dtype=torch.bfloat16)[:, :vocabulary]
@@ -111,8 +105,8 @@ def losses(device: torch.device, repeats: int) -> Iterator[str]:
     def run() -> Tensor:
         return to_gradients(logits, targets, ignore=IGNORE, softcap=None, smoothing=0.0)
 
-    taken = 1e3 * seconds(run, device, repeats)
-    yield f"| cross-entropy of {tokens:,} tokens over {vocabulary:,} | {taken:.2f} ms | {expected} |"
+    milliseconds = 1e3 * seconds(run, device, repeats)
+    yield f"| cross-entropy of {tokens:,} tokens over {vocabulary:,} | {milliseconds:.2f} ms | {expected} |"
 
 
 def with_backend(backend: SDPBackend) -> Callable[[Tensor, Tensor, Tensor, Shape], Tensor]:
@@ -141,9 +135,9 @@ def visible(row: SequenceMetadata) -> Tensor:
 
 
 def by_flex(q: Tensor, k: Tensor, v: Tensor, shape: Shape) -> Tensor:
-    """As the models call it."""
-    seen = PatternMask(Full(causal=True), sequence(shape, q.device), 0, shape.heads)
-    return flex(q, k, v, seen, None, AttentionOptions(), None)
+    """Flex attention as the models call it."""
+    mask = PatternMask(Full(causal=True), sequence(shape, q.device), 0, shape.heads)
+    return flex(q, k, v, mask, None, AttentionOptions(), None)
 
 
 def by_varlen(q: Tensor, k: Tensor, v: Tensor, shape: Shape) -> Tensor:
@@ -153,12 +147,12 @@ def by_varlen(q: Tensor, k: Tensor, v: Tensor, shape: Shape) -> Tensor:
     length = shape.tokens // shape.documents
     starts = torch.arange(0, shape.rows * shape.tokens + 1, length, dtype=torch.int32, device=q.device)
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
-    causal = {"window_size": (-1, 0)} if "window_size" in _words(varlen_attn) else {"is_causal": True}
-    made = varlen_attn(*flat, starts, starts, length, length, **causal)
-    return made.unflatten(0, (shape.rows, -1)).transpose(1, 2)
+    causal = {"window_size": (-1, 0)} if "window_size" in _parameters(varlen_attn) else {"is_causal": True}
+    output = varlen_attn(*flat, starts, starts, length, length, **causal)
+    return output.unflatten(0, (shape.rows, -1)).transpose(1, 2)
 
 
-def _words(function: Callable[..., object]) -> set[str]:
+def _parameters(function: Callable[..., object]) -> set[str]:
     import inspect
 
     return set(inspect.signature(function).parameters)
@@ -179,17 +173,19 @@ def attention(device: torch.device, repeats: int, shapes: list[Shape]) -> Iterat
         inputs = [
             torch.randn(size, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
         ]
-        ahead = torch.randn(size, device=device, dtype=torch.bfloat16)
-        exact = _exact(inputs, ahead, shape) if shape.tokens <= 2048 else None
+        grad_output = torch.randn(size, device=device, dtype=torch.bfloat16)
+        exact = _reference(inputs, grad_output, shape) if shape.tokens <= 2048 else None
         for name, kernel in KERNELS.items():
             head = f"| {shape.name}, {shape.documents} documents a row | {name} "
             try:
-                made, *gradients = _passes(kernel, inputs, ahead, shape)
-                finite = all(bool(x.isfinite().all()) for x in (made, *gradients))
-                error = "–" if exact is None else f"{max(map(_apart, (made, *gradients), exact)):.1e}"
+                output, *gradients = _passes(kernel, inputs, grad_output, shape)
+                finite = all(bool(x.isfinite().all()) for x in (output, *gradients))
+                error = (
+                    "–" if exact is None else f"{max(map(_relative_error, (output, *gradients), exact)):.1e}"
+                )
                 rate = shape.flops / seconds(
-                    lambda kernel=kernel, inputs=inputs, ahead=ahead, shape=shape: _passes(
-                        kernel, inputs, ahead, shape
+                    lambda kernel=kernel, inputs=inputs, grad_output=grad_output, shape=shape: _passes(
+                        kernel, inputs, grad_output, shape
                     ),
                     device,
                     repeats,
@@ -201,51 +197,53 @@ def attention(device: torch.device, repeats: int, shapes: list[Shape]) -> Iterat
 
 
 def _passes(
-    kernel: Callable[..., Tensor], inputs: list[Tensor], ahead: Tensor, shape: Shape
+    kernel: Callable[..., Tensor], inputs: list[Tensor], grad_output: Tensor, shape: Shape
 ) -> tuple[Tensor, ...]:
-    made = kernel(*inputs, shape)
-    return made, *torch.autograd.grad(made, inputs, ahead)
+    output = kernel(*inputs, shape)
+    return output, *torch.autograd.grad(output, inputs, grad_output)
 
 
-def _exact(inputs: list[Tensor], ahead: Tensor, shape: Shape) -> tuple[Tensor, ...]:
-    """In float32, by the products written out, a row at a time."""
-    found: list[list[Tensor]] = [[], [], [], []]
+def _reference(inputs: list[Tensor], grad_output: Tensor, shape: Shape) -> tuple[Tensor, ...]:
+    """Output and gradients in float32, by the products written out, a row at a time."""
+    parts_of: list[list[Tensor]] = [[], [], [], []]
     row = Shape(shape.name, 1, shape.heads, shape.tokens, shape.width, shape.documents)
-    mask = visible(sequence(row, ahead.device))
+    mask = visible(sequence(row, grad_output.device))
     for number in range(shape.rows):
-        one = [x[number : number + 1].detach().float().requires_grad_() for x in inputs]
+        leaves = [x[number : number + 1].detach().float().requires_grad_() for x in inputs]
         with sdpa_kernel(SDPBackend.MATH):
-            made = F.scaled_dot_product_attention(*one, attn_mask=mask)
-        for kept, value in zip(
-            found, (made, *torch.autograd.grad(made, one, ahead[number : number + 1].float())), strict=True
+            output = F.scaled_dot_product_attention(*leaves, attn_mask=mask)
+        for parts, value in zip(
+            parts_of,
+            (output, *torch.autograd.grad(output, leaves, grad_output[number : number + 1].float())),
+            strict=True,
         ):
-            kept.append(value.detach())
-    return tuple(torch.cat(kept) for kept in found)
+            parts.append(value.detach())
+    return tuple(torch.cat(parts) for parts in parts_of)
 
 
-def _apart(found: Tensor, exact: Tensor) -> float:
-    return float((found.detach().float() - exact).norm() / exact.norm())
+def _relative_error(values: Tensor, exact: Tensor) -> float:
+    return float((values.detach().float() - exact).norm() / exact.norm())
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print and write the tables, anew after each row; 1 where a number is not finite."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.make_parser(__doc__)
     parser.add_argument("--tiny", action="store_true", help="small shapes on the CPU: does the script work?")
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--out", type=destination.folder, help="folder for DATE-gpu-facts.md")
+    parser.add_argument("--out", type=common.output_folder, help="folder for DATE-gpu-facts.md")
     args = parser.parse_args(arguments)
     device = torch.device("cpu" if args.tiny else "cuda")
-    where = "a CPU" if args.tiny else torch.cuda.get_device_name()
-    repeats, elements, shrink = (
-        (1, 2**12, 256) if args.tiny else (args.translation_invariant_blocks, 2**31, 1)
-    )
+    repeats, elements, shrink = (1, 2**12, 256) if args.tiny else (args.repeats, 2**31, 1)
     shapes = [Shape(name, *size, documents) for name, size in ATTENTION.items() for documents in (1, 8)]
     if args.tiny:
         shapes = [Shape("tiny", 2, 2, 256, 64, documents) for documents in (1, 2)]
     torch.manual_seed(0)
-    lines = [f"# What a GPU can do, {date.today().isoformat()}", "", f"{where}, torch {torch.__version__}."]
+    page = common.Page(
+        common.dated(args.out, "gpu-facts.md"),
+        f"# What a GPU can do, {common.today()}",
+        "",
+        f"{common.device_name(device.type)}, torch {torch.__version__}.",
+    )
     tables = [
         ("| Copies and products | measured | expected |\n|---|---|---|", copies(device, repeats, elements)),
         (None, products(device, repeats, shrink)),
@@ -257,14 +255,10 @@ def main(arguments: list[str] | None = None) -> int:
     ]
     for heading, rows in tables:
         if heading:
-            lines += ["", heading]
+            page.add("", heading)
         for row in rows:
-            lines.append(row)
-            print(row, flush=True)
-            if args.out:
-                path = args.out / f"{date.today().isoformat()}-gpu-facts.md"
-                path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return int(any("**NO**" in line for line in lines))
+            page.add(row)
+    return int(any("**NO**" in line for line in page.lines))
 
 
 if __name__ == "__main__":

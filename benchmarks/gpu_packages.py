@@ -1,4 +1,4 @@
-"""Installs beside the torch that is there what a script needs and this Python lacks, into a folder of its own.
+"""Installs what a script needs and this Python lacks beside the torch that is there, into a separate folder.
 
     python benchmarks/gpu_packages.py FOLDER [--wheels WHEELS]
 
@@ -6,7 +6,6 @@ Each missing package is installed alone, then what it in turn needs, so that pip
 it. --wheels: take packages from this folder, without a network; made elsewhere by `pip download`.
 """
 
-import argparse
 import importlib
 import re
 import subprocess
@@ -16,6 +15,8 @@ from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
+import common
+
 try:
     from packaging.requirements import Requirement
 except ImportError:  # a bare Python has what pip brings along
@@ -23,44 +24,42 @@ except ImportError:  # a bare Python has what pip brings along
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ["pytest>=8.3", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.120", "transformers>=5.0"]
-OWN = re.compile(r"torch|triton|nvidia-.*|cuda-.*")
-"""What belongs to the torch that is there."""
+OF_TORCH = re.compile(r"torch|triton|nvidia-.*|cuda-.*")
+"""Packages that belong to the installed torch."""
 
 
 def missing(requirements: Iterable[str]) -> list[str]:
-    """Of requirements and of what those need, the ones that are not met here."""
-    queue, seen, found = [Requirement(line) for line in requirements], set(), []
+    """Requirements that are not met here, with what those need."""
+    queue, checked, unmet = [Requirement(line) for line in requirements], set(), []
     while queue:
-        wanted = queue.pop()
-        extras = wanted.extras or {""}
-        if wanted.marker and not any(wanted.marker.evaluate({"extra": extra}) for extra in extras):
+        requirement = queue.pop()
+        extras = requirement.extras or {""}
+        if requirement.marker and not any(requirement.marker.evaluate({"extra": extra}) for extra in extras):
             continue
-        name = wanted.name.lower().replace("_", "-")
-        if name in seen or OWN.fullmatch(name):
+        name = requirement.name.lower().replace("_", "-")
+        if name in checked or OF_TORCH.fullmatch(name):
             continue
-        seen.add(name)
+        checked.add(name)
         try:
-            there = metadata.distribution(wanted.name)
+            installed = metadata.distribution(requirement.name)
         except metadata.PackageNotFoundError:
-            found.append(f"{wanted.name}{wanted.specifier}")
+            unmet.append(f"{requirement.name}{requirement.specifier}")
             continue
-        if not wanted.specifier.contains(there.version, prereleases=True):
-            found.append(f"{wanted.name}{wanted.specifier}")
+        if not requirement.specifier.contains(installed.version, prereleases=True):
+            unmet.append(f"{requirement.name}{requirement.specifier}")
             continue
-        needs = (Requirement(line) for line in there.requires or ())
+        needs = (Requirement(line) for line in installed.requires or ())
         queue += [
             need
             for need in needs
             if not need.marker or any(need.marker.evaluate({"extra": extra}) for extra in extras)
         ]
-    return sorted(found)
+    return sorted(unmet)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Install until nothing is missing; 1 with a line that says what can't be had."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.make_parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--wheels", type=Path)
     args = parser.parse_args(arguments)

@@ -6,7 +6,6 @@ The commands are those that a user types. Losses and gradient norms of the run t
 with those of the run that was not. The table is written anew after each stage.
 """
 
-import argparse
 import json
 import os
 import signal
@@ -14,10 +13,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import date
 from pathlib import Path
 
-import destination
+import common
 import torch
 
 STEPS, HALF = 120, 60
@@ -29,24 +27,22 @@ class Stages:
     """Runs commands of megatfm in a folder, and writes down what became of them."""
 
     def __init__(self, folder: Path, result: Path | None) -> None:
-        self.folder, self.result, self.failed = folder, result, False
-        where = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU"
-        self.lines = [
-            f"# A run, a stop, a resume, {date.today().isoformat()}",
+        self.folder, self.failed = folder, False
+        where = common.device_name("cuda" if torch.cuda.is_available() else "cpu")
+        self.page = common.Page(
+            result,
+            f"# A run, a stop, a resume, {common.today()}",
             "",
             f"{where}, torch {torch.__version__}; `python benchmarks/gpu_run.py`.",
             "",
             "| Stage | Expected | Outcome | Seconds |",
             "|---|---|---|---|",
-        ]
+        )
 
     def tell(self, stage: str, expected: str, outcome: str, seconds: float, *, right: bool) -> None:
         self.failed = self.failed or not right
         marked = outcome if right else f"**{outcome}**"
-        self.lines.append(f"| {stage} | {expected} | {marked} | {seconds:.0f} |")
-        print(self.lines[-1], flush=True)
-        if self.result:
-            self.result.write_text("\n".join(self.lines) + "\n", encoding="utf-8")
+        self.page.add(f"| {stage} | {expected} | {marked} | {seconds:.0f} |")
 
     def run(
         self, stage: str, words: list[str], expected: int = 0, stop: tuple[Path, int] | None = None
@@ -68,8 +64,8 @@ class Stages:
                 time.sleep(0.1)
             code = process.wait()
             log.seek(begin)
-            said = log.read().decode(errors="replace").strip().splitlines()
-            last = said[-1][:160].replace("|", "/") if said else ""
+            output = log.read().decode(errors="replace").strip().splitlines()
+            last = output[-1][:160].replace("|", "/") if output else ""
         right = code == expected
         outcome = f"exit {code}" + ("" if right else f": {last}")
         self.tell(stage, f"exit {expected}", outcome, time.monotonic() - start, right=right)
@@ -78,46 +74,46 @@ class Stages:
 def losses(run: Path) -> dict[int, str]:
     """Step → loss and norm as they stand in the metrics."""
     path = run / "metrics.jsonl"
-    whole = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
-    found = (json.loads(line) for line in whole if line)
-    return {line["step"]: repr((line["loss"], line["grad_norm"])) for line in found if "loss" in line}
+    complete_lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
+    records = (json.loads(line) for line in complete_lines if line)
+    return {line["step"]: repr((line["loss"], line["grad_norm"])) for line in records if "loss" in line}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print and write a table; 1 where a stage failed or a number differs."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.make_parser(__doc__)
     parser.add_argument(
         "--tiny", action="store_true", help="a shrunk model on the CPU: does the script work?"
     )
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--text", type=Path, help="a folder of text instead of Python's own sources")
-    parser.add_argument("--out", type=destination.folder, help="folder for DATE-gpu-run.md")
+    parser.add_argument("--out", type=common.output_folder, help="folder for DATE-gpu-run.md")
     args = parser.parse_args(arguments)
-    result = args.out.resolve() / f"{date.today().isoformat()}-gpu-run.md" if args.out else None
+    result = common.dated(args.out and args.out.resolve(), "gpu-run.md")
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         stages = Stages(folder, result)
         text = [f"read.folder={args.text.resolve()}"] if args.text else ["split.validation=0.02"]
         stages.run("prepare the corpus", ["prep", "quickstart-data", *text])
         size = SHRUNK if args.tiny else SIZED
-        common = [
+        settings = [
             *size,
             f"train.steps={args.steps}",
             "log.every=1",
             "lr_schedule.warmup_steps=10",
             "evaluate.every=0",
         ]
-        train = ["train", "quickstart", *common]
+        train = ["train", "quickstart", *settings]
         for name in ("whole", "stopped"):
             stop = (folder / "runs" / name, args.steps // 2) if name == "stopped" else None
             words = [*train, f"name={name}"]
             stages.run(f"train: {name}", words, 75 if stop else 0, stop)
             if stop:
                 stages.run("resume", words)
-        whole, stopped = losses(folder / "runs/whole"), losses(folder / "runs/stopped")
-        differ = [step for step in range(1, args.steps + 1) if whole.get(step, 0) != stopped.get(step, 1)]
+        uninterrupted, stopped = losses(folder / "runs/whole"), losses(folder / "runs/stopped")
+        differ = [
+            step for step in range(1, args.steps + 1) if uninterrupted.get(step, 0) != stopped.get(step, 1)
+        ]
         outcome = (
             f"all {args.steps} alike" if not differ else f"{len(differ)} differ, from step {differ[0]} on"
         )

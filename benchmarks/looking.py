@@ -1,4 +1,4 @@
-"""What it costs to look inside: optimizer steps with and without the norms of each layer, in turn.
+"""Cost of layer statistics: optimizer steps with and without the norms of each layer, in turn.
 
     python benchmarks/looking.py --out benchmarks/results
 
@@ -7,12 +7,10 @@ place to look at their outputs. Each round takes a step of either kind; medians 
 `log.layer_stats_every = N` pays the extra once in N steps.
 """
 
-import argparse
 import statistics
 import time
-from datetime import date
 
-import destination
+import common
 import torch
 import torch.distributed as dist
 
@@ -31,9 +29,14 @@ def config_of(width: int) -> Config:
         f"model.ffn.d_ff={4 * width}",
         f"model.attention.n_heads={width // 64}",
     ]
-    rest = ["model.dropout=0", "model.attention.dropout=0", "model.vocab_size=8192", "parallel.dp_shard=1"]
+    other_settings = [
+        "model.dropout=0",
+        "model.attention.dropout=0",
+        "model.vocab_size=8192",
+        "parallel.dp_shard=1",
+    ]
     batch = [f"data.sequence_length={LENGTH}", f"train.micro_batch={ROWS}", f"train.global_batch={ROWS}"]
-    return load_config("gpt2-124m", [*sizes, *rest, *batch])
+    return load_config("gpt2-124m", [*sizes, *other_settings, *batch])
 
 
 def step(engine: Engine, batch: dict[str, torch.Tensor], *, looks: bool) -> float:
@@ -54,7 +57,7 @@ def measure(width: int, rounds: int) -> list[float]:
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
     ratios = []
     for place in range(1 + rounds):
-        order = (False, True) if place % 2 else (True, False)
+        order = common.alternate((False, True), place)
         seconds = {looks: step(engine, batch, looks=looks) for looks in order}
         if place:  # the first allocates
             ratios.append(seconds[True] / seconds[False])
@@ -62,33 +65,29 @@ def measure(width: int, rounds: int) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.make_parser(__doc__)
     parser.add_argument("--widths", type=int, nargs="+", default=[256, 768])
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--out", type=destination.folder, help="folder for DATE-looking.md")
-    given = parser.parse_args()
+    parser.add_argument("--out", type=common.output_folder, help="folder for DATE-looking.md")
+    args = parser.parse_args()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    lines = [
-        f"# What norms by layer cost, {date.today().isoformat()}",
+    page = common.Page(
+        common.dated(args.out, "looking.md"),
+        f"# What norms by layer cost, {common.today()}",
         "",
-        f"`python benchmarks/looking.py`, {given.rounds} rounds, torch {torch.__version__}, "
+        f"`python benchmarks/looking.py`, {args.rounds} rounds, torch {torch.__version__}, "
         f"{torch.get_num_threads()} thread(s).",
         "",
         "| d | a step, times one without: median | quartiles | of a run with `log.layer_stats_every = 10` |",
         "|---|---|---|---|",
-    ]
-    for width in given.widths:
-        ratios = measure(width, given.rounds)
+    )
+    for width in args.widths:
+        ratios = measure(width, args.rounds)
         low, middle, high = statistics.quantiles(ratios, n=4)
-        lines.append(
+        page.add(
             f"| {width} | {middle:.3f} | {low:.3f} to {high:.3f} | {100 * (middle - 1) / 10:.2f} % more |"
         )
     dist.destroy_process_group()
-    print("\n".join(lines))
-    if given.out:
-        (given.out / f"{date.today().isoformat()}-looking.md").write_text("\n".join([*lines, ""]))
 
 
 if __name__ == "__main__":

@@ -21,24 +21,23 @@ every ratio to transformers.
 import argparse
 import statistics
 import time
-from collections.abc import Callable
-from datetime import date
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import destination
+import common
 import torch
 import transformers
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatfm.config import ModelConfig
-from megatfm.engines.native.engine import compile_all
+from megatfm.engines.native.compile import compile_all
 from megatfm.layers.initialisation import initialise
-from megatfm.layers.moe import MoE
+from megatfm.layers.moe.moe import MoE
 from megatfm.models import build
-from megatfm.parallel.blocks import transformer_blocks
-from megatfm.train.watching.memory import keep_freed_memory
+from megatfm.parallel.layout import transformer_blocks
+from megatfm.train.profiling import keep_freed_memory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 VOCABULARY, HEAD = 4096, 64
@@ -73,7 +72,7 @@ def ours(args: argparse.Namespace, dtype: torch.dtype, **ffn: Any) -> Candidate:
     model = model.to(dtype).train()
     for module in model.modules():
         if isinstance(module, MoE):
-            skewed(module.router, args.skew)
+            skew_router(module.router, args.skew)
 
     def loss(tokens: Tensor) -> Tensor:
         passed = model(tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous())
@@ -82,7 +81,7 @@ def ours(args: argparse.Namespace, dtype: torch.dtype, **ffn: Any) -> Candidate:
     return Candidate(model, loss)
 
 
-class Bare:
+class BareProducts:
     """The products of a step's weight matrices, of rows [M, I] with W [O, I]: x Wᵀ, g W and gᵀ x."""
 
     def __init__(self, args: argparse.Namespace, dtype: torch.dtype) -> None:
@@ -97,11 +96,13 @@ class Bare:
                 self._products.append((left, right, left.new_empty(len(left), right.shape[1])))
 
     def seconds(self) -> float:
-        """Of the CPU, over all threads."""
-        start = time.process_time()
-        for left, right, made in self._products:
-            torch.mm(left, right, out=made)
-        return time.process_time() - start
+        """CPU seconds over all threads."""
+
+        def multiply() -> None:
+            for left, right, out in self._products:
+                torch.mm(left, right, out=out)
+
+        return common.seconds(multiply, time.process_time)
 
 
 def mixtral(args: argparse.Namespace, dtype: torch.dtype, experts: str) -> Candidate:
@@ -123,53 +124,55 @@ def mixtral(args: argparse.Namespace, dtype: torch.dtype, experts: str) -> Candi
     return Candidate(model, lambda tokens: model(input_ids=tokens[:, :-1], labels=tokens[:, :-1]).loss)
 
 
-def skewed(router: Any, nats: float) -> None:
+def skew_router(router: Any, nats: float) -> None:
     """Let its logits fall by expert, from 0 to so many nats."""
     logits, slope_E = router.logits, torch.linspace(0, -nats, len(router.weight))
     router.logits = lambda x_BTD: logits(x_BTD) + slope_E
 
 
-def seconds(one: Candidate, optimizer: torch.optim.Optimizer, tokens: Tensor) -> float:
-    """Of the CPU, over all threads, for a step."""
-    start = time.process_time()
-    one.loss(tokens).backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return time.process_time() - start
+def seconds(candidate: Candidate, optimizer: torch.optim.Optimizer, tokens: Tensor) -> float:
+    """CPU seconds of a step over all threads."""
+
+    def step() -> None:
+        candidate.loss(tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return common.seconds(step, time.process_time)
 
 
-def kept_bytes(one: Candidate, tokens: Tensor) -> int:
-    """What the backward pass needs, each storage once, without weights."""
-    weights = {p.untyped_storage().data_ptr() for p in one.model.parameters()}
-    kept: dict[int, int] = {}
+def kept_bytes(candidate: Candidate, tokens: Tensor) -> int:
+    """Bytes that the backward pass needs, each storage once, without weights."""
+    weights = {p.untyped_storage().data_ptr() for p in candidate.model.parameters()}
+    stored: dict[int, int] = {}
     alive = []
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         alive.append(tensor)
         if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
+            stored[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        one.loss(tokens)
-    return sum(kept.values())
+        candidate.loss(tokens)
+    return sum(stored.values())
 
 
-def skew_of(one: Candidate) -> float:
+def skew_of(candidate: Candidate) -> float:
     """The busiest expert's load by the mean, the mean over blocks."""
-    loads = [m.observed["load"].double() for m in one.model.modules() if isinstance(m, MoE)]
+    loads = [m.observed["load"].double() for m in candidate.model.modules() if isinstance(m, MoE)]
     return statistics.fmean(float(load.max() / load.mean()) for load in loads)
 
 
-def measure(args: argparse.Namespace, name: str) -> list[str]:
+def measure(args: argparse.Namespace, name: str) -> Iterator[str]:
     """Rows of the table for a type of numbers."""
     dtype = DTYPES[name]
     router = {"name": "top_k"}
     sides = {
         "dropless": ours(args, dtype, router=router),
         "dense": ours(args, dtype),
-        "capacity 1.25": ours(args, dtype, router=router, capacity=1.25),
+        "capacity 1.25": ours(args, dtype, router=router, capacity_factor=1.25),
     }
     if args.compiled:
         sides["dropless, compiled"] = compiled = ours(args, dtype, router=router)
@@ -177,40 +180,42 @@ def measure(args: argparse.Namespace, name: str) -> list[str]:
     if not args.skew:
         for experts in args.experts_implementations:
             sides[f"transformers, {experts}"] = mixtral(args, dtype, experts)
-    optimizers = {side: torch.optim.AdamW(one.model.parameters(), fused=True) for side, one in sides.items()}
-    bare = Bare(args, dtype)
-    taken: dict[str, list[float]] = {side: [] for side in (*sides, BARE)}
-    names = list(taken)
+    optimizers = {
+        side: torch.optim.AdamW(candidate.model.parameters(), fused=True) for side, candidate in sides.items()
+    }
+    bare = BareProducts(args, dtype)
+    seconds_taken: dict[str, list[float]] = {side: [] for side in (*sides, BARE)}
+    names = list(seconds_taken)
     for number in range(-args.warmup, args.rounds):
         tokens = torch.randint(VOCABULARY, (args.rows, args.length + 1))
         first = number % len(names)
         for side in names[first:] + names[:first]:
             spent = bare.seconds() if side == BARE else seconds(sides[side], optimizers[side], tokens)
             if number >= 0:
-                taken[side].append(spent)
+                seconds_taken[side].append(spent)
     tokens = torch.randint(VOCABULARY, (args.rows, args.length + 1))
-    rows = []
     for side in names:
-        one = sides.get(side)
-        ratios = [theirs / own for theirs, own in zip(taken[side], taken["dropless"], strict=True)]
+        candidate = sides.get(side)
+        ratios = [
+            theirs / reference
+            for theirs, reference in zip(seconds_taken[side], seconds_taken["dropless"], strict=True)
+        ]
         cells = (
             name,
             side,
-            f"{tokens[:, 1:].numel() / statistics.median(taken[side]):,.0f}",
+            f"{tokens[:, 1:].numel() / statistics.median(seconds_taken[side]):,.0f}",
             f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
-            f"{kept_bytes(one, tokens) / tokens[:, 1:].numel() / 1e3:.1f}" if one else "",
-            f"{skew_of(one):.2f}" if one and any(isinstance(m, MoE) for m in one.model.modules()) else "",
+            f"{kept_bytes(candidate, tokens) / tokens[:, 1:].numel() / 1e3:.1f}" if candidate else "",
+            f"{skew_of(candidate):.2f}"
+            if candidate and any(isinstance(m, MoE) for m in candidate.model.modules())
+            else "",
         )
-        rows.append(f"| {' | '.join(cells)} |")
-        print(rows[-1], flush=True)
-    return rows
+        yield f"| {' | '.join(cells)} |"
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run what the arguments ask for; print a table, and write it where asked to."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--warmup", type=int, default=6, help="rounds that don't count")
     parser.add_argument("--threads", type=int, default=1)
@@ -229,19 +234,20 @@ def main(arguments: list[str] | None = None) -> None:
         help="transformers': eager, batched_mm, grouped_mm",
     )
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
-    parser.add_argument("--out", type=destination.file)
+    parser.add_argument("--out", type=common.output_file)
     parser.add_argument("--compiled", action="store_true", help="dropless under train.compile as well")
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     keep_freed_memory()  # as in training
     load = Path("/proc/loadavg")
-    said = f", a load of {load.read_text().split()[0]} besides" if load.exists() else ""
-    lines = [
-        f"# Whole steps of a mixture of experts, {date.today().isoformat()}",
+    load_text = f", a load of {load.read_text().split()[0]} besides" if load.exists() else ""
+    page = common.Page(
+        args.out,
+        f"# Whole steps of a mixture of experts, {common.today()}",
         "",
         f"torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"{args.threads} thread(s){said};",
+        f"{args.threads} thread(s){load_text};",
         f"{args.layers} blocks of width {args.width}, dense network of {args.d_ff}, {args.experts} experts of "
         f"{args.d_ff // args.top_k}, {args.top_k} for a token, {args.rows} rows of",
         f"{args.length} tokens, a vocabulary of {VOCABULARY:,}, scores falling by {args.skew:g} nats; {args.rounds} "
@@ -250,11 +256,10 @@ def main(arguments: list[str] | None = None) -> None:
         "",
         "| Numbers | Model | Tokens/s | Ratio | kB kept a token | Busiest expert by the mean |",
         "|---|---|---|---|---|---|",
-    ]
+    )
     for name in args.dtypes:
-        lines += measure(args, name)
-    if args.out:
-        args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        for row in measure(args, name):
+            page.add(row)
 
 
 if __name__ == "__main__":

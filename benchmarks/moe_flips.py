@@ -1,4 +1,4 @@
-"""How often a token is routed to other experts on another layout, because sums over ranks round in another order.
+"""Share of tokens that are routed to other experts on another layout, because sums over ranks round in another order.
 
     PYTHONPATH=. python benchmarks/moe_flips.py --out benchmarks/results/DATE-moe-flips.md
 
@@ -7,13 +7,11 @@ chosen, with initial weights, whose probabilities nearly tie: the worst case. To
 token of a block counts where its set of experts isn't that of data ranks alone, as many as the layout has ranks.
 """
 
-import argparse
 import importlib
 from collections.abc import Mapping
-from datetime import date
 from typing import Any
 
-import destination
+import common
 import torch
 from torch import Tensor, nn
 
@@ -30,7 +28,7 @@ from tests.parity.test_experts import (
     objective_for,
 )
 from tests.parity.test_families import batch_for
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 ALONE = "data ranks"
 LAYOUTS: dict[int, dict[str, ParallelConfig]] = {
@@ -55,11 +53,11 @@ LAYOUTS: dict[int, dict[str, ParallelConfig]] = {
     },
 }
 Choices = dict[tuple[int, str, int, int], frozenset[int]]
-"""By batch, block, row and position."""
+"""Chosen experts by batch, block, row and position."""
 
 
 def model() -> ModelConfig:
-    """Of which every layout takes part of a row."""
+    """A model of which every layout takes part of a row."""
     return ModelConfig.model_validate({**MODELS["by batch"].model_dump(), "dropout": 0.0})
 
 
@@ -73,8 +71,8 @@ def batch_of(config: ModelConfig, number: int) -> dict[str, Tensor]:
 
 
 def choices(parallel: ParallelConfig, precision: str, batches: int) -> Choices:
-    """Of the tokens that this rank routes."""
-    config, found = model(), Choices()
+    """Experts of the tokens that this rank routes."""
+    config, experts_chosen = model(), Choices()
     make: Any = test_pipelines.make_engine if parallel.pp > 1 else test_layouts.make_engine
     options = () if parallel.pp > 1 else (test_layouts.ADAMW,)
     engine = make(config, parallel, *options, precision=precision)
@@ -88,12 +86,10 @@ def choices(parallel: ParallelConfig, precision: str, batches: int) -> Choices:
             here, part = x_BTD.shape[:2].numel(), engine.mesh.rank("tp")
             # Under sequence parallelism, this rank's part of the tokens, counted through the rows.
             parts = keys_BT.numel() // here
-            of_tokens = (
-                whole.flatten().chunk(parts)[part % parts] for whole in (keys_BT, sequence.positions)
-            )
+            of_tokens = (full.flatten().chunk(parts)[part % parts] for full in (keys_BT, sequence.positions))
             chosen_NK = routing.expert_indices.flatten(0, 1)
             for key, place, chosen_K in zip(*(x.tolist() for x in (*of_tokens, chosen_NK)), strict=True):
-                found[number, path, key, place] = frozenset(chosen_K)
+                experts_chosen[number, path, key, place] = frozenset(chosen_K)
 
         return hook
 
@@ -103,21 +99,24 @@ def choices(parallel: ParallelConfig, precision: str, batches: int) -> Choices:
         batch = batch_of(config, number)
         engine.forward_backward(test_layouts.microbatches(engine, batch), objective_for(config, batch))
         engine.zero_grad()
-    return found
+    return experts_chosen
 
 
 def all_choices(ranks: int, precision: str, batches: int) -> dict[str, Choices]:
-    """By layout."""
+    """Choices by layout."""
     return {name: choices(parallel, precision, batches) for name, parallel in LAYOUTS[ranks].items()}
 
 
-def rows_of(found: list[Mapping[str, Choices]], ranks: int, precision: str) -> list[str]:
-    """Of the table."""
-    merged = {name: {key: one for rank in found for key, one in rank[name].items()} for name in found[0]}
+def rows_of(choices_of_ranks: list[Mapping[str, Choices]], ranks: int, precision: str) -> list[str]:
+    """Lines of the table."""
+    merged = {
+        name: {key: experts for rank in choices_of_ranks for key, experts in rank[name].items()}
+        for name in choices_of_ranks[0]
+    }
     plain, lines = merged.pop(ALONE), []
-    for name, others in merged.items():
-        assert others.keys() == plain.keys(), name
-        flipped = sum(others[key] != one for key, one in plain.items())
+    for name, other_choices in merged.items():
+        assert other_choices.keys() == plain.keys(), name
+        flipped = sum(other_choices[key] != experts for key, experts in plain.items())
         lines.append(
             f"| {precision} | {ranks} | {name} | {flipped} of {len(plain):,} | {100 * flipped / len(plain):.2f} |"
         )
@@ -126,31 +125,26 @@ def rows_of(found: list[Mapping[str, Choices]], ranks: int, precision: str) -> l
 
 def main() -> None:
     """Print a table, and write it where asked to."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.make_parser(__doc__)
     parser.add_argument("--batches", type=int, default=8)
     parser.add_argument("--ranks", type=int, nargs="+", default=list(LAYOUTS), choices=LAYOUTS)
     parser.add_argument("--precisions", nargs="+", default=["bf16", "fp32"])
-    parser.add_argument("--out", type=destination.file)
+    parser.add_argument("--out", type=common.output_file)
     args = parser.parse_args()
-    lines = [
-        f"# Routes that differ between layouts, {date.today()}",
+    page = common.Page(
+        args.out,
+        f"# Routes that differ between layouts, {common.today()}",
         "",
         f"`python benchmarks/moe_flips.py`, whose head says what is counted; torch {torch.__version__}, gloo.",
         "",
         "| Numbers | Ranks | Layout | Tokens with other experts | % |",
         "|---|---|---|---|---|",
-    ]
-    print("\n".join(lines))
+    )
     workers = Workers()
     for precision in args.precisions:
         for ranks in args.ranks:
-            found = workers.run(all_choices, ranks, ranks, precision, args.batches, timeout=500.0)
-            lines += (made := rows_of(found, ranks, precision))
-            print("\n".join(made), flush=True)
-            if args.out:
-                args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            choices_of_ranks = workers.run(all_choices, ranks, ranks, precision, args.batches, timeout=500.0)
+            page.add(*rows_of(choices_of_ranks, ranks, precision))
 
 
 if __name__ == "__main__":

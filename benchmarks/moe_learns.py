@@ -10,38 +10,31 @@ warm-up and over blocks: the mean, and the highest in one step and block. The lo
 that balance.
 """
 
-import argparse
 import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping
-from datetime import date
+from functools import partial
 from pathlib import Path
 from platform import python_version
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-import destination
+import common
 import torch
 
 from megatfm.config import load_config
 from megatfm.describe import describe
 
 D_FF = 128
-"""Of the dense network."""
+"""Width of the dense network."""
 QUIET = ("log.sinks=[]", "log.layer_stats_every=4", "evaluate.every=0", "checkpoint.every=100000")
 WARM = 0.2
-"""Of the steps, that count as warm-up for the balance."""
+"""Share of the steps that counts as warm-up for the balance."""
 
 
-def moe(
-    router: Mapping[str, object], *, experts: int = 8, top_k: int = 2, **more: object
-) -> dict[str, object]:
-    """A section of experts with as many active weights as the dense network; shared ones count as active."""
-    width = D_FF // (top_k + int(str(more.get("n_shared_experts", 0))))
-    return {"name": "moe", "d_ff": width, "n_experts": experts, "top_k": top_k, **more, "router": router}
-
+moe = partial(common.moe_section, D_FF)
+"""A section of experts with as many active weights as the dense network."""
 
 EVEN = {"name": "deepseek_v3", "bias_update_rate": 0.01}
 MODELS: dict[str, dict[str, object] | None] = {
@@ -51,13 +44,15 @@ MODELS: dict[str, dict[str, object] | None] = {
     "`top_k`, `balance` 0.1": moe({"name": "top_k", "aux_loss_coef": 0.1}),
     "`top_k`, no balance": moe({"name": "top_k"}),
     "`switch`, `balance` 0.1, `capacity` 1.25": moe(
-        {"name": "switch", "aux_loss_coef": 0.1}, top_k=1, capacity=1.25
+        {"name": "switch", "aux_loss_coef": 0.1}, top_k=1, capacity_factor=1.25
     ),
     "`hash`": moe({"name": "hash"}),
     "`deepseek_v3`, 32 experts of a quarter, 8 chosen": moe(EVEN, experts=32, top_k=8),
     "`deepseek_v3`, one shared and one chosen": moe(EVEN, top_k=1, n_shared_experts=1),
     "`top_k`, `sequence_balance` 0.1": moe({"name": "top_k", "seq_aux_loss_coef": 0.1}),
-    "`top_k`, `balance` 0.1, `capacity` 1.25": moe({"name": "top_k", "aux_loss_coef": 0.1}, capacity=1.25),
+    "`top_k`, `balance` 0.1, `capacity` 1.25": moe(
+        {"name": "top_k", "aux_loss_coef": 0.1}, capacity_factor=1.25
+    ),
     "`gshard`, `balance` 0.1": moe({"name": "gshard", "aux_loss_coef": 0.1}),
     "`noisy_top_k`, `importance`, `load` 0.1": moe(
         {"name": "noisy_top_k", "importance_loss_coef": 0.1, "load_loss_coef": 0.1}
@@ -65,8 +60,8 @@ MODELS: dict[str, dict[str, object] | None] = {
 }
 
 
-class Learnt(NamedTuple):
-    """What a run has come to."""
+class Outcome(NamedTuple):
+    """The outcome of a run."""
 
     active: int
     parameters: int
@@ -75,25 +70,23 @@ class Learnt(NamedTuple):
     dropped: float
 
 
-def toml(value: object) -> str:
-    """A value as a config's inline TOML."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key} = {toml(one)}" for key, one in value.items()) + "}"
-    return json.dumps(value)
-
-
-def learn(ffn: dict[str, object] | None, corpora: Path, steps: int, seed: int, run: Path) -> Learnt:
-    """Train in a process of its own, unless that was done, and read the record."""
+def overrides(ffn: dict[str, object] | None, corpora: Path, steps: int, seed: int, run: Path) -> list[str]:
+    """Settings of a run, as on the command line."""
     section = {"d_ff": D_FF} if ffn is None else ffn
-    words = (
-        *QUIET, f"model.ffn={toml(section)}", f"train.steps={steps}", f"train.seed={seed}", f"run_dir={run}",
-        f"data.corpus={corpora}",
-    )  # fmt: skip
+    return [
+        *QUIET, f"model.ffn={common.inline_toml(section)}", f"train.steps={steps}", f"train.seed={seed}",
+        f"run_dir={run}", f"data.corpus={corpora}",
+    ]  # fmt: skip
+
+
+def learn(ffn: dict[str, object] | None, corpora: Path, steps: int, seed: int, run: Path) -> Outcome:
+    """Train in a process of its own, unless that was done, and read the record."""
+    words = overrides(ffn, corpora, steps, seed, run)
     record = run / "metrics.jsonl"
     if not record.exists() or '"evaluation"' not in record.read_text():
         subprocess.run([sys.executable, "-m", "megatfm", "train", "quickstart-moe", *words], check=True)
     lines: list[dict[str, Any]] = [json.loads(line) for line in record.read_text().splitlines()]
-    told = [
+    layers = [
         layer
         for line in lines
         if line["step"] > WARM * steps
@@ -101,19 +94,19 @@ def learn(ffn: dict[str, object] | None, corpora: Path, steps: int, seed: int, r
         if "load_max" in layer
     ]
     counts, held_out = describe(load_config("quickstart-moe", words)), lines[-1]["evaluation"]["validation"]
-    return Learnt(
+    return Outcome(
         counts.active,
         counts.parameters,
         held_out.get("terms", {}).get("causal", held_out["loss"]),
-        [layer["load_max"] for layer in told],
-        statistics.fmean(layer["dropped"] for layer in told) if told else 0.0,
+        [layer["load_max"] for layer in layers],
+        statistics.fmean(layer["dropped"] for layer in layers) if layers else 0.0,
     )
 
 
-def row(name: str, seeds: list[Learnt], dense: list[Learnt]) -> str:
-    """Of the table."""
-    losses = [one.loss for one in seeds]
-    loads = [load for one in seeds for load in one.loads]
+def row(name: str, seeds: list[Outcome], dense: list[Outcome]) -> str:
+    """A row of the table."""
+    losses = [outcome.loss for outcome in seeds]
+    loads = [load for outcome in seeds for load in outcome.loads]
     better = [theirs.loss - ours.loss for ours, theirs in zip(seeds, dense, strict=True)]
     cells = (
         name,
@@ -122,27 +115,30 @@ def row(name: str, seeds: list[Learnt], dense: list[Learnt]) -> str:
         " ".join(f"{loss:.3f}" for loss in losses),
         " ".join(f"{gain:+.3f}" for gain in better),
         f"{statistics.fmean(loads):.2f}, {max(loads):.2f}" if loads else "",
-        f"{100 * statistics.fmean(one.dropped for one in seeds):.1f}" if loads else "",
+        f"{100 * statistics.fmean(outcome.dropped for outcome in seeds):.1f}" if loads else "",
     )
     return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
     """Train all, print a table and write it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.make_parser(__doc__)
     parser.add_argument("--corpus", type=Path, default=Path("corpora/quickstart-512"))
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--models", nargs="+", default=list(MODELS), help="names, or their beginnings")
-    parser.add_argument("--out", type=destination.file)
+    parser.add_argument("--out", type=common.output_file)
     parser.add_argument("--runs", type=Path, help="keep runs in this folder, and take those that are there")
     args = parser.parse_args()
-    chosen = [name for name in MODELS if name == "dense" or any(name.startswith(one) for one in args.models)]
-    found: dict[str, list[Learnt]] = {}
-    lines = [
-        f"# Small mixtures of experts on the quickstart's corpus, {date.today()}",
+    chosen = [
+        name
+        for name in MODELS
+        if name == "dense" or any(name.startswith(beginning) for beginning in args.models)
+    ]
+    outcomes: dict[str, list[Outcome]] = {}
+    page = common.Page(
+        args.out,
+        f"# Small mixtures of experts on the quickstart's corpus, {common.today()}",
         "",
         f"`python benchmarks/moe_learns.py --steps {args.steps} --seeds {' '.join(map(str, args.seeds))}`, torch "
         f"{torch.__version__},",
@@ -151,20 +147,16 @@ def main() -> None:
         "| Feed-forward network | Parameters | Active | Held-out loss, nats | Better than dense by | "
         "Busiest: mean, highest | Dropped, % |",
         "|---|---|---|---|---|---|---|",
-    ]
-    print("\n".join(lines), flush=True)
+    )
     with TemporaryDirectory() as folder:
-        kept, every = args.runs or Path(folder), list(MODELS)
+        runs_folder, every = args.runs or Path(folder), list(MODELS)
         for name in chosen:
-            folders = [kept / f"{every.index(name)}-{seed}" for seed in args.seeds]
-            found[name] = [
+            folders = [runs_folder / f"{every.index(name)}-{seed}" for seed in args.seeds]
+            outcomes[name] = [
                 learn(MODELS[name], args.corpus.resolve(), args.steps, seed, run)
                 for seed, run in zip(args.seeds, folders, strict=True)
             ]
-            lines.append(row(name, found[name], found["dense"]))
-            print(lines[-1], flush=True)
-            if args.out:
-                args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            page.add(row(name, outcomes[name], outcomes["dense"]))
 
 
 if __name__ == "__main__":

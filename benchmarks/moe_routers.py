@@ -9,38 +9,26 @@ of any block by the mean, over the last 24 steps: their mean, and the highest. A
 model, but for the router's; a capacity is a row's.
 """
 
-import argparse
-import json
 import statistics
 from collections.abc import Mapping
-from datetime import date
+from functools import partial
 
-import destination
+import common
 import torch
 
 from megatfm.config import load_config
-from megatfm.parallel import bootstrap
+from megatfm.parallel import distributed
 from tests.golden import test_moe_curve as golden
 from tests.golden.curves import curves
 
 D_FF = 64
-"""Of the dense network."""
+"""Width of the dense network."""
 WARM = 36
 """Steps that do not count for the balance."""
 
 
-def moe(
-    router: Mapping[str, object], *, experts: int = 8, top_k: int = 2, shared: int = 0, **more: object
-) -> dict[str, object]:
-    """A section of experts with as many active weights as the dense network."""
-    sizes = {
-        "d_ff": D_FF // (top_k + shared),
-        "n_experts": experts,
-        "top_k": top_k,
-        "n_shared_experts": shared,
-    }
-    return {"name": "moe", **sizes, **more, "router": router}
-
+moe = partial(common.moe_section, D_FF)
+"""A section of experts with as many active weights as the dense network."""
 
 EVEN = {"name": "deepseek_v3", "bias_update_rate": 0.01}
 TOP_K = {"name": "top_k", "aux_loss_coef": 0.1}
@@ -51,9 +39,9 @@ MODELS: dict[str, dict[str, object]] = {
     "`top_k`, `balance` 0.01": moe({"name": "top_k", "aux_loss_coef": 0.01}),
     "`top_k`, `sequence_balance` 0.1": moe({"name": "top_k", "seq_aux_loss_coef": 0.1}),
     "`top_k`, nothing that balances": moe({"name": "top_k"}),
-    "`top_k`, `balance` 0.1, `capacity` 1.25": moe(TOP_K, capacity=1.25),
+    "`top_k`, `balance` 0.1, `capacity` 1.25": moe(TOP_K, capacity_factor=1.25),
     "`switch`, `balance` 0.1, `capacity` 1.25": moe(
-        {"name": "switch", "aux_loss_coef": 0.1}, top_k=1, capacity=1.25
+        {"name": "switch", "aux_loss_coef": 0.1}, top_k=1, capacity_factor=1.25
     ),
     "`gshard`, `balance` 0.1": moe({"name": "gshard", "aux_loss_coef": 0.1}),
     "`noisy_top_k`, `importance`, `load` 0.1": moe(
@@ -61,26 +49,19 @@ MODELS: dict[str, dict[str, object]] = {
     ),
     "`hash`": moe({"name": "hash"}),
     "`deepseek_v3`, 16 experts of half the width, 4 chosen": moe(EVEN, experts=16, top_k=4),
-    "`deepseek_v3`, one shared, one of 8 chosen": moe(EVEN, top_k=1, shared=1),
+    "`deepseek_v3`, one shared, one of 8 chosen": moe(EVEN, top_k=1, n_shared_experts=1),
 }
-
-
-def toml(value: object) -> str:
-    """A value as a config's inline TOML."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key} = {toml(one)}" for key, one in value.items()) + "}"
-    return json.dumps(value)
 
 
 def row(name: str, ffn: Mapping[str, object]) -> str:
     """Train, and make a row of the table."""
     small = [f"{key}={value}" for key, value in golden.SMALL.items() if not key.startswith("model.ffn")]
-    config = load_config(golden.PRESET, [f"model.ffn={toml(ffn)}", *small])
-    found = curves(config.model_dump())
-    loads = found.get("busiest", [])[WARM:]
+    config = load_config(golden.PRESET, [f"model.ffn={common.inline_toml(ffn)}", *small])
+    metrics = curves(config.model_dump())
+    loads = metrics.get("busiest", [])[WARM:]
     cells = (
         name,
-        f"{statistics.fmean(found.get('causal', found['loss'])[-10:]):.3f}",
+        f"{statistics.fmean(metrics.get('causal', metrics['loss'])[-10:]):.3f}",
         f"{statistics.fmean(loads):.2f}, {max(loads):.2f}" if loads else "",
     )
     return f"| {' | '.join(cells)} |"
@@ -88,25 +69,21 @@ def row(name: str, ffn: Mapping[str, object]) -> str:
 
 def main() -> None:
     """Train all, print a table and write it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=destination.file)
+    parser = common.make_parser(__doc__)
+    parser.add_argument("--out", type=common.output_file)
     args = parser.parse_args()
-    lines = [
-        f"# Routers on made-up documents, {date.today()}",
+    page = common.Page(
+        args.out,
+        f"# Routers on made-up documents, {common.today()}",
         "",
         f"`python benchmarks/moe_routers.py`, torch {torch.__version__}, float64.",
         "",
         "| Feed-forward network | Loss, nats a token | Busiest: mean, highest |",
         "|---|---|---|",
-    ]
-    with bootstrap.distributed_session(device="cpu"):
+    )
+    with distributed.distributed_session(device="cpu"):
         for name, ffn in MODELS.items():
-            lines.append(row(name, ffn))
-            print(lines[-1], flush=True)
-    if args.out:
-        args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            page.add(row(name, ffn))
 
 
 if __name__ == "__main__":

@@ -4,37 +4,41 @@ python benchmarks/newton_schulz.py [cpu|cuda]
 """
 
 import statistics
-import sys
-import time
 
+import common
 import torch
 
-from megatfm.train.optimizers.stacked_muon import newton_schulz
+from megatfm.optim.matrix_optimizers import newton_schulz
 
 SHAPES = ((160, 160), (160, 640), (512, 512), (512, 2048), (1024, 1024))
-ROUNDS = 12
 
 
 def seconds(x: torch.Tensor, in_bf16: bool) -> float:
     """Time one orthogonalisation of a matrix."""
-    start = time.perf_counter()
-    newton_schulz(x[None], in_bf16=in_bf16)
-    if x.device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+
+    def run() -> None:
+        newton_schulz(x[None], in_bf16=in_bf16)
+        if x.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    return common.seconds(run)
 
 
 def main() -> None:
-    device = sys.argv[1] if len(sys.argv) > 1 else "cpu"
+    parser = common.make_parser(__doc__)
+    parser.add_argument("device", nargs="?", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--rounds", type=int, default=12)
+    args = parser.parse_args()
     generator = torch.Generator().manual_seed(0)
     for shape in SHAPES:
-        x = torch.randn(shape, generator=generator).to(device)
+        x = torch.randn(shape, generator=generator).to(args.device)
         seconds(x, True), seconds(x, False)
-        pairs = [(seconds(x, True), seconds(x, False)) for _ in range(ROUNDS)]
-        bf16, full = (1e3 * statistics.median(times) for times in zip(*pairs, strict=True))
-        ratio = statistics.median(full / bf16 for bf16, full in pairs)
+        pairs = [(seconds(x, True), seconds(x, False)) for _ in range(args.rounds)]
+        bf16, full = zip(*pairs, strict=True)
+        bf16_ms, full_ms = (1e3 * statistics.median(times) for times in (bf16, full))
         print(
-            f"{shape[0]} × {shape[1]}: bf16 {bf16:.2f} ms, float32 {full:.2f} ms, {ratio:.2f} times as long"
+            f"{shape[0]} × {shape[1]}: bf16 {bf16_ms:.2f} ms, float32 {full_ms:.2f} ms, "
+            f"{common.median_ratio(full, bf16):.2f} times as long"
         )
 
 

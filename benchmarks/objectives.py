@@ -1,4 +1,4 @@
-"""How fast sequences are made, planned and packed, and how full rows are, for each objective.
+"""Speed of making, planning and packing sequences, and how full rows are, for each objective.
 
     python benchmarks/objectives.py --out benchmarks/results
 
@@ -7,20 +7,18 @@ large as a corpus's; rows of 512 tokens, of 512 and 128 for encoder-decoders, th
 time of one thread, best of three; "packed" counts what is in the rows, by the time in which they are read.
 """
 
-import argparse
 import time
 from collections.abc import Callable
-from datetime import date
 
-import destination
+import common
 import numpy as np
-from interleaved import cpu
 from numpy.typing import NDArray
 
 from megatfm.config import Config, ModelConfig, load_config
-from megatfm.data import DocumentChunk, PackedDataset
-from megatfm.keyed import PieceKey
+from megatfm.data.dataset import PackedDataset
+from megatfm.data.sequences import DocumentChunk
 from megatfm.objectives import Objective, SpecialTokens, build_objective
+from megatfm.rng import PieceKey
 
 VOCABULARY, DRAWN, PER_BLOCK, BUILT = 32_128, 3_200, 160, 500
 SPECIAL = SpecialTokens(
@@ -65,12 +63,12 @@ class Documents:
     def block_lengths(self, number: int) -> NDArray[np.int64]:
         return self.lengths(number, number + 1)
 
-    def block(self, number: int) -> list[tuple[int, NDArray[np.uint16]]]:
+    def read_block(self, number: int) -> list[tuple[int, NDArray[np.uint16]]]:
         return [(i, self._documents[i % DRAWN]) for i in range(*self.blocks[number : number + 2])]
 
 
 class Partners:
-    """As many other documents as a block has."""
+    """Other documents, as many as a block has."""
 
     def __init__(self, documents: list[NDArray[np.uint16]]) -> None:
         self.documents, self.lengths = documents, np.array([len(document) for document in documents])
@@ -100,18 +98,14 @@ def objective(name: str, family: str, rows: tuple[int, ...]) -> Objective:
 
 
 def seconds(run: Callable[[], object]) -> float:
-    best = float("inf")
-    for _ in range(3):
-        start = time.process_time()
-        run()
-        best = min(best, time.process_time() - start)
-    return best
+    """CPU seconds, the best of three."""
+    return min(common.seconds(run, time.process_time) for _ in range(3))
 
 
 def row(corpus: Documents, name: str, family: str, n_rows: int) -> str:
     rows = (512, 128) if family == "encoder_decoder" else (512,)
-    made = objective(name, family, rows)
-    n = min(made.max_tokens or 512, 512)
+    task = objective(name, family, rows)
+    n = min(task.max_tokens or 512, 512)
     text, partners = (
         np.resize(corpus.read_block(0)[0][1], n),
         Partners([tokens for _, tokens in corpus.read_block(0)]),
@@ -119,12 +113,12 @@ def row(corpus: Documents, name: str, family: str, n_rows: int) -> str:
 
     def build() -> None:
         for sample in range(BUILT):
-            made.build_example(DocumentChunk(text, partners), PieceKey(0, 0, sample, 0))
+            task.build_example(DocumentChunk(text, partners), PieceKey(0, 0, sample, 0))
 
     def plan() -> PackedDataset:
         return PackedDataset(
             corpus,  # type: ignore[arg-type]
-            made,
+            task,
             sequence_length=rows[0],
             target_length=rows[-1],
             seed=0,
@@ -135,9 +129,9 @@ def row(corpus: Documents, name: str, family: str, n_rows: int) -> str:
         plan().rows(range(n_rows))
 
     planning = seconds(plan)
-    sequences = sum(-(-corpus.lengths() // made.max_tokens)) if made.max_tokens else corpus.n_samples
+    sequences = sum(-(-corpus.lengths() // task.max_tokens)) if task.max_tokens else corpus.n_samples
     read = plan().rows(range(n_rows))
-    real = [read[f"{side}documents"] >= 0 for side in made.field_prefixes]
+    real = [read[f"{side}documents"] >= 0 for side in task.field_prefixes]
     packing, fill = sum(map(np.sum, real)) / (seconds(pack) - planning), [np.mean(side) for side in real]
     return (
         f"| {name} | {family} | {BUILT * n / seconds(build) / 1e6:.1f} | {packing / 1e6:.1f} | "
@@ -147,29 +141,25 @@ def row(corpus: Documents, name: str, family: str, n_rows: int) -> str:
 
 def main() -> None:
     """Print a table, and write it where asked to."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.make_parser(__doc__)
     parser.add_argument("--documents", type=int, default=64_000)
     parser.add_argument("--rows", type=int, default=1024)
-    parser.add_argument("--out", type=destination.folder, help="folder for DATE-objectives.md")
+    parser.add_argument("--out", type=common.output_folder, help="folder for DATE-objectives.md")
     args = parser.parse_args()
-    corpus, today = Documents(args.documents), date.today().isoformat()
-    lines = [
-        f"# Objectives, {today}",
+    corpus = Documents(args.documents)
+    page = common.Page(
+        common.dated(args.out, "objectives.md"),
+        f"# Objectives, {common.today()}",
         "",
-        f"`python benchmarks/objectives.py`, {cpu()}, NumPy {np.__version__}, {args.documents:,} documents, "
-        f"{args.rows:,} rows.",
+        f"`python benchmarks/objectives.py`, {common.cpu_name(instructions=True)}, NumPy {np.__version__}, "
+        f"{args.documents:,} documents, {args.rows:,} rows.",
         "",
         "| Objective | Family | `build`, M tokens/s | packed, M tokens/s | plan, µs a sequence | filled, by side |",
         "|---|---|---|---|---|---|",
-    ]
+    )
     for name, families in CASES.items():
         for family in families:
-            lines.append(row(corpus, name, family, args.rows))
-            print(lines[-1], flush=True)
-    if args.out:
-        (args.out / f"{today}-objectives.md").write_text("\n".join([*lines, ""]), encoding="utf-8")
+            page.add(row(corpus, name, family, args.rows))
 
 
 if __name__ == "__main__":

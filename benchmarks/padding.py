@@ -1,4 +1,4 @@
-"""How much of the rows is padding, by the lengths of documents and of rows: counted, so no clock matters.
+"""Share of padding in rows, by the lengths of documents and of rows: counted, so no clock matters.
 
     python benchmarks/padding.py [--tokens 20_000_000] [--longest 131_072]
 
@@ -7,16 +7,16 @@ rows planned of them: cut at row ends, and with whole sequences. "Before" is wha
 shards in which each document has members of its own, would have: a row is cut short where its block ends.
 """
 
-import argparse
 import tempfile
 from pathlib import Path
 
+import common
 import numpy as np
 from numpy.typing import NDArray
 
-from megatfm.data import Corpus, ShardWriter
-from megatfm.data.inspect import padding
-from megatfm.data.whole import best_fit_decreasing
+from megatfm.corpus.corpus import Corpus
+from megatfm.corpus.writer import ShardWriter
+from megatfm.data.bin_packing import best_fit_decreasing, padding
 
 # The middle length, and how far lengths spread (of the logarithm).
 KINDS = {
@@ -43,33 +43,33 @@ def write(folder: Path, middle: int, spread: float, tokens: int) -> None:
 
 
 def before(lengths: NDArray[np.int64], row: int) -> tuple[float, float]:
-    """The same in rows that never span blocks of 256 KiB of tar with a KiB or two for each document."""
+    """Padding, cut and with whole sequences, in rows that span no blocks of 256 KiB of tar, 2 KiB a document."""
     ends = np.cumsum(2 * lengths + HEADERS) // 2**18
     blocks = np.split(lengths, np.flatnonzero(np.diff(ends)) + 1)
     cut = sum(-(-int(block.sum()) // row) for block in blocks)
-    whole = 0
+    whole_rows = 0
     for block in blocks:
         counts = np.maximum(-(-block // row), 1)
-        rest = block - (counts - 1) * row
-        whole += int((counts - 1).sum()) + int(best_fit_decreasing(rest[:, None], (row,)).max()) + 1
+        remainder = block - (counts - 1) * row
+        whole_rows += int((counts - 1).sum()) + int(best_fit_decreasing(remainder[:, None], (row,)).max()) + 1
     total = int(lengths.sum())
-    return 1 - total / (cut * row), 1 - total / (whole * row)
+    return 1 - total / (cut * row), 1 - total / (whole_rows * row)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = common.make_parser(__doc__)
     parser.add_argument("--tokens", type=int, default=20_000_000)
     parser.add_argument("--longest", type=int, default=ROWS[-1])
-    options = parser.parse_args()
+    args = parser.parse_args()
     print("| Documents | Row | Cut, before | Cut | Whole, before | Whole | Bytes on disk a token |")
     print("|---|---|---|---|---|---|---|")
     for kind, (middle, spread) in KINDS.items():
         with tempfile.TemporaryDirectory() as place:
-            write(Path(place) / "corpus", middle, spread, options.tokens)
+            write(Path(place) / "corpus", middle, spread, args.tokens)
             corpus = Corpus.open(Path(place) / "corpus")
             lengths = corpus.lengths() + 1
             disk = sum(shard.bytes for shard in corpus.manifest.shards) / corpus.n_tokens
-            for row in (size for size in ROWS if size <= options.longest):
+            for row in (size for size in ROWS if size <= args.longest):
                 was, now = before(lengths, row), padding(lengths, corpus.blocks, row)
                 figures = [f"{100 * share:.2f} %" for pair in zip(was, now, strict=True) for share in pair]
                 print(f"| {kind} | {row:,} | {' | '.join(figures)} | {disk:.2f} |", flush=True)

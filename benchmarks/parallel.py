@@ -1,4 +1,4 @@
-"""What a layout costs besides communication: forward and backward of blocks under a layout against plain blocks.
+"""Cost of a layout besides communication: forward and backward of blocks under a layout against plain blocks.
 
     OMP_NUM_THREADS=1 python benchmarks/parallel.py --out benchmarks/results
 
@@ -9,7 +9,7 @@ Communication is what happens inside a call of the process group, and is taken o
 around it stays in. Rounds of layout and plain blocks alternate; a ratio is the median of the rounds' ratios of CPU
 seconds, the one with calls beside the one without. Traffic is what was dispatched in one forward and backward pass.
 Moved is what operators that only move or fill memory read and write in a pass, beyond those of plain blocks, and what
-that takes at the speed of a copy of COPIED bytes into memory that was written before: it explains what lies beyond it.
+that takes at the speed of a copy of COPY_BYTES into memory that was written before: it explains what lies beyond it.
 Kept is what a block holds from its forward to its backward pass, gathered weights among it; state is weights, gradients
 and two moments; both counted by storages.
 """
@@ -19,10 +19,9 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from datetime import date
 from typing import Any
 
-import destination
+import common
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -33,14 +32,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatfm.config import ModelConfig, ParallelConfig
-from megatfm.engines.native.data_parallel import DataParallel, ZeroOptions
+from megatfm.engines.interface import PRECISIONS
 from megatfm.engines.native.engine import shard_parameters
-from megatfm.engines.precision import PRECISIONS
+from megatfm.engines.native.zero import DataParallel, ZeroOptions
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 from megatfm.parallel.mesh import AXES, build_mesh
-from megatfm.parallel.plan import parallelize
-from megatfm.train.watching.memory import keep_freed_memory
+from megatfm.parallel.parallelize import parallelize
+from megatfm.train.profiling import keep_freed_memory
 from megatfm.verify.traffic import TrafficCounter
 
 LAYOUTS = {
@@ -51,9 +50,9 @@ LAYOUTS = {
     "zero1": ParallelConfig(dp_shard=2, zero=1),
 }
 TARGET = 1.15
-"""For the styles of tensor parallelism, eager."""
+"""Ratio for the styles of tensor parallelism, eager."""
 HEAD = 32
-COPIED = 2**26
+COPY_BYTES = 2**26
 MOVES = (
     *("copy_", "_to_copy", "clone", "cat", "zeros", "new_zeros", "zero_", "fill_"),
     *("all_gather_copy_in", "split_with_sizes_copy", "chunk_cat", "_foreach_copy_"),
@@ -75,7 +74,7 @@ class Blocks(nn.Module):
         return x_BTD
 
 
-class Moved(TorchDispatchMode):
+class MovedBytes(TorchDispatchMode):
     """While entered, adds up the bytes that such operators read and write."""
 
     def __init__(self) -> None:
@@ -90,7 +89,7 @@ class Moved(TorchDispatchMode):
         return result
 
 
-class InCalls:
+class CallSeconds:
     """While entered, adds up the CPU seconds that pass inside calls of the process group."""
 
     METHODS = (
@@ -103,10 +102,10 @@ class InCalls:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        there = vars(dist.ProcessGroup)  # descriptors, which bind where what getattr gives would not
-        self._kept = {name: there[name] for name in self.METHODS if name in there}
+        methods = vars(dist.ProcessGroup)  # descriptors, which bind where what getattr gives would not
+        self._kept = {name: methods[name] for name in self.METHODS if name in methods}
 
-    def __enter__(self) -> "InCalls":
+    def __enter__(self) -> "CallSeconds":
         for name in self._kept:
             setattr(dist.ProcessGroup, name, self._timed(getattr(dist.ProcessGroup, name)))
         return self
@@ -143,7 +142,7 @@ def blocks_of(width: int, layers: int, parallel: ParallelConfig, parts: int) -> 
     layout = parallelize(model, mesh, sequence_parallel=parallel.sequence_parallel)
     sharing = ZeroOptions(parallel.zero, parallel.grad_accumulation)
     blocks = Blocks(model)
-    data = shard_parameters([blocks], layout, mesh, sharing, PRECISIONS["fp32"], torch.device("cpu"))
+    data = shard_parameters(blocks, layout, mesh, sharing, PRECISIONS["fp32"], torch.device("cpu"))
     for block in data.local.values():
         nn.init.normal_(block, std=0.02)
     return blocks, data
@@ -178,25 +177,25 @@ def plain_blocks(width: int, layers: int, parts: int) -> Blocks:
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Of what lies in memory, each storage once."""
+    """Bytes of tensors in memory, each storage once."""
     storages = [t.untyped_storage() for t in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def kept_bytes(blocks: nn.Module, data: DataParallel, width: int, tokens: int, held: int) -> int:
-    """What lies in memory between a forward and a backward pass, but for the weights that always do."""
-    own = {t.untyped_storage().data_ptr() for t in local_tensors(blocks, data)}
-    kept: list[Tensor] = []
+    """Bytes in memory between a forward and a backward pass, but for the weights that always do."""
+    weights = {t.untyped_storage().data_ptr() for t in local_tensors(blocks, data)}
+    stored: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        kept.append(tensor.detach())
+        stored.append(tensor.detach())
         return tensor
 
     data.begin(is_last=True)
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         layout = SequenceMetadata(torch.arange(tokens)[None], None)
         result = blocks(torch.randn(1, held, width, requires_grad=True), layout)
-    size = storage_bytes(t for t in kept if t.untyped_storage().data_ptr() not in own)
+    size = storage_bytes(t for t in stored if t.untyped_storage().data_ptr() not in weights)
     result.sum().backward()
     data.reduce()
     return size
@@ -215,23 +214,26 @@ def state_bytes(blocks: nn.Module, data: DataParallel) -> int:
 
 
 def moved_bytes(run: Callable[[], None]) -> int:
-    """Of one pass."""
-    with Moved() as moved:
+    """Bytes that one pass moves."""
+    with MovedBytes() as moved:
         run()
     return moved.bytes
 
 
 def copy_rate() -> float:
     """Bytes read and written a second by a large copy: the best of several."""
-    source, target = torch.zeros(COPIED, dtype=torch.uint8), torch.zeros(COPIED, dtype=torch.uint8)
-    return 2 * COPIED / min(seconds(lambda: target.copy_(source), 1) for _ in range(5))
+    source, target = torch.zeros(COPY_BYTES, dtype=torch.uint8), torch.zeros(COPY_BYTES, dtype=torch.uint8)
+    return 2 * COPY_BYTES / min(seconds(lambda: target.copy_(source), 1) for _ in range(5))
 
 
 def seconds(run: Callable[[], object], times: int) -> float:
-    start = time.process_time()
-    for _ in range(times):
-        run()
-    return (time.process_time() - start) / times
+    """CPU seconds of a call, the mean of so many."""
+
+    def repeat() -> None:
+        for _ in range(times):
+            run()
+
+    return common.seconds(repeat, time.process_time) / times
 
 
 def compare(name: str, width: int, args: argparse.Namespace) -> str:
@@ -250,11 +252,11 @@ def compare(name: str, width: int, args: argparse.Namespace) -> str:
     moved = (moved_bytes(ours) - moved_bytes(theirs)) / args.layers
     rounds = []
     for _ in range(args.rounds):
-        with InCalls() as inside:
+        with CallSeconds() as inside:
             layout_time = seconds(ours, args.times)
         times = layout_time, inside.seconds / args.times, seconds(theirs, args.times)
         rounds.append([1e3 * value / args.layers for value in times])
-    kept = kept_bytes(blocks, data, width, args.tokens, held)
+    held_bytes = kept_bytes(blocks, data, width, args.tokens, held)
     cells = (
         name,
         width,
@@ -266,7 +268,7 @@ def compare(name: str, width: int, args: argparse.Namespace) -> str:
         f"{1e3 * moved / args.copy_rate:.2f}",
         sum(flow.calls for flow in flows),
         f"{sum(flow.sent_bytes for flow in flows) / 1e6:.2f}",
-        f"{kept / args.layers / 1e6:.2f}",
+        f"{held_bytes / args.layers / 1e6:.2f}",
         f"{state_bytes(blocks, data) / args.layers / 1e6:.2f}",
     )
     data.zero_grad()
@@ -275,24 +277,23 @@ def compare(name: str, width: int, args: argparse.Namespace) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run what the arguments ask for; print a table, and write it where asked to."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.make_parser(__doc__)
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=LAYOUTS)
     parser.add_argument("--widths", nargs="+", type=int, default=[256, 1024])
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--times", type=int, default=5, help="passes in a round")
-    parser.add_argument("--out", type=destination.folder, help="folder for DATE-parallel.md")
+    parser.add_argument("--out", type=common.output_folder, help="folder for DATE-parallel.md")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     keep_freed_memory()  # as in training
     args.copy_rate = copy_rate()
     if not dist.is_initialized():
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    lines = [
-        f"# Blocks under a layout, {date.today().isoformat()}",
+    page = common.Page(
+        common.dated(args.out, "parallel.md"),
+        f"# Blocks under a layout, {common.today()}",
         "",
         f"torch {torch.__version__}, one thread of {os.cpu_count()} cores, float32, eager, {args.layers} blocks, "
         f"a row of {args.tokens} tokens,",
@@ -303,14 +304,10 @@ def main(arguments: list[str] | None = None) -> None:
         "| Layout | Width | Plain, ms | More, ms | Ratio | With calls | MB moved a block | ms for these | "
         "Collectives a pass | MB sent a pass | MB kept a block | MB of state a block |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    )
     for width in args.widths:
         for name in args.layouts:
-            lines.append(compare(name, width, args))
-            print(lines[-1], flush=True)
-    if args.out:
-        path = args.out / f"{date.today().isoformat()}-parallel.md"
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            page.add(compare(name, width, args))
 
 
 if __name__ == "__main__":

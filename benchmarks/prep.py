@@ -1,4 +1,4 @@
-"""How fast one core cleans, compares and tokenizes real text, each stage in rounds that take turns.
+"""Speed of cleaning, comparing and tokenizing real text on one core, each stage in rounds that take turns.
 
     python benchmarks/prep.py --megabytes 1000 --rounds 10 --out benchmarks/results
 
@@ -19,50 +19,43 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import destination
+import common
 from data_corpus import texts
 
 PIECE = 8192
-FILTERS = ("gopher_quality", "gopher_repetition", "c4", "fineweb", "redact", "language")
+FILTERS = ("gopher_quality", "gopher_repetition", "c4", "fineweb", "pii", "language")
 ENCODERS = ("byte-bpe", "sentencepiece-bpe")
 TRAIN_BYTES = 8 * 10**6
 COMPARED = 40
-"""Of so many documents one is encoded by the tokenizer itself, which is slow, and compared."""
+"""One of so many documents is encoded by the tokenizer itself, which is slow, and compared."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.make_parser(__doc__)
     parser.add_argument("--megabytes", type=int, default=1000, help="text for all rounds together")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--vocabulary", type=int, default=32_000)
     parser.add_argument("--places", nargs="*", default=[], metavar="FOLDER", help="more folders of text")
-    parser.add_argument(
-        "--out", type=destination.folder, help="folder for DATE-prep.md; left out, it is printed"
-    )
+    parser.add_argument("--out", type=common.output_folder, help="folder for DATE-prep.md")
     parser.add_argument("--encode", nargs=2, metavar=("FOLDER", "TEXTS"), help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.encode:
-        print(encode(*map(Path, arguments.encode)))
+    args = parser.parse_args()
+    if args.encode:
+        print(encode(*map(Path, args.encode)))
         return
     # Documents are shuffled, so that every round has text of all kinds.
-    documents = list(texts(arguments.megabytes * 10**6, arguments.places))
+    documents = list(texts(args.megabytes * 10**6, args.places))
     random.Random(0).shuffle(documents)
-    parts = [documents[number :: arguments.rounds] for number in range(arguments.rounds)]
+    parts = [documents[number :: args.rounds] for number in range(args.rounds)]
     with TemporaryDirectory() as name:
-        speeds = rounds(parts, Path(name), arguments.vocabulary)
-    page = write(speeds, sum(len(text.encode()) for text in documents), len(documents), arguments)
-    if arguments.out is None:
-        print(page)
-    else:
-        (arguments.out / f"{date.today()}-prep.md").write_text(page, encoding="utf-8")
+        speeds = rounds(parts, Path(name), args.vocabulary)
+    page = write(speeds, sum(len(text.encode()) for text in documents), len(documents), args)
+    print(page)
+    common.write_text(common.dated(args.out, "prep.md"), page)
 
 
 def rounds(parts: Sequence[Sequence[str]], folder: Path, vocabulary: int) -> dict[str, list[float]]:
@@ -74,8 +67,8 @@ def rounds(parts: Sequence[Sequence[str]], folder: Path, vocabulary: int) -> dic
         (folder / "texts.json").write_text(json.dumps(list(part)), encoding="utf-8")
         with ThreadPoolExecutor(1) as aside:
             encoded = aside.submit(encode_cold, folder)
-            found = [*measure(part), *encoded.result()]
-        for name, speed in found:
+            named_speeds = [*measure(part), *encoded.result()]
+        for name, speed in named_speeds:
             speeds.setdefault(name, []).append(speed)
         print(f"round {number + 1} of {len(parts)}", file=sys.stderr)
     return speeds
@@ -83,50 +76,50 @@ def rounds(parts: Sequence[Sequence[str]], folder: Path, vocabulary: int) -> dic
 
 def encode_cold(folder: Path) -> list[tuple[str, float]]:
     """Names and speeds of the encoders, each in a process that begins cold."""
-    found: list[tuple[str, float]] = []
+    named_speeds: list[tuple[str, float]] = []
     for kind in ENCODERS:
         again = [sys.executable, __file__, "--encode", str(folder / kind), str(folder / "texts.json")]
         done = subprocess.run(again, check=True, stdout=subprocess.PIPE)
-        found += [(name, speed) for name, speed in json.loads(done.stdout).items()]
-    return found
+        named_speeds += [(name, speed) for name, speed in json.loads(done.stdout).items()]
+    return named_speeds
 
 
 def measure(documents: Sequence[str]) -> Iterator[tuple[str, float]]:
     """Name and speed of each stage on these documents; the order changes by chance."""
     from pydantic import TypeAdapter
 
-    from megatfm.config.prep_steps import DuplicatesConfig, StepConfig
+    from megatfm.config.prep_steps import DedupConfig, StepConfig
+    from megatfm.data_prep.dedup.methods import ExactDedup, make_dedup_method
     from megatfm.data_prep.documents import Document
-    from megatfm.data_prep.duplicates import make as make_search
-    from megatfm.data_prep.duplicates.exact import ExactDedup
-    from megatfm.data_prep.steps import FixUnicode, make
+    from megatfm.data_prep.filters.base import make_filter
+    from megatfm.data_prep.filters.text import FixUnicode
 
-    some = [Document(str(number), text) for number, text in enumerate(documents)]
+    records = [Document(str(number), text) for number, text in enumerate(documents)]
     size = megabytes(documents)
-    quarter = some[::4]
+    quarter = records[::4]
     pieces = [
         Document(f"{document.id}.{at}", document.text[at : at + PIECE])
-        for document in some
+        for document in records
         for at in range(0, len(document.text) - PIECE + 1, PIECE)
     ]
 
-    def step(each: Any) -> Callable[[], object]:
-        return lambda: [each(document) for document in some]
+    def step(apply: Any) -> Callable[[], object]:
+        return lambda: [apply(document) for document in records]
 
     def scan(name: str, over: Sequence[Document]) -> Callable[[], object]:
-        search = make_search(TypeAdapter(DuplicatesConfig).validate_python({"name": name}))
+        search = make_dedup_method(TypeAdapter(DedupConfig).validate_python({"name": name}))
         return lambda: list(search.compute_keys(over))
 
     stages: dict[str, tuple[Callable[[], object], float]] = {
         "fix unicode, MB/s": (step(FixUnicode()), size),
-        "hashes for exact duplicates, MB/s": (lambda: list(ExactDedup().compute_keys(some)), size),
-        "MinHash with shingling, thousand documents of 8 KB/s": (scan("near", pieces), len(pieces) / 1000),
-        "lines, scan, MB/s": (scan("lines", some), size),
-        "substrings, scan, MB/s": (scan("substrings", quarter), megabytes(documents[::4])),
+        "hashes for exact duplicates, MB/s": (lambda: list(ExactDedup().compute_keys(records)), size),
+        "MinHash with shingling, thousand documents of 8 KB/s": (scan("minhash", pieces), len(pieces) / 1000),
+        "lines, scan, MB/s": (scan("lines", records), size),
+        "substrings, scan, MB/s": (scan("exact_substrings", quarter), megabytes(documents[::4])),
     }
     for name in FILTERS:
         config = TypeAdapter(StepConfig).validate_python({"name": name})
-        stages[f"{name}, MB/s"] = (step(make(config)), size)
+        stages[f"{name}, MB/s"] = (step(make_filter(config)), size)
     order = list(stages)
     random.shuffle(order)
     for name in order:
@@ -141,21 +134,22 @@ def train(folder: Path, kind: str, documents: Sequence[str], vocabulary: int) ->
     from itertools import accumulate
 
     from megatfm.config.prep import TokenizerConfig
-    from megatfm.data_prep import tokenizer
+    from megatfm.data_prep.tokenize import make_tokenizer_files, write_tokenizer
 
     # Of each no more than a hundredth, so that no long document is most of it.
     starts = [text[: TRAIN_BYTES // 100] for text in documents]
     sizes = accumulate(map(len, starts))
-    some = (text for text, size in zip(starts, sizes, strict=True) if size < TRAIN_BYTES)
+    sample = (text for text, size in zip(starts, sizes, strict=True) if size < TRAIN_BYTES)
     folder.mkdir()
-    tokenizer.write(folder, tokenizer.make(TokenizerConfig(kind=kind, vocab_size=vocabulary), some))  # type: ignore[arg-type]
+    config = TokenizerConfig(kind=kind, vocab_size=vocabulary)  # type: ignore[arg-type]
+    write_tokenizer(folder, make_tokenizer_files(config, sample))
 
 
 def encode(folder: Path, path: Path) -> str:
     """Speed of the fast encoder, cold, with writing shards, and of the tokenizer on a part of the same, as JSON."""
     from megatfm import tokenizers
-    from megatfm.data import ShardWriter
-    from megatfm.data_prep.fast import FastEncoder
+    from megatfm.corpus.writer import ShardWriter
+    from megatfm.data_prep.fast_encode import FastEncoder
 
     documents: list[str] = json.loads(path.read_text(encoding="utf-8"))
     reference = tokenizers.load(folder)
@@ -173,14 +167,14 @@ def encode(folder: Path, path: Path) -> str:
                 number += 1
         writer.finish({})
     speed = size / (time.process_time() - begin)
-    some = documents[::COMPARED]
+    sample = documents[::COMPARED]
     begin = time.process_time()
-    expected = reference.encode_batch(some, 1)
-    own = megabytes(some) / (time.process_time() - begin)
-    ours = [ids for batch in batches(some) for ids in fast.encode_batch(batch, 1)]
+    expected = reference.encode_batch(sample, 1)
+    own_speed = megabytes(sample) / (time.process_time() - begin)
+    ours = [ids for batch in batches(sample) for ids in fast.encode_batch(batch, 1)]
     assert all(a.tolist() == b.tolist() for a, b in zip(ours, expected, strict=True)), "the ids differ"
     names = f"tokenize to shards, {folder.name}, cold, MB/s", f"the tokenizer's own {folder.name}, MB/s"
-    return json.dumps(dict(zip(names, (speed, own), strict=True)))
+    return json.dumps(dict(zip(names, (speed, own_speed), strict=True)))
 
 
 def megabytes(documents: Sequence[str]) -> float:
@@ -199,20 +193,20 @@ def batches(documents: Sequence[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def write(speeds: dict[str, list[float]], size: int, count: int, arguments: argparse.Namespace) -> str:
+def write(speeds: dict[str, list[float]], size: int, count: int, args: argparse.Namespace) -> str:
     names = ("numpy", "rensa", "gigatoken", "pyarrow", "tokenizers", "sentencepiece", "py3langid", "ftfy")
     versions = ", ".join(f"{name} {version(name)}" for name in names)
-    machine = platform.processor() or platform.machine()
-    more = f" --places ({len(arguments.places)} more folders)" if arguments.places else ""
+    machine = common.cpu_name()
+    more = f" --places ({len(args.places)} more folders)" if args.places else ""
     lines = [
-        f"# Preparing text, {date.today()}\n",
-        f"`python benchmarks/prep.py --megabytes {arguments.megabytes} --rounds {arguments.rounds}{more}`\n",
+        f"# Preparing text, {common.today()}\n",
+        f"`python benchmarks/prep.py --megabytes {args.megabytes} --rounds {args.rounds}{more}`\n",
         f"{size / 1e6:,.0f} MB in {count:,} documents; {machine}, one thread; Python",
         f"{platform.python_version()}, {versions}.\n",
         "| Stage | Median | Lowest | Highest |\n|---|---:|---:|---:|",
     ]
-    for name, found in sorted(speeds.items()):
-        lines.append(f"| {name} | {statistics.median(found):.1f} | {min(found):.1f} | {max(found):.1f} |")
+    for name, values in sorted(speeds.items()):
+        lines.append(f"| {name} | {statistics.median(values):.1f} | {min(values):.1f} | {max(values):.1f} |")
     return "\n".join(lines) + "\n"
 
 

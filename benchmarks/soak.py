@@ -8,11 +8,9 @@ second counts effective training: the seconds of steps that are part of the fina
 wall time less what processes take from their start to their first step. No step before the last save may be lost.
 """
 
-import argparse
 import contextlib
 import json
 import os
-import platform
 import random
 import signal
 import sys
@@ -22,7 +20,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import destination
+import common
 import torch
 
 from megatfm import data_prep
@@ -43,36 +41,33 @@ vocab_size = 512
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.make_parser(__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--between", type=float, default=20.0, help="seconds between kills, on average")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=destination.file, help="where to write the result as JSON")
-    given = parser.parse_args()
+    parser.add_argument("--out", type=common.output_file, help="where to write the result as JSON")
+    args = parser.parse_args()
     torch.set_num_threads(1)
     torch.empty(1, device="meta").to(torch.float64)  # slow the first time
     with tempfile.TemporaryDirectory(prefix="megatfm-soak-") as name:
         folder = Path(name)
         corpus = prepare(folder)
         with contextlib.redirect_stdout(sys.stderr):
-            kills = crashes.run_series(corpus, folder / "kills", crashes.shares(given.kills), given.seed)
+            kills = crashes.run_series(corpus, folder / "kills", crashes.shares(args.kills), args.seed)
         print("kills:", json.dumps(kills), flush=True)
-        fire = under_fire(corpus, folder / "fire", given.minutes * 60, given.between, given.ranks, given.seed)
+        fire = under_fire(corpus, folder / "fire", args.minutes * 60, args.between, args.ranks, args.seed)
         print("under fire:", json.dumps(fire))
     facts = {
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{platform.platform()}, {os.cpu_count()} cores",
+        "date": common.today(),
+        "machine": common.system(),
         "torch": torch.__version__,
-        "command": f"benchmarks/soak.py --kills {given.kills} --minutes {given.minutes} --between {given.between}",
+        "command": f"benchmarks/soak.py --kills {args.kills} --minutes {args.minutes} --between {args.between}",
         "kills": kills,
         "under fire": fire,
     }
-    if given.out:
-        given.out.write_text(json.dumps(facts, indent=1) + "\n")
+    common.write_json(args.out, facts)
 
 
 def prepare(folder: Path) -> Path:
@@ -153,8 +148,8 @@ def start_ranks(words: list[str], world: int, folder: Path) -> list[int]:
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
             "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         }  # fmt: skip
-        said = folder / f"said-{rank}"
-        pids.append(doomed.fork(lambda: doomed.live(words, variables, said)))  # noqa: B023
+        output = folder / f"said-{rank}"
+        pids.append(doomed.fork(lambda: doomed.live(words, variables, output)))  # noqa: B023
     return pids
 
 

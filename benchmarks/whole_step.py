@@ -16,27 +16,26 @@ import argparse
 import json
 import subprocess
 import sys
-from datetime import date
 
-import destination
+import common
 import torch
 import torch.nn.functional as F
-from interleaved import Step, compare, cpu, summary, timed
+from common import Step, compare, cpu_name, summarize, timed
 from torch import Tensor, nn
 
 from megatfm.config import load_config
 from megatfm.objectives import Causal, SpecialTokens
-from megatfm.parallel import bootstrap
+from megatfm.parallel import distributed
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine
-from megatfm.train.watching.memory import keep_freed_memory
+from megatfm.train.profiling import keep_freed_memory
 
 VOCABULARY, WIDTH, LAYERS, HEADS = 50257, 768, 12, 12
 LR, CLIP, BETAS, DECAY = 6e-4, 1.0, (0.9, 0.95), 0.1
 
 
 class PlainBlock(nn.Module):
-    """As GPT-2's: normalised before attention and feed-forward network."""
+    """A block as GPT-2's: normalised before attention and feed-forward network."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,14 +145,14 @@ class Process:
 
 
 def work(job: argparse.Namespace) -> None:
-    """What such a process does."""
+    """Take a step for each line read."""
     torch.set_num_threads(job.threads)
     if job.theirs != "plain":
         keep_freed_memory()
     torch.manual_seed(0)
     tokens = torch.randint(0, VOCABULARY, (job.rows, job.length + 1))
     compiled = job.state == "compiled"
-    with bootstrap.distributed_session(600, "cpu", 600):
+    with distributed.distributed_session(600, "cpu", 600):
         if job.theirs:
             side = timed(plain(tokens, job.precision, compiled))
         else:
@@ -170,18 +169,16 @@ def row(precision: str, state: str, theirs: str, args: argparse.Namespace) -> st
         for clock, values in compare(mine, other, args.rounds).items():
             ratios.setdefault(clock, []).extend(values)
         mine.end(), other.end()
-    found = summary(ratios)
+    figures = summarize(ratios)
     return (
-        f"| {precision} | {state} | {theirs} | **{found['wall']:.2f}** | {found['wall_lowest']:.2f} – "
-        f"{found['wall_highest']:.2f} | {found['cpu']:.2f} | {other.first:.0f} / {mine.first:.0f} |"
+        f"| {precision} | {state} | {theirs} | **{figures['wall']:.2f}** | {figures['wall_lowest']:.2f} – "
+        f"{figures['wall_highest']:.2f} | {figures['cpu']:.2f} | {other.first:.0f} / {mine.first:.0f} |"
     )
 
 
 def main() -> None:
     """Run what the arguments ask for; print a table and write it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=10, help="of each pair of processes")
     parser.add_argument("--pairs", type=int, default=3, help="of processes, one after the other")
     parser.add_argument("--threads", type=int, default=2)
@@ -191,31 +188,29 @@ def main() -> None:
     parser.add_argument("--states", nargs="+", default=["eager", "compiled"], choices=["eager", "compiled"])
     parser.add_argument("--theirs", nargs="+", default=["plain", "alike"], choices=["plain", "alike"])
     parser.add_argument("--set", nargs="*", default=[], help="settings of ours that are not the defaults")
-    parser.add_argument("--out", type=destination.file)
+    parser.add_argument("--out", type=common.output_file)
     parser.add_argument("--job", help="what a process is to do, in JSON: for the script itself")
     args = parser.parse_args()
     if args.job:
         work(argparse.Namespace(**json.loads(args.job)))
         return
-    lines = [
-        f"# A whole step, {date.today().isoformat()}",
+    page = common.Page(
+        args.out,
+        f"# A whole step, {common.today()}",
         "",
-        f"torch {torch.__version__}, {cpu()}, {args.threads} threads, {args.rows} rows of {args.length} tokens, "
-        f"{args.pairs} pairs of processes, {args.rounds} rounds each{', ' + ' '.join(args.set) if args.set else ''}; "
+        f"torch {torch.__version__}, {cpu_name(instructions=True)}, {args.threads} threads, "
+        f"{args.rows} rows of {args.length} tokens, {args.pairs} pairs of processes, "
+        f"{args.rounds} rounds each{', ' + ' '.join(args.set) if args.set else ''}; "
         "`python benchmarks/whole_step.py`, "
         "whose head says how it is measured.",
         "",
         "| Precision | | Theirs | Theirs / ours, clock | lowest – highest | Theirs / ours, CPU | First step, s |",
         "|---|---|---|---|---|---|---|",
-    ]
-    print("\n".join(lines), flush=True)
+    )
     for precision in args.precisions:
         for state in args.states:
             for theirs in args.theirs:
-                lines.append(row(precision, state, theirs, args))
-                print(lines[-1], flush=True)
-    if args.out:
-        args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+                page.add(row(precision, state, theirs, args))
 
 
 if __name__ == "__main__":

@@ -1,25 +1,22 @@
-"""How well near duplicates and evaluation texts are found in languages with and without spaces, where some characters
+"""Recall of near duplicates and evaluation texts in languages with and without spaces, where some characters
 of a text are others: `python benchmarks/words.py --out benchmarks/results`.
 
 Texts are drawn from the characters of a language, as words where it has spaces. The exact similarity is that of the
 sets of runs of five words by white space, in Chinese and Japanese of five characters, in Thai of twenty.
 """
 
-import argparse
 import platform
 import random
 import tempfile
-from datetime import date
 from pathlib import Path
 
-import destination
+import common
 import numpy as np
 
 from megatfm.config.prep_steps import DecontaminateConfig
-from megatfm.data_prep.counts import StepStats
-from megatfm.data_prep.documents import Document
-from megatfm.data_prep.minhash import signatures
-from megatfm.data_prep.steps.decontaminate import Decontaminate
+from megatfm.data_prep.dedup.hashing import signatures
+from megatfm.data_prep.documents import Document, StepStats
+from megatfm.data_prep.filters.selection import Decontaminate
 
 LETTERS = {
     "Chinese": "".join(map(chr, range(0x4E00, 0x5200))),
@@ -37,15 +34,11 @@ EVALUATION = 120
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--out", type=destination.folder, help="folder for DATE-words.md; left out, it is printed"
-    )
-    arguments = parser.parse_args()
+    parser = common.make_parser(__doc__)
+    parser.add_argument("--out", type=common.output_folder, help="folder for DATE-words.md")
+    args = parser.parse_args()
     lines = [
-        f"# Near duplicates and evaluation texts by language, {date.today()}",
+        f"# Near duplicates and evaluation texts by language, {common.today()}",
         "",
         f"Python {platform.python_version()}, `python benchmarks/words.py`: {ROUNDS} texts of {CHARACTERS:,} random "
         f"characters of the language, evaluation texts of {EVALUATION} characters in the middle of others; a share of "
@@ -57,23 +50,21 @@ def main() -> None:
     ]
     for language in LETTERS:
         for share in SHARES:
-            exact, estimated, near, found = row(language, share)
+            exact, estimated, near, share_found = row(language, share)
             lines.append(
-                f"| {language} | {share:.1%} | {exact:.2f} | {estimated:.2f} | {near:.0%} | {found:.0%} |"
+                f"| {language} | {share:.1%} | {exact:.2f} | {estimated:.2f} | {near:.0%} | {share_found:.0%} |"
             )
     report = "\n".join(lines) + "\n"
-    if arguments.out is None:
-        print(report)
-    else:
-        (arguments.out / f"{date.today()}-words.md").write_text(report, encoding="utf-8")
+    print(report)
+    common.write_text(common.dated(args.out, "words.md"), report)
 
 
 def row(language: str, share: float) -> tuple[float, ...]:
     """Means over all rounds: exact and estimated similarity, share taken for near, share of evaluation texts found."""
     results = []
     for seed in range(ROUNDS):
-        text = some_text(language, CHARACTERS, seed)
-        other = edited(text, share, seed)
+        text = draw_text(language, CHARACTERS, seed)
+        other = edit(text, share, seed)
         a, b = signatures([text, other], 5, 112)
         estimated = float((a == b).mean())
         results.append(
@@ -83,25 +74,25 @@ def row(language: str, share: float) -> tuple[float, ...]:
 
 
 def is_found(language: str, share: float, seed: int) -> bool:
-    """Whether an evaluation text with some other characters is found within a document."""
-    text = some_text(language, EVALUATION, seed + 1000)
+    """Tell whether an evaluation text with some other characters is found within a document."""
+    text = draw_text(language, EVALUATION, seed + 1000)
     gap = "" if language in UNSPACED else " "
-    around = [some_text(language, 500, seed + at) for at in (2000, 3000)]
+    around = [draw_text(language, 500, seed + at) for at in (2000, 3000)]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "set.txt"
         path.write_text(text, encoding="utf-8")
-        rule = Decontaminate(DecontaminateConfig(name="decontaminate", against=(str(path),)))
-        whole = gap.join((around[0], edited(text, share, seed), around[1]))
-        return isinstance(rule.apply(Document("x", whole), StepStats("x")), str)
+        rule = Decontaminate(DecontaminateConfig(name="decontaminate", files=(str(path),)))
+        document = gap.join((around[0], edit(text, share, seed), around[1]))
+        return isinstance(rule.apply(Document("x", document), StepStats("x")), str)
 
 
-def some_text(language: str, characters: int, seed: int) -> str:
+def draw_text(language: str, characters: int, seed: int) -> str:
     rng, letters = random.Random(seed), sorted(set(LETTERS[language]) - {" "})
     words = ["".join(rng.choices(letters, k=rng.randrange(2, 9))) for _ in range(characters // 5)]
     return ("" if language in UNSPACED else " ").join(words)[:characters]
 
 
-def edited(text: str, share: float, seed: int) -> str:
+def edit(text: str, share: float, seed: int) -> str:
     rng, letters = random.Random(seed), [*text]
     for at in rng.sample(range(len(letters)), round(share * len(letters))):
         letters[at] = rng.choice(text)
@@ -111,8 +102,8 @@ def edited(text: str, share: float, seed: int) -> str:
 def similarity(language: str, text: str, other: str) -> float:
     length = 20 if language == "Thai" else 5
     first, second = (
-        {tuple(each[at : at + length]) for at in range(len(each) - length + 1)}
-        for each in ((text, other) if language in UNSPACED else (text.split(), other.split()))
+        {tuple(units[at : at + length]) for at in range(len(units) - length + 1)}
+        for units in ((text, other) if language in UNSPACED else (text.split(), other.split()))
     )
     return len(first & second) / len(first | second)
 

@@ -9,20 +9,18 @@ else. The corpus is the standard library of the Python that made it, so figures 
 that must repeat are those of `tests/golden`, on text that is the same everywhere.
 """
 
-import argparse
 import json
 import subprocess
 import sys
-from datetime import date
 from pathlib import Path
 from platform import python_version
 from tempfile import TemporaryDirectory
 
-import destination
+import common
 import numpy as np
 import torch
 
-from megatfm.data import Corpus
+from megatfm.corpus.corpus import Corpus
 
 SMALL = (
     "model.vocab_size=4096", "model.d_model=64", "model.n_layers=2", "model.attention.n_heads=2", "model.ffn.d_ff=256",
@@ -42,7 +40,7 @@ MODELS: dict[str, tuple[str, ...]] = {
 
 
 def entropy(corpus: Path) -> float:
-    """Of the frequencies of a corpus's tokens, in nats."""
+    """Entropy of the frequencies of a corpus's tokens, in nats."""
     opened = Corpus.open(corpus)
     counts = sum(
         np.bincount(tokens, minlength=4096)
@@ -53,12 +51,17 @@ def entropy(corpus: Path) -> float:
     return float(-(shares * np.log(shares)).sum())
 
 
-def held_out(preset: str, corpora: Path, steps: int, run: Path) -> dict[str, float]:
-    """Train in a process of its own; each term of the loss on held-out text after the last step."""
-    words = (
+def overrides(preset: str, corpora: Path, steps: int, run: Path) -> list[str]:
+    """Settings of a run, as on the command line."""
+    return [
         *SMALL, *MODELS[preset], f"train.steps={steps}", f"run_dir={run}", f"data.train={corpora}/train",
         f"data.validation={{ held-out = '{corpora}/validation' }}", f"data.tokenizer={corpora}/tokenizer.model",
-    )  # fmt: skip
+    ]  # fmt: skip
+
+
+def held_out(preset: str, corpora: Path, steps: int, run: Path) -> dict[str, float]:
+    """Train in a process of its own; each term of the loss on held-out text after the last step."""
+    words = overrides(preset, corpora, steps, run)
     subprocess.run([sys.executable, "-m", "megatfm", "train", preset, *words], check=True)
     result = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["evaluation"]["held-out"]
     return result.get("terms") or {"loss": result["loss"]}
@@ -66,12 +69,10 @@ def held_out(preset: str, corpora: Path, steps: int, run: Path) -> dict[str, flo
 
 def main() -> None:
     """Train all, print a table and write it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.make_parser(__doc__)
     parser.add_argument("--corpus", type=Path, default=Path("corpora/quickstart"))
     parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--out", type=destination.file)
+    parser.add_argument("--out", type=common.output_file)
     args = parser.parse_args()
     corpora, rows = args.corpus.resolve(), list[str]()
     known = entropy(corpora / "validation")
@@ -81,7 +82,7 @@ def main() -> None:
                 rows.append(f"| `{preset}` | {term} | {loss:.3f} |")
     page = "\n".join(
         [
-            f"# Small models of the zoo on the quickstart's corpus, {date.today()}",
+            f"# Small models of the zoo on the quickstart's corpus, {common.today()}",
             "",
             f"`python benchmarks/zoo_learns.py --steps {args.steps}`, torch {torch.__version__}; the text is the",
             f"standard library of Python {python_version()}. The held-out tokens' frequencies alone: {known:.3f} nats.",
@@ -93,8 +94,7 @@ def main() -> None:
         ]
     )
     print(page)
-    if args.out:
-        args.out.write_text(page, encoding="utf-8")
+    common.write_text(args.out, page)
 
 
 if __name__ == "__main__":

@@ -8,16 +8,13 @@ is faster. Seconds are taken twice: of the clock, and of the CPU over all thread
 others use. Times themselves mean nothing apart.
 """
 
-import argparse
-import json
 from collections.abc import Callable
-from datetime import date
 from platform import python_version
 
-import destination
+import common
 import torch
 import transformers
-from interleaved import Step, compare, cpu, summary, timed
+from common import Step, compare, cpu_name, summarize, timed
 from torch import nn
 
 from megatfm.config import load_config
@@ -86,9 +83,7 @@ def passes(loss: Loss) -> Step:
 
 def main() -> None:
     """Run what the arguments ask for; print a table and write it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rows", type=int, default=2)
@@ -96,7 +91,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--states", nargs="+", default=["eager", "compiled"], choices=["eager", "compiled"])
-    parser.add_argument("--out", type=destination.file)
+    parser.add_argument("--out", type=common.output_file)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     results = []
@@ -106,8 +101,8 @@ def main() -> None:
                 torch.manual_seed(0)
                 torch._dynamo.reset()
                 ours, theirs = MODELS[name](args.rows, args.length, DTYPES[dtype], state == "compiled")
-                found = summary(compare(timed(passes(ours)), timed(passes(theirs)), args.rounds))
-                row: dict[str, str | float] = {"model": name, "dtype": dtype, "state": state, **found}
+                figures = summarize(compare(timed(passes(ours)), timed(passes(theirs)), args.rounds))
+                row: dict[str, str | float] = {"model": name, "dtype": dtype, "state": state, **figures}
                 results.append(row)
                 print(
                     "  ".join(f"{k} {v:.3f}" if isinstance(v, float) else str(v) for k, v in row.items()),
@@ -115,17 +110,17 @@ def main() -> None:
                 )
     if args.out:
         facts = {
-            "date": date.today().isoformat(),
+            "date": common.today(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "python": python_version(),
-            "processor": cpu(),
+            "processor": cpu_name(instructions=True),
             "threads": args.threads,
             "rows": args.rows,
             "length": args.length,
             "rounds": args.rounds,
         }
-        args.out.write_text(json.dumps({**facts, "results": results}, indent=2) + "\n", encoding="utf-8")
+        common.write_json(args.out, {**facts, "results": results}, indent=2)
 
 
 if __name__ == "__main__":

@@ -3,16 +3,16 @@
 from typing import TYPE_CHECKING
 
 from megatfm.config.prep import PrepConfig
-from megatfm.data_prep.command import cli
-from megatfm.data_prep.summary import PrepSummary
+from megatfm.data_prep.cli import cli
+from megatfm.data_prep.execution.progress import PrepSummary
 from megatfm.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from megatfm.data_prep.progress import Reporter
-    from megatfm.data_prep.team import TaskExecutor
+    from megatfm.data_prep.execution.executors import TaskExecutor
+    from megatfm.data_prep.execution.progress import Reporter
 
 __all__ = ["PrepSummary", "cli", "run"]
 

@@ -2,7 +2,9 @@
 
 import sys
 
-from megatfm.data_prep.command import cli
+from megatfm.data_prep.cli import cli
+from megatfm.terminal import spell_unencodable
 
 if __name__ == "__main__":
+    spell_unencodable()
     sys.exit(cli())

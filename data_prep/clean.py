@@ -9,17 +9,22 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from megatfm.data_prep import steps
-from megatfm.data_prep.counts import StepStats, format_drop_reasons
-from megatfm.data_prep.documents import ChunkedDocumentWriter, Document, part_path, read_documents
-from megatfm.data_prep.duplicates.exact import ExactDedup
-from megatfm.data_prep.duplicates.index import KeyTableWriter
-from megatfm.data_prep.files import InputFiles, chunk_by_bytes
-from megatfm.data_prep.read import DocumentReader
+from megatfm.data_prep.dedup.key_table import write_keys
+from megatfm.data_prep.dedup.methods import ExactDedup
+from megatfm.data_prep.dedup.runner import DedupPass, write_part
+from megatfm.data_prep.documents import (
+    ChunkedDocumentWriter,
+    Document,
+    StepStats,
+    format_drop_reasons,
+    part_path,
+    read_documents,
+)
+from megatfm.data_prep.execution.stages import StageResult, StageRunner
+from megatfm.data_prep.filters.base import CountingFilter, PipelineStep, make_filter, pass_through
+from megatfm.data_prep.filters.text import FixUnicode
+from megatfm.data_prep.input_files import DocumentReader, InputFiles, chunk_by_bytes
 from megatfm.data_prep.split import choose_held_out
-from megatfm.data_prep.stages import StageResult, StageRunner
-from megatfm.data_prep.steps import FixUnicode, pass_through
-from megatfm.data_prep.thin import DedupPass, write_part
 from megatfm.errors import UsageError
 
 MANY_COPIES = 0.5
@@ -27,16 +32,16 @@ MANY_COPIES = 0.5
 
 
 class CleanStage:
-    """Reads files, in runs of about `part_bytes`, and cleans what is in them; then drops identical texts."""
+    """Reads files, in runs of about `task_bytes`, and cleans what is in them; then drops identical texts."""
 
     def __init__(self, stages: StageRunner, listing: InputFiles) -> None:
         self._stages = stages
         self._config = stages.config
         self._listing = listing
-        self._steps = [steps.make(each) for each in self._config.steps]
+        self._steps = [make_filter(each) for each in self._config.steps]
 
     def run(self, basis: StageResult) -> StageResult:
-        """Documents of all parts wait as `clean`, in the folder of the basis."""
+        """Read, clean and deduplicate: documents of all parts wait as `exact_dedup`, in the folder of the basis."""
         self._folder = self._stages.at(basis)
         read = self._read(basis)
         pieces = [
@@ -51,7 +56,7 @@ class CleanStage:
                 counts = StepStats(ExactDedup.title)
                 documents = read_documents(searched.piece(number))
                 kept = self._hash_documents(left(number, documents, counts), self._hash_path(number))
-                return {**write_part(self._folder, "clean", number, kept), "step": counts.as_json()}
+                return {**write_part(self._folder, "exact_dedup", number, kept), "step": counts.as_json()}
 
             def join(parts: Iterable[StageResult]) -> StageResult:
                 step = StepStats.merge([part["step"] for part in parts])
@@ -71,19 +76,19 @@ class CleanStage:
                     self._hash_path(number).unlink(missing_ok=True)
                 searched.remove_marks(found)
 
-            return self._stages.parts("clean", basis, len(pieces), work, join, tidy=tidy)
+            return self._stages.parts("exact_dedup", basis, len(pieces), work, join, tidy=tidy)
 
     def _read(self, basis: StageResult) -> StageResult:
-        """What passes the steps, in pieces of about `part_bytes`, and the hashes of the texts."""
+        """Write what passes the steps, in pieces of about `task_bytes`, and the hashes of the texts."""
         listing = self._listing
         limit, notes = self._document_limit()
         notes += [note for each in self._steps for note in each.notes]
         if listing.n_excluded:
             notes.append(f"left out by name: {listing.n_excluded:,} files or folders")
-        ranges = chunk_by_bytes([file.size for file in listing.files], self._config.part_bytes)
+        ranges = chunk_by_bytes([file.size for file in listing.files], self._config.task_bytes)
         found_bad = list(listing.bad)
         total = sum(file.size for file in listing.files)
-        with self._stages.reporter.stage("read and clean", total) as advance:
+        with self._stages.reporter.stage("clean", total) as advance:
 
             def work(number: int) -> StageResult:
                 first, end = ranges[number]
@@ -91,8 +96,8 @@ class CleanStage:
                 read = DocumentReader(
                     listing, limit, listing.files[first:end], found_bad if number == 0 else ()
                 )
-                repairs = [FixUnicode()] if self._config.read.repair_unicode else []
-                passes: list[steps.PipelineStep] = [*repairs, *self._fresh_steps()]
+                repairs = [FixUnicode()] if self._config.read.fix_unicode else []
+                passes: list[PipelineStep] = [*repairs, *self._fresh_steps()]
                 documents = self._write_pieces(number, pass_through(passes, read.documents(advance)))
                 counts = [read.counts, *(each.counts for each in passes)]
                 return {
@@ -115,7 +120,7 @@ class CleanStage:
                     "skipped_files": skipped,
                 }
 
-            return self._stages.parts("read", basis, len(ranges), work, join)
+            return self._stages.parts("clean", basis, len(ranges), work, join)
 
     def _write_pieces(self, number: int, documents: Iterator[Document]) -> list[int]:
         """Write the documents of a part of the files. Returns how many each piece has."""
@@ -125,10 +130,10 @@ class CleanStage:
 
         def end_piece() -> None:
             counts.append(len(rows))
-            KeyTableWriter(_rows(self._folder, number, len(counts) - 1)).write(iter(rows))
+            write_keys(_rows(self._folder, number, len(counts) - 1), rows)
             rows.clear()
 
-        with ChunkedDocumentWriter(self._folder, _name(number), self._config.part_bytes) as writer:
+        with ChunkedDocumentWriter(self._folder, _name(number), self._config.task_bytes) as writer:
             for document in documents:
                 if writer.is_full:
                     end_piece()
@@ -144,7 +149,7 @@ class CleanStage:
         for document in documents:
             hashes += blake3(json.dumps(document.to_list()).encode()).digest()
             yield document
-        KeyTableWriter(path).write(iter([np.frombuffer(hashes, np.uint8)]))
+        write_keys(path, [np.frombuffer(hashes, np.uint8)])
 
     def _hash_path(self, number: int) -> Path:
         return self._folder / f"identity.{number:05d}"
@@ -156,12 +161,12 @@ class CleanStage:
         share, seed = self._config.split.validation, self._config.split.seed
         sizes = {file.name: file.size for file in self._listing.files}
         records = any(self._listing.format(file) != "text" for file in self._listing.files)
-        if records or not share or self._config.split.files or choose_held_out(sizes, share, seed):
+        if records or not share or self._config.split.validation_files or choose_held_out(sizes, share, seed):
             return limit, []
         finer = max(1024, min(limit, int(sum(sizes.values()) * share / 4)))
         return finer, [f"too few files to hold some out: cut into documents of at most {finer:,} bytes"]
 
-    def _fresh_steps(self) -> list[steps.CountingFilter]:
+    def _fresh_steps(self) -> list[CountingFilter]:
         """The steps of the config, with counts of nothing yet; lists and indices are read once for all parts."""
         for each in self._steps:
             each.counts = StepStats(each.counts.step)
@@ -172,7 +177,7 @@ class _ExactDedup(DedupPass):
     """The search for identical texts in the pieces of what was read."""
 
     def __init__(self, stages: StageRunner, folder: Path, pieces: list[tuple[int, int]]) -> None:
-        super().__init__(stages, folder, "exact", ExactDedup(), len(pieces))
+        super().__init__(stages, folder, "exact_dedup", ExactDedup(), len(pieces))
         self._pieces = pieces
 
     def rows(self, part: int) -> Path:
@@ -184,7 +189,7 @@ class _ExactDedup(DedupPass):
 
 
 def _name(number: int) -> str:
-    return f"read.{number:05d}"
+    return f"clean.{number:05d}"
 
 
 def _rows(folder: Path, number: int, piece: int) -> Path:

@@ -1,16 +1,17 @@
-"""Documents, and the files in which they wait between two stages: JSON lines under zstd."""
+"""Documents, the files in which they wait between two stages (JSON lines under zstd), and counts of what a step did."""
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import zstandard
 
-from megatfm.data.files import AtomicFile
-from megatfm.data.statistics import domain
+from megatfm.corpus.files import AtomicFile
+from megatfm.corpus.inspect import domain
 from megatfm.errors import MegatfmError
 
 BLOCK_BYTES = 2**20
@@ -37,14 +38,14 @@ class Document:
         return len(self.text) if self.text.isascii() else len(self.text.encode())
 
     def to_list(self) -> list[Any]:
-        """What tells it from all others; what comes after the text only if it is known."""
+        """Return it as a list; fields after the text are left out where nothing is known."""
         known = [self.id, self.text, self.url, self.language, dict(self.fields)]
         if self.record:
             return [*known, self.record]
         return known if self.fields else known[:4] if self.url or self.language else known[:2]
 
     def get(self, name: str) -> Any:
-        """What is said of it under a name: a field, else its "domain", "language" or "url"; None if nothing is."""
+        """Return what is known under a name: a field, else its "domain", "language" or "url"; None if nothing is."""
         if name in self.fields:
             return self.fields[name]
         known = {"domain": self.domain, "language": self.language, "url": self.url}
@@ -67,7 +68,7 @@ class Document:
 
     @property
     def top_level(self) -> str:
-        """The top-level package: the first folder of the path, or the file if it lies in none."""
+        """The top-level folder: the first folder of the path, or the file if it lies in none."""
         return self.file.partition("/")[0]
 
 
@@ -82,6 +83,12 @@ class DocumentWriter:
         """Append a line of JSON to the compressed stream."""
         line = json.dumps(document.to_list(), ensure_ascii=False)
         self._file.write(self._zstd.compress(f"{line}\n".encode()))
+
+    def write(self, documents: Iterable[Document]) -> Iterator[Document]:
+        """Yield the documents; each is appended on the way."""
+        for document in documents:
+            self.add(document)
+            yield document
 
     def commit(self) -> None:
         """End the stream, sync the file and give it its name. Raises MegatfmError when the disk refuses."""
@@ -98,11 +105,11 @@ class DocumentWriter:
 
 
 class ChunkedDocumentWriter:
-    """Writes documents to `NAME.00000.jsonl.zst` and so on, of about `part_bytes` of text each; at least one."""
+    """Writes documents to `NAME.00000.jsonl.zst` and so on, of about `task_bytes` of text each; at least one."""
 
-    def __init__(self, folder: Path, name: str, part_bytes: int) -> None:
-        self._folder, self._name, self._part_bytes = folder, name, part_bytes
-        self.ChunkedDocumentWriter = 0
+    def __init__(self, folder: Path, name: str, task_bytes: int) -> None:
+        self._folder, self._name, self._task_bytes = folder, name, task_bytes
+        self.parts = 0
         self.bytes = 0
         self._size = 0
         self._open = DocumentWriter(part_path(folder, name, 0))
@@ -110,15 +117,15 @@ class ChunkedDocumentWriter:
     @property
     def is_full(self) -> bool:
         """Whether the next document begins another part."""
-        return self._size >= self._part_bytes
+        return self._size >= self._task_bytes
 
     def add(self, document: Document) -> None:
         """Append to the open part, or to a new one if that is full: a document is never cut."""
         if self.is_full:
             self._open.commit()
-            self.ChunkedDocumentWriter += 1
+            self.parts += 1
             self._size = 0
-            self._open = DocumentWriter(part_path(self._folder, self._name, self.ChunkedDocumentWriter))
+            self._open = DocumentWriter(part_path(self._folder, self._name, self.parts))
         self._open.add(document)
         self._size += document.text_bytes
         self.bytes += document.text_bytes
@@ -126,7 +133,7 @@ class ChunkedDocumentWriter:
     def commit(self) -> None:
         """Finish the last part; `parts` is then how many there are."""
         self._open.commit()
-        self.ChunkedDocumentWriter += 1
+        self.parts += 1
 
     def __enter__(self) -> Self:
         return self
@@ -165,3 +172,91 @@ def read_documents(path: Path) -> Iterator[Document]:
         raise MegatfmError(
             f"{path}: can't be read back ({error}): delete {path.parent} and prepare again"
         ) from error
+
+
+EXAMPLES = 10
+
+
+@dataclass
+class Dropped:
+    """Documents dropped for one reason, with the first few as examples."""
+
+    documents: int = 0
+    bytes: int = 0
+    examples: list[str] = field(default_factory=list)
+
+
+@dataclass
+class StepStats:
+    """Documents and UTF-8 bytes of text that a step took in, changed, dropped and passed on."""
+
+    step: str
+    documents_in: int = 0
+    bytes_in: int = 0
+    changed: int = 0
+    documents_out: int = 0
+    bytes_out: int = 0
+    dropped: dict[str, Dropped] = field(default_factory=dict)
+    found: dict[str, int] = field(default_factory=dict)
+    """How often it met what it looks for: languages, redactions, removed lines."""
+
+    def count_event(self, what: str, times: int = 1) -> None:
+        """Count a finding, such as a redaction: it may happen several times in one document."""
+        self.found[what] = self.found.get(what, 0) + times
+
+    def count_input(self, size: int) -> None:
+        """Count a document that comes in; size: UTF-8 bytes of its text."""
+        self.documents_in += 1
+        self.bytes_in += size
+
+    def count_kept(self, size: int) -> None:
+        """Count a document that is passed on; size: UTF-8 bytes of its text, as it is now."""
+        self.documents_out += 1
+        self.bytes_out += size
+
+    def count_dropped(self, reason: str, size: int, example: str) -> None:
+        """Count a document as dropped, by reason; size: UTF-8 bytes; of the examples only the first few are kept."""
+        dropped = self.dropped.setdefault(reason, Dropped())
+        dropped.documents += 1
+        dropped.bytes += size
+        if len(dropped.examples) < EXAMPLES:
+            dropped.examples.append(example)
+
+    @classmethod
+    def merge(cls, parts: Sequence[Mapping[str, Any]]) -> Self:
+        """The counts of all parts of a corpus, given as JSON in the order of the corpus."""
+        whole = cls(parts[0]["step"])
+        for part in parts:
+            for name in ("documents_in", "bytes_in", "changed", "documents_out", "bytes_out"):
+                setattr(whole, name, getattr(whole, name) + part[name])
+            for reason, dropped in part["dropped"].items():
+                total = whole.dropped.setdefault(reason, Dropped())
+                total.documents += dropped["documents"]
+                total.bytes += dropped["bytes"]
+                total.examples = [*total.examples, *dropped["examples"]][:EXAMPLES]
+            for what, times in part.get("found", {}).items():
+                whole.count_event(what, times)
+        return whole
+
+    def as_json(self) -> dict[str, Any]:
+        """Fields by name, of which `found` is left out where nothing was."""
+        values = asdict(self)
+        if not self.found:
+            del values["found"]
+        return values
+
+
+def reason_key(reason: str) -> str:
+    """Turn why a file or record can't be used into a reason to count by: `is not JSON: …` → `not_json`."""
+    words = re.sub(r"[^a-z0-9]+", "_", reason.partition(":")[0].lower().replace("'", "")).strip("_")
+    return re.sub(r"^(is|has)_(an?_)?", "", words)
+
+
+def format_drop_reasons(counts: Iterable[StepStats]) -> str:
+    """Format in one line why documents were dropped."""
+    reasons = [
+        f"{dropped.documents} dropped: {reason}"
+        for each in counts
+        for reason, dropped in each.dropped.items()
+    ]
+    return "; ".join(reasons) or "there were none"

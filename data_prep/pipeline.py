@@ -5,7 +5,8 @@ can't (training the tokenizer, writing shards) joins the parts in their order. S
 which part, and a part that is committed is never done again.
 
 What a stage depends on is its basis: a stage has that of the one before and what it needs of the config, the last one
-all. Its files lie in a folder named by a hash of it, so none is ever read that other settings made.
+all. Its files lie in a folder named by a hash of it, so none is ever read that other settings made. Documents are
+removed once the next stage has read them; if other settings need them again, their stages run again.
 """
 
 import platform
@@ -17,18 +18,22 @@ from pathlib import Path
 from megatfm import tokenizers
 from megatfm.config.prep import PrepConfig
 from megatfm.data_prep.clean import CleanStage
-from megatfm.data_prep.encode import TokenizeStage
-from megatfm.data_prep.files import InputFiles
-from megatfm.data_prep.hold_out import SplitStage
-from megatfm.data_prep.progress import Reporter
-from megatfm.data_prep.stages import StageResult, StageRunner
-from megatfm.data_prep.summary import PrepSummary
-from megatfm.data_prep.take_ids import IdFiles
-from megatfm.data_prep.take_images import ImageFiles
-from megatfm.data_prep.take_over import EMPTY_SPLIT, SPLITS, ImportSource, ImportStage
-from megatfm.data_prep.team import FINISH, LocalExecutor, LockExecutor, TaskExecutor
-from megatfm.data_prep.thin import DedupStage
-from megatfm.data_prep.work import Workspace, config_identity
+from megatfm.data_prep.dedup.runner import DedupStage, pass_names
+from megatfm.data_prep.execution.executors import FINISH, LocalExecutor, LockExecutor, TaskExecutor
+from megatfm.data_prep.execution.progress import PrepSummary, Reporter
+from megatfm.data_prep.execution.stages import StageResult, StageRunner
+from megatfm.data_prep.execution.workspace import Workspace, config_identity
+from megatfm.data_prep.import_external import (
+    EMPTY_SPLIT,
+    SPLITS,
+    IdFiles,
+    ImageFiles,
+    ImportSource,
+    ImportStage,
+)
+from megatfm.data_prep.input_files import InputFiles
+from megatfm.data_prep.split import SplitStage
+from megatfm.data_prep.tokenize import TokenizeStage
 from megatfm.errors import UsageError
 from megatfm.registry import import_plugins
 
@@ -60,7 +65,7 @@ def run(
     with workspace.lock(shared) if shared or members.rank == 1 else nullcontext(True) as locked:
         if shared and not locked:
             raise UsageError(
-                f"{workspace.out}: no locks on this file system, but --part needs them: use mpirun"
+                f"{workspace.out}: no locks on this file system, but --task needs them: use mpirun"
             )
         if not locked:
             reporter.log(f"{workspace.out}: no locks on this file system: let no other prep work here")
@@ -72,28 +77,31 @@ def run(
 
 
 def _prepare(workspace: Workspace, stages: StageRunner) -> StageResult:
-    """The story: read and clean, thin out, hold out, tokenize, finish."""
+    """Run the stages in order: read and clean, dedup, split, train the tokenizer, tokenize, commit."""
     config, values = stages.config, config_identity(stages.config)
     listing = InputFiles(config.read, workspace.folder / "fetched")
-    if config.split.files:
-        listing.move_to_front(config.split.files)
+    if config.split.validation_files:
+        listing.move_to_front(config.split.validation_files)
     basis: StageResult = {
         "files": listing.fingerprint(),
-        "part_bytes": config.part_bytes,
+        "task_bytes": config.task_bytes,
         **{name: values[name] for name in ("version", "plugins", "read", "split", "steps") if name in values},
     }
+    basis["split"] = {key: value for key, value in values["split"].items() if key != "near_duplicates"}
     if isinstance(stages.team, LockExecutor) or stages.team.rank == 1:
         workspace.agree(basis, shared=isinstance(stages.team, LockExecutor))
     if config.read.is_passthrough:
-        return _finish(workspace, stages, _take_over(stages, listing, values, basis))
-    clean, folder = CleanStage(stages, listing).run(basis), stages.at(basis)
-    if "duplicates" in values:
-        basis["duplicates"] = values["duplicates"]
-    thin, folder = DedupStage(stages, folder, clean).run(basis), stages.at(basis)
-    hold_out = SplitStage(stages, folder, thin["name"], clean["parts"])
-    plan = hold_out.plan(basis)
-    basis["near_duplicates"] = values["near_duplicates"]
-    split = hold_out.run(plan, thin["bytes"], basis)
+        return _finish(workspace, stages, _import(stages, listing, values, basis))
+    of_dedup = {**basis, "dedup": values["dedup"]} if "dedup" in values else basis
+    of_split = {**of_dedup, "split": values["split"]}
+    stages.renew_if_swept(of_dedup, "split-train", of_split)
+    if config.dedup:
+        stages.renew_if_swept(basis, pass_names(config)[0], of_dedup)
+    clean = CleanStage(stages, listing).run(basis)
+    deduplicated = DedupStage(stages, stages.at(basis), clean).run(of_dedup)
+    hold_out = SplitStage(stages, stages.at(of_dedup), deduplicated["name"], clean["parts"])
+    split = hold_out.run(hold_out.plan(of_dedup), deduplicated["bytes"], of_split)
+    basis = {**of_split}
     encode = TokenizeStage(stages, stages.at(basis))
     basis["tokenizer"] = values["tokenizer"]
     facts = encode.make_tokenizer(split, basis)
@@ -103,7 +111,7 @@ def _prepare(workspace: Workspace, stages: StageRunner) -> StageResult:
         **provenance,
         "notes": clean["notes"] + split["notes"] + lossy,
         "skipped_files": clean["skipped_files"],
-        "steps": clean["steps"] + thin["steps"] + split["steps"],
+        "steps": clean["steps"] + deduplicated["steps"] + split["steps"],
         "held_out": split["held_out"],
         "tokenizer": facts,
     }
@@ -115,41 +123,39 @@ def _prepare(workspace: Workspace, stages: StageRunner) -> StageResult:
     return _finish(workspace, stages, result)
 
 
-def _take_over(
-    stages: StageRunner, listing: InputFiles, values: StageResult, basis: StageResult
-) -> StageResult:
-    """The shorter story of token ids that were made elsewhere, and of images."""
+def _import(stages: StageRunner, listing: InputFiles, values: StageResult, basis: StageResult) -> StageResult:
+    """Run the stages that import token ids or images."""
     basis.update(values)
     config = stages.config
     facts = stages.once(
         "tokenizer", basis, TokenizeStage(stages, stages.at(basis)).copy_tokenizer, in_out=True
     )
-    known = tokenizers.load(stages.out) if config.tokenizer.file is not None else None
+    tokenizer = tokenizers.load(stages.out) if config.tokenizer.file is not None else None
     source: ImportSource
     if config.read.format == "images":
-        source = ImageFiles(listing, known, config.part_bytes)
+        source = ImageFiles(listing, tokenizer, config.task_bytes)
     else:
-        assert known is not None  # as the config is checked
-        source = IdFiles(listing, known)
+        assert tokenizer is not None  # as the config is checked
+        source = IdFiles(listing, tokenizer)
 
     def provenance(digest: str) -> StageResult:
         return {"config": values, "input_blake3": digest, "libraries": _libraries(config, facts)}
 
     skipped = [f"{bad.where}: {bad.reason}" for bad in listing.bad]
-    found = ImportStage(stages, source).run(basis, provenance)
+    imported = ImportStage(stages, source).run(basis, provenance)
     return {
-        **found["provenance"],
+        **imported["provenance"],
         "notes": [source.warning],
-        "skipped_files": skipped + found["skipped_files"],
-        "steps": found["steps"],
+        "skipped_files": skipped + imported["skipped_files"],
+        "steps": imported["steps"],
         "held_out": {"level": "document", "names": []},
         "tokenizer": facts,
-        **{name: found[name] for name in SPLITS},
+        **{name: imported[name] for name in SPLITS},
     }
 
 
 def _finish(workspace: Workspace, stages: StageRunner, result: StageResult) -> StageResult:
-    """Commit the whole, once."""
+    """Write the result and the report, once."""
 
     def finish() -> StageResult:
         workspace.finish(result, clean=not isinstance(stages.team, LockExecutor))
@@ -159,14 +165,12 @@ def _finish(workspace: Workspace, stages: StageRunner, result: StageResult) -> S
 
 
 def _libraries(config: PrepConfig, tokenizer: StageResult) -> dict[str, str]:
-    """The versions of what took part."""
+    """Return the versions of the libraries that took part."""
     names = {*LIBRARIES, *(["pillow"] if config.read.format == "images" else [])}
     if not tokenizer["kind"].startswith("sentencepiece"):
         names.add("tokenizers")
     names |= {
-        STEP_LIBRARIES[each.name]
-        for each in (*config.steps, *config.duplicates)
-        if each.name in STEP_LIBRARIES
+        STEP_LIBRARIES[step.name] for step in (*config.steps, *config.dedup) if step.name in STEP_LIBRARIES
     }
     return {"python": platform.python_version(), **{name: version(name) for name in sorted(names)}}
 

@@ -8,18 +8,11 @@ from pathlib import Path
 
 import torch
 
-from megatfm.layers.attention.patterns import (
-    AttentionPattern,
-    BigBird,
-    Chunked,
-    Fixed,
-    Full,
-    Longformer,
-    MemoryCompressedPattern,
-    PatternMask,
-    Strided,
-    Window,
-)
+from megatfm.layers.attention.memory_compressed import MemoryCompressedPattern
+from megatfm.layers.attention.patterns import AttentionPattern
+from megatfm.layers.attention.patterns.bigbird import BigBird
+from megatfm.layers.attention.patterns.local import Chunked, Fixed, Full, Longformer, Strided, Window
+from megatfm.layers.attention.patterns.mask import PatternMask
 from megatfm.layers.sequence import SequenceMetadata
 
 IMAGES = Path(__file__).parent / "images"

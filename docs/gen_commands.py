@@ -11,7 +11,7 @@ from megatfm.cli import build_parser
 INTRODUCTION = (
     "`CONFIG` is a TOML file, a run directory, or the name of a preset; `key=value` sets any of its keys, wherever on "
     "the line it stands. Every command takes `--help`, and `--debug`, which shows the traceback of an error that is "
-    "otherwise one line. [Exit codes](../concepts.md#exit-codes) are the same for all."
+    "otherwise one line. [Exit codes](../guide/troubleshooting.md#exit-codes) are the same for all."
 )
 
 

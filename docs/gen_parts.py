@@ -7,24 +7,23 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 from megatfm.config import Config
-from megatfm.config.edit import name_of, sections_of
+from megatfm.config.section import name_of, sections_of
 from megatfm.engines.registry import ENGINES
-from megatfm.layers.activation import ACTIVATIONS
-from megatfm.layers.attention.patterns.registry import PATTERNS
-from megatfm.layers.attention.registry import ATTENTIONS
+from megatfm.layers.attention import ATTENTIONS
+from megatfm.layers.attention.patterns import PATTERNS
 from megatfm.layers.embedding import EMBEDDINGS
-from megatfm.layers.ffn.registry import FFNS
-from megatfm.layers.head import HEADS
-from megatfm.layers.initialisation.registry import INITIALISATIONS
+from megatfm.layers.feed_forward import ACTIVATIONS, FFNS
+from megatfm.layers.initialisation import INITIALISATIONS
 from megatfm.layers.norm import NORMS
-from megatfm.layers.position.registry import POSITIONS
-from megatfm.layers.residual.registry import RESIDUALS
+from megatfm.layers.output_head import HEADS
+from megatfm.layers.position import POSITIONS
+from megatfm.layers.residual import RESIDUALS
 from megatfm.models import MODELS
 from megatfm.objectives import OBJECTIVES
+from megatfm.optim.lr_schedules import SCHEDULES
+from megatfm.optim.parameters import OPTIMIZERS
 from megatfm.registry import Registry
-from megatfm.train.optimizers import OPTIMIZERS
-from megatfm.train.record.metrics import SINKS
-from megatfm.train.schedules import SCHEDULES
+from megatfm.tracking.metrics import SINKS
 
 PARTS: dict[str, Registry[Any]] = {
     "model.family": MODELS,

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -11,8 +12,9 @@ import megatfm
 
 INTRODUCTION = (
     "What `import megatfm` offers; everything else may change between versions. Importing it loads no torch: "
-    "that comes with the first use. [Use it from Python](../how-to/python.md) shows it at work."
+    "that comes with the first use."
 )
+PAGE, HEADING = Path(__file__).parent / "reference" / "python.md", "## Reference"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -23,8 +25,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def page() -> str:
-    """A section for each offer, with its signature and what its docstring says."""
-    return "\n\n".join(["# Python", INTRODUCTION, *sections()]) + "\n"
+    """The page's own text, then a section for each offer, with its signature and what its docstring says."""
+    text = PAGE.read_text(encoding="utf-8").partition(HEADING)[0].rstrip()
+    return "\n\n".join([text, HEADING, INTRODUCTION, *sections()]) + "\n"
 
 
 def sections() -> Iterator[str]:

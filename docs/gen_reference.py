@@ -12,8 +12,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from megatfm.config import Config
-from megatfm.config.base import PathStr, Section
 from megatfm.config.prep import PrepConfig
+from megatfm.config.section import PathStr, Section
 
 INTRODUCTION = (
     "Any key can be set in the file, or on the command line as `section.key=value`. A key that is not listed here is "

@@ -1,39 +1,50 @@
-"""`megatfm launch`: which launcher, with what resources."""
+"""`megatfm launch`, and `submit`, its like in Python: from flags to a job and its launcher."""
 
 import argparse
 import re
 import sys
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatfm.config import Config, load, load_config
 from megatfm.config.prep import PrepConfig
 from megatfm.errors import UsageError
-from megatfm.launchers.job import Job, Kind, Launcher
-from megatfm.launchers.local import LocalLauncher
-from megatfm.launchers.mpi import MpiLauncher
-from megatfm.launchers.refusals import launch_errors, launch_warnings
-from megatfm.launchers.site import Site, load_site
-from megatfm.launchers.slurm import SlurmLauncher
-from megatfm.registry import check_foreign_plugins
+from megatfm.launchers import scheduler
+from megatfm.launchers.job import Job, JobState, Kind, Launcher
+from megatfm.launchers.local import LocalLauncher, MpiLauncher
+from megatfm.launchers.run_jobs import cancel
+from megatfm.launchers.slurm import Site, SlurmLauncher, load_site
+from megatfm.launchers.status import RunStatus, run_status
+from megatfm.launchers.validation import launch_errors, launch_warnings
+from megatfm.registry import check_foreign_plugins, refuse_repeats
 
-SITE_FLAGS = ("partition", "account", "qos", "constraint", "max_restarts", "start")
+SLURM_FLAGS = {
+    "nodes": ("N", "nodes of the job (1); MIN-MAX goes on with fewer when nodes fail"),
+    "gpus_per_node": ("G", "GPUs of each node, one process on each"),
+    "time": ("T", "time limit, for example 24:00:00"),
+    "job_name": ("NAME", "name of the job (the run's name)"),
+    "chain": ("N", "queue N jobs that follow one another, where jobs aren't requeued"),
+    "array": ("N", "with --prep: N tasks side by side (8)"),
+    "partition": ("P", "partition (queue)"),
+    "account": ("A", "account that is charged"),
+    "qos": ("Q", "quality of service"),
+    "constraint": ("C", "features that nodes must have"),
+    "mem": ("M", "memory of each node, for example 480G"),
+    "exclude": ("NODES", "nodes not to use, for example gpu[07,12]"),
+    "nodelist": ("NODES", "nodes to use"),
+    "reservation": ("NAME", "reservation to run in"),
+    "begin": ("WHEN", "start no sooner, for example now+2hours"),
+    "dependency": ("WHAT", "start after other jobs, for example afterok:4711"),
+    "sbatch": ("OPTION", "any other, as --sbatch=--mail-type=FAIL; repeat it"),
+    "start": ("srun|torchrun", "who starts the processes on the nodes (srun)"),
+    "site": ("FILE", "description of the site (slurm/site.toml)"),
+}
+"""Flags that only SLURM jobs have: how the value is called, and help."""
+SITE_FLAGS = ("partition", "account", "qos", "constraint", "exclude", "start", "max_restarts")
+"""Those that stand for fields of the site file, with `--mem` for `memory`."""
 SBATCH_FLAGS = ("nodelist", "reservation", "begin", "dependency")
-SLURM_FLAGS = (
-    *(
-        "mem",
-        "exclude",
-        "sbatch",
-        *SBATCH_FLAGS,
-        "nodes",
-        "gpus_per_node",
-        "time",
-        "job_name",
-        "chain",
-        "array",
-        "site",
-    ),
-    *(flag for flag in SITE_FLAGS if flag != "max_restarts"),
-)
+"""Those that become options of sbatch as they are."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,44 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     slurm = parser.add_argument_group("SLURM")
     slurm.add_argument("--slurm", action="store_true", help="submit a SLURM job")
-    slurm.add_argument(
-        "--nodes", metavar="N", help="nodes of the job (1); MIN-MAX goes on with fewer when nodes fail"
-    )
-    slurm.add_argument(
-        "--gpus-per-node", type=int, metavar="G", help="GPUs of each node, one process on each"
-    )
-    slurm.add_argument("--time", metavar="T", help="time limit, for example 24:00:00")
-    slurm.add_argument("--job-name", metavar="NAME", help="name of the job (the run's name)")
-    slurm.add_argument(
-        "--chain",
-        type=int,
-        metavar="N",
-        help="queue N jobs that follow one another, where jobs aren't requeued",
-    )
-    slurm.add_argument("--array", type=int, metavar="N", help="with --prep: N tasks side by side (8)")
-    slurm.add_argument("--partition", metavar="P", help="partition (queue)")
-    slurm.add_argument("--account", metavar="A", help="account that is charged")
-    slurm.add_argument("--qos", metavar="Q", help="quality of service")
-    slurm.add_argument("--constraint", metavar="C", help="features that nodes must have")
-    slurm.add_argument("--mem", metavar="M", help="memory of each node, for example 480G")
-    slurm.add_argument("--exclude", metavar="NODES", help="nodes not to use, for example gpu[07,12]")
-    for name, metavar, text in (
-        ("nodelist", "NODES", "nodes to use"),
-        ("reservation", "NAME", "reservation to run in"),
-        ("begin", "WHEN", "start no sooner, for example now+2hours"),
-        ("dependency", "WHAT", "start after other jobs, for example afterok:4711"),
-    ):
-        slurm.add_argument(f"--{name}", metavar=metavar, help=text)
-    slurm.add_argument(
-        "--sbatch",
-        metavar="OPTION",
-        action="append",
-        help="any other, as --sbatch=--mail-type=FAIL; repeat it",
-    )
-    slurm.add_argument(
-        "--start", metavar="srun|torchrun", help="who starts the processes on the nodes (srun)"
-    )
-    slurm.add_argument("--site", type=Path, metavar="FILE", help="description of the site (slurm/site.toml)")
+    types = {"gpus_per_node": int, "chain": int, "array": int, "site": Path}
+    for name, (metavar, text) in SLURM_FLAGS.items():
+        flag, action = f"--{name.replace('_', '-')}", "append" if name == "sbatch" else "store"
+        slurm.add_argument(flag, metavar=metavar, help=text, type=types.get(name, str), action=action)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -136,12 +113,13 @@ def build_launch(args: argparse.Namespace) -> tuple[Launcher, Job]:
         chain_length=1 if args.chain is None else args.chain,
     )
     site = _site(args) if args.slurm else None
-    for problem in launch_errors(job, site):
+    partition = scheduler.partition(site.partition) if site else None
+    for problem in launch_errors(job, site, partition):
         if not args.dry_run:
             raise UsageError(problem)
         print(f"note: this would be refused: {problem}", file=sys.stderr)
     if site:
-        for note in launch_warnings(job, site):
+        for note in launch_warnings(job, site, partition):
             print(f"note: {note}", file=sys.stderr)
         return SlurmLauncher(site), job
     return (
@@ -152,12 +130,19 @@ def build_launch(args: argparse.Namespace) -> tuple[Launcher, Job]:
 def check_flags(args: argparse.Namespace) -> None:
     """Raise UsageError for flags that don't go together."""
     if args.slurm and args.mpi is not None:
-        raise UsageError("--slurm and --mpi: choose one; inside a SLURM job ranks are started by srun")
+        raise UsageError(
+            f"--slurm and --mpi: choose one. A SLURM job starts its ranks by srun: --slurm --nproc {args.mpi} for "
+            f"{args.mpi} on each node; --mpi {args.mpi} alone starts them here by mpirun"
+        )
     if not args.slurm:
-        given = [f"--{name.replace('_', '-')}" for name in SLURM_FLAGS if getattr(args, name) is not None]
-        if given:
-            raise UsageError(f"{', '.join(given)}: only with --slurm")
-        if (args.nproc is None) == (args.mpi is None):
+        flags = [f"--{name.replace('_', '-')}" for name in SLURM_FLAGS if getattr(args, name) is not None]
+        if flags:
+            raise UsageError(f"{', '.join(flags)}: only with --slurm")
+        if args.nproc is not None and args.mpi is not None:
+            raise UsageError(
+                f"--nproc and --mpi: choose one: --nproc {args.nproc} without mpirun, --mpi {args.mpi} with it"
+            )
+        if args.nproc is None and args.mpi is None:
             raise UsageError("say where to run: one of --nproc N (this machine), --mpi N (mpirun) or --slurm")
     refused = {
         "--array": args.array is not None and not args.prep,
@@ -175,7 +160,7 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 def resolve_job_config(args: argparse.Namespace) -> tuple[Kind, Config | PrepConfig, str]:
-    """What is to be done, its config, and a name for the job."""
+    """The kind of job, its config, and a name for it."""
     if args.prep:
         prep = load(PrepConfig, args.config, args.overrides)
         return "prep", prep, f"prep-{re.sub(r'[^A-Za-z0-9._-]+', '-', Path(prep.out).name)}"[:100]
@@ -198,9 +183,73 @@ def _nodes(text: str | None) -> tuple[int, int | None]:
 
 
 def _site(args: argparse.Namespace) -> Site:
-    fields = {name: getattr(args, name) for name in SITE_FLAGS} | {
-        "memory": args.mem,
-        "exclude": args.exclude,
-    }
+    fields = {name: getattr(args, name) for name in SITE_FLAGS} | {"memory": args.mem}
     options = [f"--{name}={value}" for name in SBATCH_FLAGS if (value := getattr(args, name)) is not None]
     return load_site(args.site, fields, [*options, *(args.sbatch or [])])
+
+
+# --- SLURM jobs from Python -----------------------------------------------------------------------------------------
+
+POLL_SECONDS = 30.0
+"""Schedulers don't like to be asked often."""
+
+
+@dataclass(frozen=True)
+class RunHandle:
+    """A submitted run, by its run directory: another process can make one of the same folder."""
+
+    run_dir: Path
+
+    @property
+    def state(self) -> JobState:
+        """State of its job: PENDING, RUNNING, DONE, FAILED and such, with the reason."""
+        return self.progress.state
+
+    @property
+    def progress(self) -> RunStatus:
+        """Step, loss, time left and restarts, as `megatfm status` shows them."""
+        return run_status(self.run_dir)
+
+    def wait(self, timeout: float | None = None, poll_interval: float = POLL_SECONDS) -> JobState:
+        """Wait for the end, through restarts and all links of a chain. Raises TimeoutError after `timeout` seconds.
+
+        A scheduler that doesn't answer is asked again.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            state = self.state
+            if state.is_over:
+                return state
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TimeoutError(f"{self.run_dir}: still {state.name} after {timeout:g} s: {state.reason}")
+            time.sleep(poll_interval)
+
+    def cancel(self) -> str:
+        """End all of its jobs; return which. Raises UsageError if none is left."""
+        return cancel(self.run_dir)
+
+
+def submit(config: str | Path, *overrides: str, **flags: object) -> RunHandle:
+    """`megatfm launch CONFIG --slurm …`: overrides are its `key=value`, flags its flags, with `_` for `-`.
+
+    `submit("mine.toml", "train.steps=100", nodes=2, gpus_per_node=8, time="24:00:00")`. True stands for a flag alone,
+    a list for one that is repeated. Raises UsageError, MegatfmError.
+    """
+    parser = argparse.ArgumentParser(exit_on_error=False, add_help=False, allow_abbrev=False)
+    add_arguments(parser)
+    words = ["--slurm"]
+    for name, value in flags.items():
+        flag = f"--{name.replace('_', '-')}"
+        for item in value if isinstance(value, list | tuple) else [value]:
+            words += [flag] if item is True else [] if item in (None, False) else [f"{flag}={item}"]
+    try:
+        args, unknown = parser.parse_known_args(words)
+    except argparse.ArgumentError as error:
+        raise UsageError(f"submit: {error}") from None
+    if unknown or args.dry_run:
+        raise UsageError(
+            f"submit: {(unknown or ['--dry-run'])[0]}: no flag for a job: see `megatfm launch --help`"
+        )
+    refuse_repeats(overrides)
+    args.config, args.overrides = str(config), list(overrides)
+    return RunHandle(launch(args)[1].run_dir)

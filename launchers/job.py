@@ -1,4 +1,4 @@
-"""What is to run, and the interface of everything that can run it."""
+"""Describes a job (`Job`), its state (`JobState`), and the interface of launchers (`Launcher`)."""
 
 import os
 import re
@@ -9,8 +9,8 @@ from typing import Literal, Protocol
 
 from megatfm import version
 from megatfm.config import Config
-from megatfm.config.base import check_path
 from megatfm.config.prep import PrepConfig
+from megatfm.config.section import check_path
 from megatfm.errors import UsageError
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -24,11 +24,11 @@ Kind = Literal["train", "prep", "evaluate"]
 
 @dataclass(frozen=True)
 class Job:
-    """One run: the config as the user named it, what came out of it, and how many processes where.
+    """A training, preparation or evaluation: its config, its name, and the nodes and processes that it asks for.
 
-    `nodes` is the least number and `max_nodes` the largest (`nodes` if left out). `array`: tasks of a preparation
-    that work side by side. `chain`: jobs that follow one another. Raises UsageError for a field that is out of range
-    or holds characters that have no business in it.
+    `config_name` is the config as the user named it; `max_nodes` is `min_nodes` if left out. `array_size`: tasks of a
+    preparation that work side by side. `chain_length`: jobs that follow one another. Raises UsageError for a field that
+    is out of range or holds characters that it can't.
     """
 
     config_name: str
@@ -89,7 +89,7 @@ class Job:
 
     @property
     def command(self) -> list[str]:
-        """What every process runs."""
+        """Command of every process."""
         return [*megatfm_command(self.kind), self.config_name, *self.overrides]
 
 
@@ -126,14 +126,14 @@ OVER = {
     *("REVOKED", "TIMEOUT"),
     *("DONE", "ENDED", "GONE", "NO PROGRESS", "STOPPED"),
 }
-"""Words for a job that has ended for good: SLURM's, then ours. Any other is of one that holds nodes or may start."""
+"""States of a job that has ended for good: SLURM's, then ours. Jobs in other states hold nodes or may start."""
 UNKNOWN = "UNKNOWN"
-"""Word for a job of which nobody can tell: the scheduler doesn't answer, or it runs on another machine."""
+"""Name for a job of which nobody can tell: the scheduler doesn't answer, or it runs on another machine."""
 
 
 @dataclass(frozen=True)
 class JobState:
-    """What the one who runs a job says of it: a word such as RUNNING, more in words, and since when (seconds)."""
+    """State of a job as its scheduler reports it: name (RUNNING, …), reason, start in seconds since 1970."""
 
     name: str
     reason: str = ""
@@ -151,7 +151,7 @@ class JobState:
 
 
 class Launcher(Protocol):
-    """A way to run a job, and to look after it. A run directory tells which way it was started."""
+    """A way to run a job."""
 
     def render(self, job: Job) -> dict[str, str]:
         """The files that describe the job, by name. Pure: touches nothing."""
@@ -159,12 +159,4 @@ class Launcher(Protocol):
 
     def submit(self, job: Job) -> int:
         """Run or queue the job. Returns the exit code of the command."""
-        ...
-
-    def status(self, run: Path) -> JobState:
-        """How the job of a run is."""
-        ...
-
-    def logs(self, run: Path) -> list[Path]:
-        """Where the job itself writes, besides the ranks' own logs."""
         ...

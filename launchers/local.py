@@ -1,17 +1,87 @@
-"""N processes on this machine."""
+"""Launchers in the foreground: processes on this machine or under mpirun, with restarts after failures."""
 
 import os
 import random
 import shlex
+import shutil
+import signal
 import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
 
-from megatfm.errors import MegatfmError
-from megatfm.launchers.foreground import ForegroundLauncher
+import psutil
+
+from megatfm.config import Config
+from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, NO_PROGRESS, MegatfmError, UsageError
 from megatfm.launchers.job import Job, python_path
-from megatfm.launchers.supervise import Child, supervise
+from megatfm.launchers.record import (
+    FINAL_EXIT_REASONS,
+    UNFINISHED,
+    Attempt,
+    AttemptLog,
+    finished,
+    write_launch_record,
+)
+from megatfm.launchers.run_jobs import refuse_concurrent_launch
+from megatfm.launchers.supervisor import Child, supervise
 
 # Below the kernel's range for outgoing connections, so that nobody's connection takes the port before rank 0 does.
 PORTS = range(12_000, 32_000)
+
+
+class ForegroundLauncher:
+    """Runs a job under the eyes of this process, and starts it again after a failure if it may."""
+
+    name: str
+
+    def __init__(self, max_restarts: int = 0) -> None:
+        self.max_restarts = max_restarts
+
+    def run(self, job: Job, attempt: Callable[[], int]) -> int:
+        """Run to the end, and again after failures; returns the last exit code, 76 when restarts gain nothing."""
+        run = job.run_dir
+        refuse_concurrent_launch(job)
+        if job.kind == "evaluate":  # a note of it would take the place of the run's own
+            return attempt()
+        launch_record = {"launcher": self.name, "kind": job.kind, "host": socket.gethostname()}
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+            write_launch_record(run, **launch_record, pid=os.getpid(), started=psutil.Process().create_time())
+            try:
+                return self._run_with_restarts(job, attempt) if job.kind == "train" else attempt()
+            finally:
+                write_launch_record(run, **launch_record)
+        except OSError as error:
+            raise MegatfmError(
+                f"{error.filename or run}: can't write the run directory: {error.strerror}"
+            ) from error
+
+    def _run_with_restarts(self, job: Job, attempt: Callable[[], int]) -> int:
+        """Attempts until one ends for good, or they gain nothing."""
+        assert isinstance(job.config, Config)
+        run, steps = job.run_dir, job.config.train.steps
+        me, restarts = f"{socket.gethostname()}:{os.getpid()}:{time.time()}", AttemptLog(run)
+        while True:
+            begun = restarts.begin(Attempt(time.time(), submission=me, job=me, nodes=[socket.gethostname()]))
+            code = attempt()
+            if code == EXIT_REQUEUE and finished(run, steps):  # asked to stop after its last step
+                code = EXIT_OK
+            elif code == EXIT_OK and not finished(run, steps):
+                code = EXIT_FAILED
+                print(f"megatfm: {UNFINISHED}", file=sys.stderr)
+            reason = FINAL_EXIT_REASONS.get(
+                code, "stopped by a signal" if code == EXIT_REQUEUE else f"exit code {code}"
+            )
+            ended = restarts.end(replace(begun, ended=time.time(), code=code, reason=reason))
+            if code in FINAL_EXIT_REASONS or code == EXIT_REQUEUE or not self.max_restarts:
+                return code
+            if spent := restarts.restart_limit_reason(me, self.max_restarts):
+                print(f"megatfm: no progress: {spent}", file=sys.stderr)
+                restarts.end(replace(ended, code=NO_PROGRESS, reason=spent))
+                return NO_PROGRESS
+            print("megatfm: starting again from the newest checkpoint", file=sys.stderr)
 
 
 class LocalLauncher(ForegroundLauncher):
@@ -66,8 +136,10 @@ class LocalLauncher(ForegroundLauncher):
 
 def default_env(processes: int) -> dict[str, str]:
     """Settings of a rank on this machine that the user's own environment overrules."""
+    # macOS has no affinity to ask for.
+    n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     env = {
-        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // processes)),
+        "OMP_NUM_THREADS": str(max(1, n_cores // processes)),
         "PYTHONUNBUFFERED": "1",  # the log of a rank that is killed holds its last words
     }
     return {key: os.environ.get(key, value) for key, value in env.items()} | python_path()
@@ -85,3 +157,48 @@ def free_port() -> int:
     raise MegatfmError(
         f"no free port between {PORTS[0]} and {PORTS[-1]} on 127.0.0.1: is something using them all?"
     )
+
+
+class MpiLauncher(ForegroundLauncher):
+    """Hands the ranks to mpirun, Open MPI's or MPICH's; all of them write to this terminal."""
+
+    name = "mpi"
+
+    def render(self, job: Job) -> dict[str, str]:
+        """The mpirun command."""
+        child = self._child(job)
+        env = " ".join(f"{key}={shlex.quote(value)}" for key, value in child.environment.items())
+        return {"launch.sh": f"{env} {shlex.join(child.command)}\n"}
+
+    def submit(self, job: Job) -> int:
+        """Run to the end; returns mpirun's exit code where it means something (0, 2, 75), else 1."""
+        if not shutil.which("mpirun"):
+            raise UsageError(
+                "mpirun is not on PATH: install openmpi-bin (`make system-deps`), load your site's MPI module, or "
+                f"use --nproc {job.world_size}"
+            )
+        return self.run(job, lambda: supervise([self._child(job)]))
+
+    def _child(self, job: Job) -> Child:
+        return Child(
+            "mpirun",
+            ["mpirun", "-n", str(job.world_size), *job.command],
+            {**mpi_env(), **default_env(job.world_size)},
+            # mpirun answers SIGTERM by killing the ranks, but passes SIGUSR1 on, so that they can save.
+            stop_signal=signal.SIGUSR1,
+            parent_death_signal=signal.SIGTERM,
+        )
+
+
+def mpi_env() -> dict[str, str]:
+    """Variables that Open MPI 4 and 5 read; MPICH ignores them and behaves so by itself."""
+    env = {
+        # More ranks than cores is what a laptop needs; binding would press all threads of a rank onto one core.
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        "OMPI_MCA_hwloc_base_binding_policy": "none",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "PRTE_MCA_hwloc_default_binding_policy": "none",
+    }
+    if os.geteuid() == 0:
+        env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return {key: os.environ.get(key, value) for key, value in env.items()}

@@ -1,4 +1,4 @@
-"""What is asked of SLURM, by its own commands. They answer in words that change between versions, so few are read."""
+"""Calls SLURM's commands and parses their output: few fields, since many change between versions (22.05 and later)."""
 
 import os
 import re
@@ -13,7 +13,7 @@ _FACT = re.compile(r"(\w[\w:/]*)=(.*?)(?= \w[\w:/]*=|$)")
 
 
 def run_slurm_command(*argv: str, environment: Mapping[str, str] | None = None) -> str:
-    """What a command of SLURM prints. Raises UsageError where there is none, MegatfmError when it refuses.
+    """Run a command of SLURM; return its output. Raises UsageError where there is none, MegatfmError when it refuses.
 
     environment: all of its variables, in place of ours.
     """
@@ -31,13 +31,13 @@ def run_slurm_command(*argv: str, environment: Mapping[str, str] | None = None) 
     except subprocess.TimeoutExpired:
         raise MegatfmError(f"{argv[0]} gave no answer in {TIMEOUT_SECONDS:.0f} s: is slurmctld up?") from None
     if done.returncode:
-        said = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
-        raise MegatfmError(f"{' '.join(argv[:3])}: {said}")
+        output = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
+        raise MegatfmError(f"{' '.join(argv[:3])}: {output}")
     return done.stdout
 
 
 def show_job(job: str) -> dict[str, str]:
-    """What `scontrol show job` says of a job; nothing once SLURM has forgotten it."""
+    """Fields of `scontrol show job`; empty once SLURM has forgotten the job."""
     try:
         text = run_slurm_command("scontrol", "-o", "show", "job", job)
     except MegatfmError as error:
@@ -62,17 +62,17 @@ def parse_time(text: str) -> int | None:
     None for UNLIMITED and the like.
     """
     if match := re.fullmatch(r"(\d+)-(\d+)(?::(\d+))?(?::(\d+))?", text):
-        days, hours, minutes, rest = (int(part or 0) for part in match.groups())
-        return ((days * 24 + hours) * 60 + minutes) * 60 + rest
+        days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
     if match := re.fullmatch(r"(?:(\d+):)?(\d+):(\d+)", text):
-        hours, minutes, rest = (int(part or 0) for part in match.groups())
-        return (hours * 60 + minutes) * 60 + rest
+        hours, minutes, seconds = (int(part or 0) for part in match.groups())
+        return (hours * 60 + minutes) * 60 + seconds
     return int(text) * 60 if text.isdecimal() else None
 
 
 @dataclass(frozen=True)
 class Partition:
-    """What a partition allows: UP, or a word for closed; longest and usual time limit in seconds, None for no limit."""
+    """A partition: UP or why it is closed; longest and default time limit in seconds, None for no limit."""
 
     name: str
     state: str
@@ -107,7 +107,7 @@ def usable_nodes(partition: str) -> set[str]:
 
 
 def submit(script: str, dependency: str = "") -> str:
-    """What sbatch says of a script. A dependency takes the place of the script's own.
+    """Submit a script and return sbatch's output. A dependency takes the place of the script's own.
 
     sbatch's variables of this shell (SBATCH_TIMELIMIT and the like) would overrule the script: they are taken out.
     """

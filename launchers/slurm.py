@@ -1,23 +1,153 @@
-"""SLURM jobs: training that saves ahead of the time limit and goes on until it is done; preparation; evaluation."""
+"""SLURM: the description of a cluster (`Site`, from slurm/site.toml), and the launcher that queues jobs there.
 
+A training job saves ahead of its time limit and goes on in the next; a preparation is an array of tasks that share
+their work; an evaluation reads a run directory. The templates are slurm/*.sbatch.
+"""
+
+import json
+import os
 import re
 import shlex
 import sys
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
+from typing import Annotated, Literal
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
+from pydantic import Field, NonNegativeInt, PositiveInt
 
-from megatfm.atomic import atomic_write
-from megatfm.config import Config, to_toml
+from megatfm.config import Config, load, to_toml
+from megatfm.config.section import Section
 from megatfm.errors import MegatfmError, UsageError
+from megatfm.files import atomic_write
 from megatfm.launchers import scheduler, snapshot
-from megatfm.launchers.beside import refuse_concurrent_launch
-from megatfm.launchers.files import record_evaluation_jobs, write_launch_record
-from megatfm.launchers.job import Job, JobState, megatfm_command
-from megatfm.launchers.queue import job_ids, run_job_state
-from megatfm.launchers.site import Site
+from megatfm.launchers.job import Job, megatfm_command
+from megatfm.launchers.record import record_evaluation_jobs, write_launch_record
+from megatfm.launchers.run_jobs import refuse_concurrent_launch
+
+# Wide enough for every site's names, too narrow for a quote, a space, a newline or a `$`.
+SlurmToken = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.,:/+@-]*\z", max_length=200)]
+Constraint = Annotated[str, Field(pattern=r"^[A-Za-z0-9_\[(][A-Za-z0-9_.,:&|*()\[\]-]*\z", max_length=200)]
+NodeList = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.,\[\]-]*\z", max_length=1000)]
+Memory = Annotated[str, Field(pattern=r"^\d+[KMGT]?\z", max_length=20)]
+SBATCH_OPTION_PATTERN = r"^--[a-z][a-z-]*(=[A-Za-z0-9_.,:/+@?*%\[\]-]+)?\Z"
+SbatchOption = Annotated[str, Field(pattern=SBATCH_OPTION_PATTERN.replace(r"\Z", r"\z"), max_length=200)]
+VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*\z", max_length=200)]
+SingleLine = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]*\z")]
+
+
+class Site(Section):
+    """Description of a cluster; see the comments in `slurm/site.toml`."""
+
+    partition: SlurmToken | None = None
+    """Partition (queue) of jobs."""
+    account: SlurmToken | None = None
+    """Account that jobs are charged to."""
+    qos: SlurmToken | None = None
+    """Quality of service."""
+    constraint: Constraint | None = None
+    """Features that nodes must have."""
+    exclude: NodeList | None = None
+    """Nodes never to use."""
+    cpus_per_task: PositiveInt | None = None
+    """Cores for each process."""
+    memory: Memory | None = None
+    """Memory of each node; left out, what the partition gives."""
+    exclusive: bool = False
+    """Whole nodes, with no other jobs on them."""
+    gpus: Literal["gpus-per-node", "gres"] = "gpus-per-node"
+    """How GPUs are asked for; sites with old settings know only gres."""
+    sbatch: list[SbatchOption] = Field(default_factory=list)
+    """More options of sbatch."""
+    srun: list[SbatchOption] = Field(default_factory=list)
+    """More options of srun."""
+    modules: list[SlurmToken] = Field(default_factory=list)
+    """Environment modules to load."""
+    setup: list[list[SingleLine]] = Field(default_factory=list)
+    """Commands before anything else, as lists of words."""
+    container: list[SingleLine] = Field(default_factory=list)
+    """Command put before every process, one word an item."""
+    python: SingleLine | None = None
+    """Python inside the container; left out, the one that submits."""
+    start: Literal["srun", "torchrun"] = "srun"
+    """Who starts the processes: srun, one task a process, or torchrun, one task a node."""
+    interface: SlurmToken | None = None
+    """Network interface over which processes meet."""
+    stop_seconds: PositiveInt = 300
+    """Seconds before the time limit at which a run is told to save and requeue."""
+    requeue: bool = True
+    """Whether jobs may be requeued here; where not, use `--chain`."""
+    max_restarts: NonNegativeInt = 3
+    """Failures in a row without a new checkpoint after which a run is still started again."""
+    environment: dict[VariableName, SingleLine] = Field(default_factory=dict)
+    """Variables for every process."""
+
+
+RESERVED_SBATCH_OPTIONS = (
+    *("array", "chdir", "error", "job-name", "no-requeue", "nodes", "ntasks", "ntasks-per-node", "open-mode"),
+    *("output", "parsable", "requeue", "signal", "test-only", "wait", "wrap"),
+    *(
+        "account",
+        "constraint",
+        "cpus-per-task",
+        "exclude",
+        "gpus-per-node",
+        "mem",
+        "partition",
+        "qos",
+        "time",
+    ),
+)
+"""Options of sbatch on which the scripts rely as they are, and those for which there are flags and fields."""
+WRITTEN_OUT = (*RESERVED_SBATCH_OPTIONS, "begin", "dependency", "nodelist", "reservation")
+"""Options that are read here, for which sbatch would take a beginning of the name, too."""
+FROM_SHELL = {"account": "SBATCH_ACCOUNT", "partition": "SBATCH_PARTITION", "qos": "SBATCH_QOS"}
+"""Field → the variable of sbatch whose value it has where neither the site nor a flag says another."""
+
+
+def load_site(path: Path | None, overrides: dict[str, str | int | None], options: Sequence[str] = ()) -> Site:
+    """Read a site: `path`, else `slurm/site.toml` here, else the one that ships with megatfm.
+
+    `overrides` replace fields where they are not None; `options` of sbatch are added to the site's. Raises UsageError.
+    """
+    here, shipped = Path("slurm/site.toml"), Path(str(resources.files("megatfm.slurm") / "site.toml"))
+    chosen = path or (here if here.is_file() else shipped)
+    for option in options:
+        if re.fullmatch(SBATCH_OPTION_PATTERN, option) is None:
+            raise UsageError(
+                f"{option!r}: no option of sbatch: give one as --name=value, without blanks or quotes"
+            )
+    fields = {key: value for key, value in overrides.items() if value is not None}
+    site = _load(chosen, fields)
+    shell = {key: os.environ.get(name) for key, name in FROM_SHELL.items() if getattr(site, key) is None}
+    if any(shell.values()):
+        site = _load(chosen, fields | {key: value for key, value in shell.items() if value})
+    for option in (*site.sbatch, *options):
+        _check_option(option)
+    return site.model_copy(update={"sbatch": [*site.sbatch, *options]})
+
+
+def _load(path: Path, fields: dict[str, str | int]) -> Site:
+    return load(Site, path, [f"{key}={json.dumps(value)}" for key, value in fields.items()])
+
+
+def _check_option(option: str) -> None:
+    """Raise UsageError for one that `megatfm launch` sets itself, also where the name is cut short."""
+    name = option.removeprefix("--").partition("=")[0]
+    if name in RESERVED_SBATCH_OPTIONS:
+        raise UsageError(
+            f"{option}: `megatfm launch` sets this itself: see its own flags, and the site file's fields"
+        )
+    longer = [known for known in WRITTEN_OUT if known.startswith(name)]
+    if longer and name not in WRITTEN_OUT:
+        raise UsageError(
+            f"{option}: sbatch would take this for --{' or --'.join(longer)}: write the name out, or leave it to "
+            "`megatfm launch`, which has flags for what it sets itself"
+        )
+
+
+# --- the launcher ---------------------------------------------------------------------------------------------------
 
 TEMPLATES = {"train": "pretrain", "prep": "data_prep", "evaluate": "evaluate"}
 
@@ -82,7 +212,7 @@ class SlurmLauncher:
     def submit(self, job: Job) -> int:
         """Write code, config and script into RUN/slurm/, queue the job, say its number and where to look."""
         folder, files = self._slurm_dir(job), self.render(job)
-        beside, (_, dependencies) = refuse_concurrent_launch(job), self._options()
+        evaluations, (_, dependencies) = refuse_concurrent_launch(job), self._options()
         try:
             (job.run_dir / "logs").mkdir(parents=True, exist_ok=True)  # sbatch would lose the log without it
             folder.mkdir(exist_ok=True)
@@ -96,7 +226,7 @@ class SlurmLauncher:
             for _ in range(job.chain_length):
                 jobs.append(_sbatch(script, _following(dependencies, jobs)))
                 if job.kind == "evaluate":
-                    record_evaluation_jobs(job.run_dir, [*beside, *jobs])
+                    record_evaluation_jobs(job.run_dir, [*evaluations, *jobs])
                 else:  # after each, so that the first knows of the others as soon as can be
                     facts = {
                         "launcher": "slurm",
@@ -112,20 +242,6 @@ class SlurmLauncher:
         self._print_summary(job, jobs)
         return 0
 
-    def status(self, run: Path) -> JobState:
-        """What squeue or, after the job, scontrol or the run's own record says."""
-        return run_job_state(run)
-
-    def logs(self, run: Path) -> list[Path]:
-        """The batch log of the job that ran last, or of each task of its array."""
-        for job in reversed(job_ids(run)):
-            found = sorted((run / "logs").glob(f"slurm-{job}.log")) or sorted(
-                (run / "logs").glob(f"slurm-{job}_*.log")
-            )
-            if found:
-                return found
-        return []
-
     def _slurm_dir(self, job: Job) -> Path:
         return job.run_dir / "slurm"
 
@@ -139,7 +255,8 @@ class SlurmLauncher:
                 megatfm[0],
                 "-P",
                 "-m",
-                "megatfm.launchers.agent",
+                "megatfm.launchers.torchrun",
+                "agent",
                 "--processes",
                 str(job.nproc_per_node),
             ]
@@ -149,8 +266,8 @@ class SlurmLauncher:
     def _options(self) -> tuple[list[str], list[str]]:
         """sbatch's further options, and what the job waits for."""
         flag = "--dependency="
-        waits = [each.removeprefix(flag) for each in self.site.sbatch if each.startswith(flag)]
-        return [each for each in self.site.sbatch if not each.startswith(flag)], waits
+        waits = [option.removeprefix(flag) for option in self.site.sbatch if option.startswith(flag)]
+        return [option for option in self.site.sbatch if not option.startswith(flag)], waits
 
     def _environment(self) -> dict[str, str]:
         interface = self.site.interface
@@ -162,16 +279,14 @@ class SlurmLauncher:
         }
 
     def _print_summary(self, job: Job, jobs: list[str]) -> None:
-        run, job_id_pattern = job.run_dir, ", ".join(jobs)
+        run, numbers = job.run_dir, ", ".join(jobs)
         if job.kind == "prep":
             what = f"{job.array_size} tasks"
         else:
             nodes = f"{job.min_nodes}-{job.max_nodes}" if job.max_nodes else str(job.min_nodes)
             what = f"{job.world_size} processes on {nodes} nodes"
         log = f"{run}/logs/slurm-{jobs[0]}{'_*' if job.kind == 'prep' else ''}.log"
-        print(
-            f"job{'s' * (len(jobs) > 1)} {job_id_pattern} {'are' if len(jobs) > 1 else 'is'} queued: {what}"
-        )
+        print(f"job{'s' * (len(jobs) > 1)} {numbers} {'are' if len(jobs) > 1 else 'is'} queued: {what}")
         print(f"  state    megatfm status {run}")
         print(f"  log      megatfm logs -f {run}    ({log})")
         if job.kind == "train":
@@ -184,14 +299,14 @@ class SlurmLauncher:
 
 
 def _following(dependencies: Sequence[str], jobs: Sequence[str]) -> str:
-    """What a link of a chain waits for: the link before it, however that ends, and what the first one waits for.
+    """Dependencies of a link of a chain: the link before it, however that ends, and what the first one waits for.
 
     Not by the name of the job (`singleton`), which runs in other folders may have, too. Of alternatives (`?`), which
     sbatch doesn't take together with another condition, the first link alone waits for one.
     """
     if not jobs:
         return ""
-    return ",".join([*(each for each in dependencies if "?" not in each), f"afterany:{jobs[-1]}"])
+    return ",".join([*(name for name in dependencies if "?" not in name), f"afterany:{jobs[-1]}"])
 
 
 def _template(name: str) -> str:
@@ -201,15 +316,15 @@ def _template(name: str) -> str:
 def _sbatch(script: Path, dependency: str) -> str:
     """Queue a script; returns the job's number."""
     try:
-        said = scheduler.submit(str(script), dependency)
+        output = scheduler.submit(str(script), dependency)
     except UsageError as error:
         raise UsageError(f"{error}, or look at the script with --dry-run") from None
     except MegatfmError as error:
         raise MegatfmError(f"sbatch refused {script}: {str(error).partition(': ')[2]}") from None
-    job_id_pattern = said.strip().split(";")[0]
-    if not job_id_pattern.isdecimal():
-        raise MegatfmError(f"sbatch refused {script}: {' '.join(said.split())}")
-    return job_id_pattern
+    job_id = output.strip().split(";")[0]
+    if not job_id.isdecimal():
+        raise MegatfmError(f"sbatch refused {script}: {' '.join(output.split())}")
+    return job_id
 
 
 def _sbatch_path(path: Path) -> str:

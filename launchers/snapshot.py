@@ -1,8 +1,8 @@
 """A copy of the code as it is at submission, so that a job which waits for days runs what was submitted.
 
 The importable packages are copied, rather than a git commit with a diff: what runs is then exactly what was
-imported, wheel or checkout, committed or not, and a node needs neither git nor the checkout. It is about a megabyte,
-and shared by all submissions of the same code.
+imported, wheel or checkout, committed or not, and a node needs neither git nor the checkout. It takes a few megabytes,
+and is shared by all submissions of the same code.
 """
 
 import ast
@@ -19,12 +19,12 @@ from pathlib import Path
 from blake3 import blake3
 
 from megatfm import version
-from megatfm.atomic import atomic_write
 from megatfm.errors import UsageError
+from megatfm.files import atomic_write
 
 EXCLUDED = {"__pycache__", "testcluster", "runs", "corpora"}
 INSTALLED = {"site-packages", "dist-packages"}
-PLUGIN_BYTES = 64 * 2**20
+PLUGIN_BYTES = 64 * 10**6
 """A plugin is code: more is data that lies in its folder by mistake."""
 ORIGIN = "origin.json"
 
@@ -63,7 +63,7 @@ class Snapshot:
 
 
 def collect_code(plugins: Sequence[str]) -> Snapshot:
-    """What would be copied for a run with these plugins, and what lies beside them that they import.
+    """Files to copy for a run: megatfm, its plugins, and modules in their folders that they import.
 
     Plugins that were installed are part of the environment, and stay where they are. Raises UsageError for a plugin
     that isn't there, or is too large.
@@ -92,9 +92,9 @@ def _add(name: str, path: Path, roots: dict[str, Path]) -> None:
     roots[name] = path
     sources = [path] if path.is_file() else [file for file in _walk(path) if file.suffix == ".py"]
     for other in sorted(set().union(*map(_imported, sources)) - set(roots)):
-        beside = _find_module(other) if any(path.parent.glob(f"{other}*")) else None
-        if beside is not None and beside.parent == path.parent:
-            _add(other, beside, roots)
+        path_of_other = _find_module(other) if any(path.parent.glob(f"{other}*")) else None
+        if path_of_other is not None and path_of_other.parent == path.parent:
+            _add(other, path_of_other, roots)
 
 
 def _imported(source: Path) -> set[str]:
@@ -115,23 +115,23 @@ def _check_size(name: str, root: Path, files: Sequence[Path]) -> None:
     if (total := sum(sizes.values())) > PLUGIN_BYTES:
         largest = max(sizes, key=lambda path: sizes[path])
         raise UsageError(
-            f"plugins: {name}: {root} holds {total / 2**20:.0f} MB, of which {largest.relative_to(root.parent)} is the "
-            f"largest, and each submission copies it: keep what is more than {PLUGIN_BYTES / 2**20:.0f} MB outside the "
+            f"plugins: {name}: {root} holds {total / 1e6:.0f} MB, of which {largest.relative_to(root.parent)} is the "
+            f"largest, and each submission copies it: keep what is more than {PLUGIN_BYTES / 1e6:.0f} MB outside the "
             "package"
         )
 
 
 def code_origin() -> dict[str, object]:
-    """Where the code came from, for people: version, and commit and changed files where it is a git checkout."""
+    """Origin of the code, for people: version, and commit and changed files where it is a git checkout."""
     root = Path(version.__file__).parents[1]
-    said: dict[str, object] = {"megatfm": version.__version__, "copied_from": str(root)}
+    origin: dict[str, object] = {"megatfm": version.__version__, "copied_from": str(root)}
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         for key, words in {"commit": ("rev-parse", "HEAD"), "changed": ("status", "--porcelain")}.items():
             done = subprocess.run(
                 ["git", "-C", str(root), *words], capture_output=True, text=True, check=True, timeout=30
             )
-            said[key] = done.stdout.splitlines() if key == "changed" else done.stdout.strip()
-    return said
+            origin[key] = done.stdout.splitlines() if key == "changed" else done.stdout.strip()
+    return origin
 
 
 def _find_module(name: str) -> Path | None:

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from megatfm import checkpoint, tokenizers
 from megatfm.config import Config, ModelConfig, load_config
-from megatfm.convert.folder import is_hf_folder
+from megatfm.convert.electra_pair import is_electra_folder
+from megatfm.convert.hf_checkpoint import is_hf_folder
 from megatfm.convert.load import (
     begins_of,
     pad_token_id_of,
@@ -17,20 +18,25 @@ from megatfm.convert.load import (
     text_generation_fields,
 )
 from megatfm.convert.load import load_model as load_hf
-from megatfm.convert.pair import is_electra_folder
 from megatfm.convert.tokenizer_files import tokenizer_path
 from megatfm.describe.description import flops_per_token
 from megatfm.errors import EXIT_OK, MegatfmError, UsageError
-from megatfm.evaluate.evaluate import evaluate_run
-from megatfm.generate.continuation import generate_text, generate_text_beam
-from megatfm.generate.encode import Pooling, SentenceEmbedder, warn_unmarked_padding
-from megatfm.generate.load import TextModel, attach_tokenizer, load_model
-from megatfm.generate.prompt import BEGIN, SENTINEL
-from megatfm.generate.sampling import Sampling
+from megatfm.inference.decoding import Sampling
+from megatfm.inference.embeddings import Pooling, SentenceEmbedder, warn_unmarked_padding
+from megatfm.inference.evaluate import evaluate_run
+from megatfm.inference.text import (
+    BEGIN,
+    SENTINEL,
+    TextModel,
+    attach_tokenizer,
+    generate_text,
+    generate_text_beam,
+    load_model,
+)
 from megatfm.registry import refuse_repeats
 from megatfm.tokenizers import Tokenizer
-from megatfm.train.loop import train
-from megatfm.train.record.run_directory import run_folder
+from megatfm.tracking.run_directory import run_folder
+from megatfm.train.trainer import train
 
 
 def fit(config: Config | str | Path, *overrides: str) -> Path:

@@ -11,32 +11,33 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from megatfm.errors import MegatfmError, UsageError
+from megatfm.terminal import spell_unencodable
 from megatfm.version import __version__
 
 COMMANDS = {
-    "prep": ("megatfm.commands.prep", "corpora → tokenizer → shards"),
+    "prep": ("megatfm.commands.data", "corpora → tokenizer → shards"),
     "train": (
-        "megatfm.commands.train",
+        "megatfm.commands.training",
         "train or resume; one process, or a rank under torchrun, srun or mpirun",
     ),
-    "launch": ("megatfm.commands.launch", "start training on this machine, under MPI or as a SLURM job"),
-    "status": ("megatfm.commands.status", "how runs are: queue, step, loss, speed, time left, restarts"),
-    "logs": ("megatfm.commands.logs", "the logs of a run that matter; -f follows them"),
-    "cancel": ("megatfm.commands.cancel", "end the job of a run, which saves if it is given the time"),
-    "generate": ("megatfm.commands.generate", "sample text from a run"),
-    "convert": ("megatfm.commands.convert", "to and from the Hugging Face format"),
-    "evaluate": ("megatfm.commands.evaluate", "loss and bits per byte of a run, beside gzip and xz"),
-    "report": ("megatfm.commands.report", "one self-contained HTML page about a run"),
+    "launch": ("megatfm.commands.training", "start training on this machine, under MPI or as a SLURM job"),
+    "status": ("megatfm.commands.runs", "how runs are: queue, step, loss, speed, time left, restarts"),
+    "logs": ("megatfm.commands.runs", "the logs of a run that matter; -f follows them"),
+    "cancel": ("megatfm.commands.runs", "end the job of a run, which saves if it is given the time"),
+    "generate": ("megatfm.commands.models", "sample text from a run"),
+    "convert": ("megatfm.commands.models", "to and from the Hugging Face format"),
+    "evaluate": ("megatfm.commands.models", "loss and bits per byte of a run, beside gzip and xz"),
+    "report": ("megatfm.commands.runs", "one self-contained HTML page about a run"),
     "compare": (
-        "megatfm.commands.compare",
+        "megatfm.commands.runs",
         "runs side by side: what differs, what they reached, their curves",
     ),
     "verify": ("megatfm.commands.verify", "compare a layout's gradients with one process's"),
-    "describe": ("megatfm.commands.describe", "parts, parameter counts and FLOPs of a config"),
+    "describe": ("megatfm.commands.models", "parts, parameter counts and FLOPs of a config"),
     "data": ("megatfm.commands.data", "look into a corpus, or verify it"),
     "config": ("megatfm.commands.config", "print a config resolved, or the JSON schema"),
     "doctor": ("megatfm.commands.doctor", "what this machine can run"),
-    "completion": ("megatfm.commands.completion", "a script with which bash, zsh or fish complete commands"),
+    "completion": ("megatfm.commands.config", "a script with which bash, zsh or fish complete commands"),
     "quickstart": (
         "megatfm.commands.quickstart",
         "prepare a small corpus, train on it, stop, resume, sample, evaluate and report: each command once",
@@ -44,8 +45,8 @@ COMMANDS = {
 }
 """Name → (module, help).
 
-A module's `add_arguments(parser)` declares what the command takes; its `main(args)` does the work and returns the exit
-code, or raises a MegatfmError, whose line is printed and whose code is the exit code.
+In a module, `add_NAME_arguments(parser)` declares what the command takes; `NAME_command(args)` runs it and returns the
+exit code, or raises a MegatfmError, whose line is printed and whose code is the exit code.
 """
 
 OF_LAUNCH = ("--nproc", "--nodes", "--slurm", "--mpi", "--gpus-per-node")
@@ -57,6 +58,7 @@ BLOCKED_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit with a code of `megatfm.errors`, or 130 when interrupted."""
+    spell_unencodable()
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] == ["train"]:
         signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
@@ -134,11 +136,11 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     parser = Parser(prog="megatfm", description="Pretrain transformers under any parallel layout.")
     parser.add_argument("--version", action="version", version=f"megatfm {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, (place, text) in COMMANDS.items():
+    for name, (path, text) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
         if only in (None, name):
-            module = importlib.import_module(place)
-            module.add_arguments(command)
-            command.set_defaults(run=module.main)
+            module = importlib.import_module(path)
+            getattr(module, f"add_{name}_arguments")(command)
+            command.set_defaults(run=getattr(module, f"{name}_command"))
     return parser

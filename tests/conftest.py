@@ -18,7 +18,7 @@ from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 # Busy machines are slow, not wrong; and CI is to say the same twice.
 settings.register_profile("megatfm", deadline=None, derandomize="CI" in os.environ)
@@ -65,6 +65,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session")
 def workers() -> Iterator[Workers]:
-    """`workers.run(fn, world_size, *args)`: see tests/workers.py."""
+    """`workers.run(fn, world_size, *args)`: see tests/support/workers.py."""
     with Workers() as team:
         yield team

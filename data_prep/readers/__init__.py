@@ -10,11 +10,9 @@ from importlib import import_module
 from pathlib import Path
 
 from megatfm.config.prep import ReadConfig
-from megatfm.data_prep.readers.record import Bad, BadFileError, Record
+from megatfm.data_prep.readers.record import Bad, Record
 from megatfm.errors import UsageError
 from megatfm.registry import Registry, did_you_mean
-
-__all__ = ["FORMATS", "Bad", "BadFileError", "Record", "check_format", "format_of", "reader", "register"]
 
 PACKED = (".gz", ".bz2", ".xz", ".zst")
 """The ends of names of compressed files."""
@@ -34,6 +32,17 @@ compression. A `.json` is an array of records, or text."""
 
 
 _ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
+_MODULES = {
+    "jsonl": "text",
+    "json": "text",
+    "csv": "text",
+    "parquet": "tables",
+    "arrow": "tables",
+    "warc": "web",
+    "mediawiki": "web",
+    "webdataset": "webdataset",
+}
+"""The module of each format, which has a function `read_FORMAT`."""
 _TEXT_FORMATS = ("text", *FORMATS)
 _IMPORT_FORMATS = ("images", "megatron", "tokens")
 Reader = Callable[[Path, ReadConfig], Iterator[Record | Bad]]
@@ -55,9 +64,10 @@ def format_of(name: str, config: ReadConfig, begin: Callable[[int], bytes]) -> s
 
 def reader(name: str) -> Reader:
     """The `read` of a format. Raises UsageError that lists those there are."""
-    if name in _TEXT_FORMATS:
-        found: Reader = import_module(f"megatfm.data_prep.readers.{name}").read
-        return found
+    if name in _MODULES:
+        module = import_module(f"megatfm.data_prep.readers.{_MODULES[name]}")
+        read: Reader = getattr(module, f"read_{name}")
+        return read
     return READERS.get(name)
 
 

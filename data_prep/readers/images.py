@@ -86,7 +86,7 @@ def record(key: str, members: Mapping[str, bytes], config: ReadConfig) -> ImageR
         said = json.loads(members.get("json", b"null"))
     except (ValueError, RecursionError):
         return Bad(key, "has a .json that is not JSON")
-    caption = get_nested(said, config.fields.text)
+    caption = get_nested(said, config.text_key)
     if "txt" not in members and isinstance(caption, str):
         text = caption
     order = [*images, *(extension for extension in SIDECAR_EXTENSIONS if extension in members)]

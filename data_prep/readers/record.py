@@ -1,7 +1,11 @@
-"""What readers of all formats share: records, bad ones, and files under compression."""
+"""Records and their metadata, bad records, and files under compression: shared by the readers of all formats.
+
+Files are unpacked a piece at a time, so that what a small file claims to hold never fills the memory.
+"""
 
 import bz2
 import gzip
+import io
 import json
 import lzma
 import zlib
@@ -10,12 +14,133 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from dataclasses import field as field_of
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import zstandard
 
-from megatfm.config.prep_steps import FieldsConfig
-from megatfm.data_prep.readers.unpacked import open_xz, open_zstd
+from megatfm.config.prep import ReadConfig
+
+XZ_MEMORY = 2**28
+"""Memory that unpacking xz may take; its strongest preset takes 65 MiB."""
+_CHUNK = 2**16
+_MAGIC, _SKIPPABLE = 0xFD2FB528, 0x184D2A50
+_RAW, _REPEATED = 0, 1
+
+
+def open_zstd(path: Path) -> IO[bytes]:
+    """A zstd file of any number of frames; one that is cut off raises EOFError at its end."""
+    return cast(IO[bytes], io.BufferedReader(_Zstd(path), 2**17))
+
+
+def open_xz(path: Path) -> IO[bytes]:
+    """An xz file of any number of streams; one that is cut off raises EOFError at its end."""
+    return cast(IO[bytes], io.BufferedReader(_Xz(path), _CHUNK))
+
+
+class _Unpacked(io.RawIOBase):
+    """A stream of what `_fill` gives."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "rb")  # noqa: SIM115 (closed by close)
+        self._data = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        while not self._data:
+            piece = self._fill()
+            if piece is None:
+                return 0
+            self._data = memoryview(piece)
+        count = min(len(buffer), len(self._data))
+        buffer[:count] = self._data[:count]
+        self._data = self._data[count:]
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+    def _fill(self) -> bytes | None:
+        """The next piece, perhaps empty; None at the end."""
+        raise NotImplementedError
+
+
+class _Zstd(_Unpacked):
+    """Fed block by block, each of which holds 128 KiB at most (RFC 8878, section 3.1.1.2.4): the library's own reader
+    is bounded as well, but takes the end of a cut file for the end of the text."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._frame: zstandard.ZstdDecompressionObj | None = None
+        self._has_checksum = False
+
+    def _fill(self) -> bytes | None:
+        if self._frame is None:
+            return b"" if self._begin() else None
+        head = self._read(3)
+        word = int.from_bytes(head, "little")
+        is_last, kind, size = word & 1, word >> 1 & 3, word >> 3
+        block = head + self._read(1 if kind == _REPEATED else min(size, 2**17 + 1))
+        if is_last and self._has_checksum:
+            block += self._read(4)
+        piece = self._frame.decompress(block)
+        if is_last:
+            self._frame = None
+        return piece
+
+    def _begin(self) -> bool:
+        """Read the header of the next frame; False if there is none."""
+        magic = self._file.read(4)
+        if not magic:
+            return False
+        number = int.from_bytes(magic, "little")
+        if number & ~0xF == _SKIPPABLE and len(magic) == 4:
+            left = int.from_bytes(self._read(4), "little")
+            while left:
+                left -= len(self._read(min(left, _CHUNK)))
+            return True
+        if number != _MAGIC:
+            raise zstandard.ZstdError("no frame begins where one should")
+        descriptor = self._read(1)
+        flag, is_single, dictionary = descriptor[0] >> 6, descriptor[0] >> 5 & 1, descriptor[0] & 3
+        size = (0 if is_single else 1) + (0, 1, 2, 4)[dictionary] + (is_single, 2, 4, 8)[flag]
+        self._has_checksum = bool(descriptor[0] >> 2 & 1)
+        self._frame = zstandard.ZstdDecompressor().decompressobj()
+        self._frame.decompress(magic + descriptor + self._read(size))
+        return True
+
+    def _read(self, size: int) -> bytes:
+        data = self._file.read(size)
+        if len(data) < size:
+            raise EOFError("the last frame is not whole")
+        return data
+
+
+class _Xz(_Unpacked):
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._stream: lzma.LZMADecompressor | None = None
+        self._rest = b""
+
+    def _fill(self) -> bytes | None:
+        if self._stream is not None and self._stream.eof:
+            self._rest, self._stream = self._stream.unused_data, None
+        if self._stream is None:
+            # Streams may be padded by zeros, four at a time.
+            self._rest = (self._rest or self._file.read(_CHUNK)).lstrip(b"\0")
+            if not self._rest:
+                return b"" if self._file.peek(1) else None
+            self._stream = lzma.LZMADecompressor(memlimit=XZ_MEMORY)
+        if self._stream.needs_input and not self._rest:
+            self._rest = self._file.read(_CHUNK)
+            if not self._rest:
+                raise EOFError("the last stream is not whole")
+        piece = self._stream.decompress(self._rest, _CHUNK)
+        self._rest = b""
+        return piece
+
 
 MAX_RECORD_BYTES = 2**28
 """A longer record is no text that anyone wants: a broken file, or a bomb."""
@@ -100,27 +225,32 @@ def get_nested(record: Any, name: str) -> Any:
 
 
 def record_from_dict(
-    key: str, record: Any, wanted: FieldsConfig, known: Sequence[str] | None = None
+    key: str, record: Any, config: ReadConfig, known: Sequence[str] | None = None
 ) -> Record | Bad:
     """The text of a record with fields. known: their names, where the record has but those that were asked for."""
-    text_field = wanted.text
-    text, url = get_nested(record, text_field), get_nested(record, wanted.url)
+    text_field = config.text_key
+    text, url = get_nested(record, text_field), get_nested(record, config.url_key)
     if not isinstance(text, str):
         kind = "no" if text is None else f"{type(text).__name__}, not text, as"
         names = known or (list(record) if isinstance(record, dict) else [])
         there = f": its fields are {', '.join(map(str, names[:MOST_NAMES]))}" if names else ""
-        way_out = "; name the one that holds the text: read.fields.text" if names and text is None else ""
+        way_out = "; name the one that holds the text: read.text_key" if names and text is None else ""
         return Bad(key, f"has {kind} field {text_field!r}{there}{way_out}")
-    return Record(key, text, url if isinstance(url, str) else "", selected_metadata(record, wanted))
+    return Record(key, text, url if isinstance(url, str) else "", selected_metadata(record, config))
 
 
-def selected_metadata(record: Any, wanted: FieldsConfig) -> dict[str, Any]:
+def selected_metadata(record: Any, config: ReadConfig) -> dict[str, Any]:
     """The fields of a record that are kept; what JSON can't hold (a time, bytes) is spelled."""
-    if not wanted.keep or not isinstance(record, dict):
+    if not config.metadata_keys or not isinstance(record, dict):
         return {}
-    names = [name for name in record if name != wanted.text] if "*" in wanted.keep else wanted.keep
+    names = (
+        [name for name in record if name != config.text_key]
+        if "*" in config.metadata_keys
+        else config.metadata_keys
+    )
     found = {
-        str(name): get_nested(record, name) if "*" not in wanted.keep else record[name] for name in names
+        str(name): get_nested(record, name) if "*" not in config.metadata_keys else record[name]
+        for name in names
     }
     known = {name: value for name, value in found.items() if value is not None}
     said = json.dumps(known, default=_spelled, ensure_ascii=False)
@@ -128,10 +258,10 @@ def selected_metadata(record: Any, wanted: FieldsConfig) -> dict[str, Any]:
     return whole
 
 
-def columns(wanted: FieldsConfig, there: Sequence[str]) -> list[str]:
+def columns(config: ReadConfig, there: Sequence[str]) -> list[str]:
     """The columns of a table that hold the fields, by their outermost names."""
-    names = {name.partition(".")[0] for name in (wanted.text, wanted.url, *wanted.keep)}
-    return [name for name in there if name in names or "*" in wanted.keep]
+    names = {name.partition(".")[0] for name in (config.text_key, config.url_key, *config.metadata_keys)}
+    return [name for name in there if name in names or "*" in config.metadata_keys]
 
 
 def _spelled(value: Any) -> str:

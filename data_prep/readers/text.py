@@ -1,9 +1,21 @@
-"""Plain text, perhaps under compression: strict UTF-8, long files cut at blank lines."""
+"""Plain text, JSON lines, JSON arrays and tables of cells (CSV), perhaps under compression; all of it strict UTF-8."""
 
+import csv
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO, Any
 
-from megatfm.data_prep.readers.record import BadFileError, opened
+from megatfm.config.prep import ReadConfig
+from megatfm.data_prep.readers.record import (
+    MAX_RECORD_BYTES,
+    Bad,
+    BadFileError,
+    Record,
+    opened,
+    record_from_dict,
+)
+from megatfm.errors import MegatfmError
 
 
 def texts(path: Path, limit: int) -> Iterator[str]:
@@ -51,3 +63,95 @@ def _cut(data: bytes, limit: int) -> int:
             return cut + len(end)
     # Bytes 10xxxxxx continue a character, which has at most three of them; longer runs are no UTF-8 anyway.
     return next((cut for cut in range(limit, limit - 4, -1) if data[cut] & 0xC0 != 0x80), limit)
+
+
+def read_jsonl(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
+    """Read JSON lines: a record in each, by the numbers of their lines."""
+    for number, line in _lines(path):
+        key = str(number)
+        try:
+            record = json.loads(line)
+        except UnicodeDecodeError as error:
+            yield Bad(key, f"is not valid UTF-8: byte {error.start} of its line")
+            continue
+        except (ValueError, RecursionError):
+            yield Bad(key, "is not JSON")
+            continue
+        yield record_from_dict(key, record, config)
+
+
+def records(path: Path) -> Iterator[tuple[int, Any]]:
+    """Number and content of each line; a MegatfmError for what can't be read."""
+    try:
+        for number, line in _lines(path):
+            try:
+                yield number, json.loads(line)
+            except (ValueError, RecursionError):
+                raise BadFileError(f"line {number} is not JSON") from None
+    except BadFileError as error:
+        raise MegatfmError(f"{path}: {error}: mend it or leave it out") from None
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines that hold anything, with their numbers from 1."""
+    with opened(path) as file:
+        for number, line in _numbered(file):
+            if line.strip():
+                yield number, line
+
+
+def _numbered(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Yield all lines with their numbers from 1. Raises BadFileError for one that is longer than a record may be."""
+    for number, line in enumerate(iter(lambda: file.readline(MAX_RECORD_BYTES + 1), b""), 1):
+        if len(line) > MAX_RECORD_BYTES:
+            raise BadFileError(f"line {number} is longer than {MAX_RECORD_BYTES:,} bytes")
+        yield number, line
+
+
+def read_json(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
+    """Read a JSON array, held in memory: a record in each element, by their numbers from 1."""
+    with opened(path) as file:
+        data = file.read(MAX_RECORD_BYTES + 1)
+    if len(data) > MAX_RECORD_BYTES:
+        raise BadFileError(
+            f"is an array of over {MAX_RECORD_BYTES:,} bytes: make JSON lines of it (jq -c '.[]' a.json > a.jsonl)"
+        )
+    try:
+        elements = json.loads(data)
+    except (ValueError, RecursionError):
+        raise BadFileError("is not JSON") from None
+    if not isinstance(elements, list):
+        raise BadFileError("is no array of records")
+    for number, element in enumerate(elements, 1):
+        yield record_from_dict(str(number), element, config)
+
+
+def read_csv(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
+    """Read a table: a record in each row but the first, by their numbers from 1; cells stand between tabs if its name
+    says so, else between commas (RFC 4180)."""
+    csv.field_size_limit(MAX_RECORD_BYTES)  # for the whole process, as the library has it
+    delimiter = "\t" if ".tsv" in path.name.lower() else ","
+    with opened(path) as file:
+        rows = csv.reader(_decoded_lines(file), delimiter=delimiter, strict=True)
+        row = 0
+        try:
+            names = next(rows, [])
+            for row, cells in enumerate(rows, 1):
+                if not cells:
+                    continue
+                if len(cells) != len(names):
+                    yield Bad(str(row), f"has {len(cells)} cells, where the first row has {len(names)}")
+                else:
+                    yield record_from_dict(str(row), dict(zip(names, cells, strict=True)), config)
+        except csv.Error as error:
+            raise BadFileError(f"is damaged after row {row} ({error})") from None
+
+
+def _decoded_lines(file: IO[bytes]) -> Iterator[str]:
+    for number, line in _numbered(file):
+        if b"\0" in line:
+            raise BadFileError(f"is a binary file, with a zero in line {number}")
+        try:
+            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise BadFileError(f"is not valid UTF-8: byte {error.start} of line {number}") from None

@@ -42,16 +42,16 @@ class TarMember(NamedTuple):
     fault: str | None
 
 
-def read(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
+def read_webdataset(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
     """The samples of a tar, by their keys. Captions of images are read as any text; the images are left alone: the
     format for these is `images`."""
     for key, parts in samples(path, (*_TEXTS, "json")):
-        found: Record | Bad = Bad(key, f"has no .txt and no .json with a field {config.fields.text!r}")
+        found: Record | Bad = Bad(key, f"has no .txt and no .json with a field {config.text_key!r}")
         for part in parts:
             usable = _text_of(part, key, config)
             if usable is not None and not isinstance(found, Record):
                 found = usable
-        if isinstance(found, Record) and config.fields.keep and not found.fields:
+        if isinstance(found, Record) and config.metadata_keys and not found.fields:
             found = replace(found, fields=_metadata_beside(parts, config))
         yield found
 
@@ -149,7 +149,7 @@ def _text_of(part: TarMember, key: str, config: ReadConfig) -> Record | Bad | No
         text = part.data.decode("utf-8")
         if part.extension in _TEXTS:
             return Record(key, text)
-        found = record_from_dict(key, json.loads(text), config.fields)
+        found = record_from_dict(key, json.loads(text), config)
     except UnicodeDecodeError as error:
         return Bad(key, f"has a member that is not valid UTF-8 at byte {error.start}: {part.name}")
     except (ValueError, RecursionError):
@@ -162,7 +162,7 @@ def _metadata_beside(parts: Sequence[TarMember], config: ReadConfig) -> dict[str
     for part in parts:
         if part.extension == "json" and part.data is not None:
             with suppress(ValueError, RecursionError):
-                return selected_metadata(json.loads(part.data), config.fields)
+                return selected_metadata(json.loads(part.data), config)
     return {}
 
 

@@ -1,5 +1,1 @@
 """The page that shows a prepared corpus: what came in, what was dropped and why, what came out."""
-
-from megatfm.data_prep.report.page import render
-
-__all__ = ["render"]

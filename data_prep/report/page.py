@@ -1,4 +1,4 @@
-"""What the page says. It is one file without any outside reference, and the same bytes for the same result."""
+"""The page of a prepared corpus: one file without any outside reference, and the same bytes for the same result."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,7 +65,7 @@ def of_images(result: Mapping[str, Any]) -> bool:
 
 
 def headline(result: Mapping[str, Any]) -> str:
-    """What the corpus is, in three words."""
+    """Say in three words what the corpus is."""
     what = "documents" if of_images(result) else "tokens"
     count = number(sum(result[name][what] for name in SPLITS))
     return f"{count} images" if of_images(result) else f"{count} tokens of text"

@@ -8,17 +8,17 @@ A save writes to `.step-00000100.partial-…`, makes it durable, and becomes rea
 folder under its final name finds all of it. `Saver` does so in the background while training goes on.
 """
 
-from megatfm.checkpoint.box import FlatShardedTensor, ShardedTensor
-from megatfm.checkpoint.folder import (
+from megatfm.checkpoint.directory import (
     find_checkpoint,
     find_latest,
     find_latest_intact,
     remove_leftovers,
     verify,
 )
-from megatfm.checkpoint.saver import Saver
-from megatfm.checkpoint.store import load, names, read_state, read_tensors, save
-from megatfm.checkpoint.stream import write_checkpoint_from_iterator
+from megatfm.checkpoint.reader import load, names, read_state, read_tensors
+from megatfm.checkpoint.saver import Saver, save
+from megatfm.checkpoint.sharded_tensor import FlatShardedTensor, ShardedTensor
+from megatfm.checkpoint.writer import write_checkpoint_from_iterator
 
 __all__ = [
     "FlatShardedTensor",

@@ -20,35 +20,71 @@ from pydantic import JsonValue
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from megatfm import ranks
-from megatfm.checkpoint import metadata
-from megatfm.checkpoint.box import ShardedTensor
-from megatfm.checkpoint.folder import purge_old_checkpoints
-from megatfm.checkpoint.nodes import NodeTopology, save_local
-from megatfm.checkpoint.share import WritePlan, plan_save
+from megatfm import object_collectives
+from megatfm.checkpoint import file_format
+from megatfm.checkpoint.directory import purge_old_checkpoints
+from megatfm.checkpoint.local import NodeTopology, save_local
+from megatfm.checkpoint.planner import WritePlan, plan_save
+from megatfm.checkpoint.reader import to_sharded_tensors
+from megatfm.checkpoint.sharded_tensor import ShardedTensor
 from megatfm.checkpoint.staging import Staging
-from megatfm.checkpoint.store import boxes_of, check_keep
 from megatfm.checkpoint.writer import write_checkpoint
-from megatfm.errors import MegatfmError
+from megatfm.errors import MegatfmError, UsageError
 
 log = logging.getLogger("megatfm")
 
 SAVE_TIMEOUT = timedelta(hours=2)
 """How long the other ranks wait for the slowest one's files."""
 STAGING_NICENESS = 19
-"""Of a thread that copies and writes, and of the one that hashes for it: they leave busy cores to training, until it
-waits for them."""
+"""Niceness of the saving and hashing threads, so that they only use cores which training leaves idle."""
 STAGING_POLL_SECONDS = 0.001
-"""Between looks whether there is something to help with."""
+"""Interval at which a waiting thread looks for something to copy."""
 ABORT_WAIT_SECONDS = 30.0
-"""After an error elsewhere: how long a save that still runs may take."""
+"""How long a running save may take after an error elsewhere."""
+
+
+def save(
+    folder: Path,
+    step: int,
+    tensors: Mapping[str, ShardedTensor | Tensor],
+    state: Mapping[str, JsonValue],
+    *,
+    keep: int | None = None,
+) -> Path:
+    """Write the checkpoint `folder/step-00000100`, on all ranks together, and return its path once it is durable.
+
+    `tensors` may hold other names and shards on every rank; together they must make up whole tensors. A plain
+    tensor is a replica: all ranks that pass it must pass the same values. `folder`, `step`, `state` and `keep`
+    are rank 0's. With `keep`, of the older checkpoints only the newest whole ones stay, `keep` with this one.
+    The same content of the same step again returns the one that is there; another content is refused.
+
+    Raises MegatfmError on every rank if anything fails on any; then no trace of this save is left, and every
+    older checkpoint is as it was.
+    """
+    check_keep(keep)
+    action = f"checkpoint of step {step} not saved"
+    shards, plain = object_collectives.run_on_all_ranks(
+        action, lambda: (to_sharded_tensors(tensors), file_format.check_json_round_trip(state))
+    )
+    plan = plan_save(action, shards)
+    final = write_checkpoint(folder, step, plain, plan, lambda: plan.tensors_to_write(shards))
+    if keep is not None and object_collectives.rank() == 0:
+        purge_old_checkpoints(final, keep)
+    return final
+
+
+def check_keep(keep: int | None) -> None:
+    """Raise UsageError where no checkpoint would be kept."""
+    if keep is not None and keep < 1:
+        raise UsageError(f"keep = {keep}: at least one checkpoint must be kept, so 1 or more")
 
 
 class Saver:
-    """Writes a run's checkpoints, one at a time. Making one is a collective, and so are save, finish and leaving.
+    """Writes a run's checkpoints, one at a time. Making one is a collective, and so are `save`, `wait_for_save` and
+    leaving.
 
     mode: "async" returns from `save` once the state is copied, "sync" once it is on the disk. keep, keep_every,
-    verify_after_write: see `CheckpointConfig`. local_dir: this node's folder, for saves `on_nodes`.
+    verify_after_write: see `CheckpointConfig`. local_dir: this node's folder, for local saves.
     """
 
     def __init__(
@@ -66,13 +102,17 @@ class Saver:
         self.keep, self.keep_every, self.read_back = keep, keep_every, read_back
         self.verified: Path | None = None
         """The newest checkpoint of which every byte was read and compared: retention leaves it."""
-        self._group = dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT) if ranks.is_distributed() else None
+        self._group = (
+            dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT)
+            if object_collectives.is_distributed()
+            else None
+        )
         self.topology = NodeTopology.discover(local_dir, self._group) if local_dir else None
         self._staging = Staging()
         self._copied = threading.Event()
         self._copied.set()
         self._thread: threading.Thread | None = None
-        self._step, self._on_nodes = 0, False
+        self._step, self._is_local = 0, False
         self._path: Path | None = None
         self._error: BaseException | None = None
         self._planned_layout: Mapping[str, object] = {}
@@ -87,45 +127,48 @@ class Saver:
         wait_for_staging: bool = True,
         local: bool = False,
     ) -> None:
-        """Save `tensors` (see `store.save`) and rank 0's `state` as they are now.
+        """Save `tensors` (see `save`) and rank 0's `state` as they are now.
 
         Waits for a save that still runs. wait_for_staging: return only once the tensors may change; otherwise
-        `settle` must be called before they do. local: to the node-local folders instead of the shared one.
+        `wait_for_staging` must be called before they do. local: to the node-local folders instead of the shared one.
 
         Raises MegatfmError on every rank for the failure of the save before, or of this one before it goes on in the
-        background; a later one is `finish`'s to raise.
+        background; a later one is raised by `wait_for_save`.
         """
         if (running := self.step_in_progress) is not None:
             log.info("step %d  waits for the checkpoint of step %d to be written", step, running)
         self.wait_for_save()
-        what = f"checkpoint of step {step} not saved"
-        boxes, plain = ranks.run_on_all_ranks(
-            what, lambda: (boxes_of(tensors), metadata.check_json_round_trip(state)), self._group
+        action = f"checkpoint of step {step} not saved"
+        shards, plain = object_collectives.run_on_all_ranks(
+            action,
+            lambda: (to_sharded_tensors(tensors), file_format.check_json_round_trip(state)),
+            self._group,
         )
-        share = self._get_write_plan(what, boxes)
-        self._step, self._on_nodes = step, local
-        self._staging.begin(box.tensor for box in boxes.values())
+        plan = self._get_write_plan(action, shards)
+        self._step, self._is_local = step, local
+        self._staging.mark_ready(shard.tensor for shard in shards.values())
         if self.mode == "async":
             self._copied.clear()
             self._thread = threading.Thread(
-                target=self._copy_and_write, args=(plain, share, boxes), name="megatfm-save", daemon=True
+                target=self._copy_and_write, args=(plain, plan, shards), name="megatfm-save", daemon=True
             )
             self._thread.start()
             if wait_for_staging:
                 self.wait_for_staging()
         else:
-            self._write(plain, share, lambda: share.tensors_to_write(boxes))
+            self._write(plain, plan, lambda: plan.tensors_to_write(shards))
             self.wait_for_save()
 
     def wait_for_staging(self) -> None:
-        """Wait until what is being saved is copied, and so may change, and help with it. Local, and short.
+        """Wait until the state is staged, so that the tensors may be modified; copies a part in this thread. Not a
+        collective.
 
-        What is on a GPU may be changed by what this thread asks of the GPU from then on, which waits for the copies.
+        GPU tensors may be modified by kernels that this thread launches afterwards: its stream waits for the copies.
         """
         while not self._copied.is_set():
-            self._staging.help()
+            self._staging.assist()
             self._copied.wait(STAGING_POLL_SECONDS)
-        self._staging.release()
+        self._staging.unblock_training()
 
     @property
     def step_in_progress(self) -> int | None:
@@ -133,13 +176,8 @@ class Saver:
         return self._step if self._thread is not None and self._thread.is_alive() else None
 
     @property
-    def pending(self) -> bool:
-        """Whether there is something for `finish` to say."""
-        return self._thread is not None
-
-    @property
     def thread_id(self) -> int | None:
-        """The thread that a running save goes on in."""
+        """The ident of the thread of a running save, if any."""
         return self._thread.ident if self._thread is not None else None
 
     def wait_for_save(self) -> Path | None:
@@ -151,7 +189,7 @@ class Saver:
         if error is not None:
             raise error
         if path is not None:
-            log.info("step %d  saved %s%s", self._step, path.name, " on the nodes" if self._on_nodes else "")
+            log.info("step %d  saved %s%s", self._step, path.name, " on the nodes" if self._is_local else "")
         return path
 
     def __enter__(self) -> Self:
@@ -177,46 +215,46 @@ class Saver:
             self._group = None
 
     def _copy_and_write(
-        self, state: dict[str, JsonValue], share: WritePlan, boxes: Mapping[str, ShardedTensor]
+        self, state: dict[str, JsonValue], plan: WritePlan, shards: Mapping[str, ShardedTensor]
     ) -> None:
         failure: Exception | None = None
         with contextlib.suppress(OSError):  # on Linux each thread has its own
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), STAGING_NICENESS)
         try:
-            copies = self._staging.copy(share.tensors_to_write(boxes))
+            copies = self._staging.copy(plan.tensors_to_write(shards))
         except Exception as error:
             failure = error
         finally:
             self._copied.set()
 
-        def pieces() -> Mapping[MetadataIndex, Tensor]:
+        def staged_pieces() -> Mapping[MetadataIndex, Tensor]:
             if failure is not None:  # raised where all ranks hear of it
                 raise failure
-            self._staging.arrive()
+            self._staging.synchronize()
             return copies
 
-        self._write(state, share, pieces)
+        self._write(state, plan, staged_pieces)
 
     def _write(
         self,
         state: dict[str, JsonValue],
-        share: WritePlan,
+        plan: WritePlan,
         pieces: Callable[[], Mapping[MetadataIndex, Tensor]],
     ) -> None:
-        """Write, commit, and remove what is too old; whatever is raised is kept for `finish`."""
+        """Write, commit, and remove what is too old; what is raised is kept for `wait_for_save`."""
         start = time.perf_counter()
         try:
-            if self._on_nodes:
+            if self._is_local:
                 assert self.topology is not None
-                self._path = save_local(self.topology, self._step, state, share, pieces)
+                self._path = save_local(self.topology, self._step, state, plan, pieces)
                 return
             path = write_checkpoint(
-                self.folder, self._step, state, share, pieces, read_back=self.read_back, group=self._group
+                self.folder, self._step, state, plan, pieces, read_back=self.read_back, group=self._group
             )
             log.debug("%s was written in %.2f s", path, time.perf_counter() - start)
             if self.read_back:
                 self.verified = path
-            if self.keep is not None and ranks.rank(self._group) == 0:
+            if self.keep is not None and object_collectives.rank(self._group) == 0:
                 try:
                     purge_old_checkpoints(path, self.keep, every=self.keep_every, verified=self.verified)
                 except MegatfmError as error:  # the new one stands all the same
@@ -225,14 +263,17 @@ class Saver:
         except BaseException as error:
             self._error = error
 
-    def _get_write_plan(self, what: str, boxes: Mapping[str, ShardedTensor]) -> WritePlan:
-        """What this rank writes. It is agreed on anew only when some rank holds other boxes than at the last save."""
-        held = {
+    def _get_write_plan(self, action: str, shards: Mapping[str, ShardedTensor]) -> WritePlan:
+        """Return what this rank writes. It is planned anew only when some rank holds other shards than at the last
+        save."""
+        layout = {
             name: (b.tensor.dtype, b.global_shape, [(p.offsets, p.tensor.shape) for p in b.blocks])
-            for name, b in boxes.items()
+            for name, b in shards.items()
         }
-        if self._write_plan is None or ranks.any_rank(what, held != self._planned_layout, self._group):
+        if self._write_plan is None or object_collectives.any_rank(
+            action, layout != self._planned_layout, self._group
+        ):
             self._write_plan = None
-            self._write_plan = plan_save(what, boxes, self._group)
-            self._planned_layout = held
+            self._write_plan = plan_save(action, shards, self._group)
+            self._planned_layout = layout
         return self._write_plan

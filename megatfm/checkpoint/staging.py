@@ -1,13 +1,11 @@
-"""The staging copy: a rank's share in host memory, where no later step can touch it.
+"""The staging copy: what a rank saves, in host memory, where no later step can touch it.
 
 From a GPU it goes over a stream of its own, beside what is trained meanwhile:
 
-| Stream | |
-|---|---|
-| training | the step that is saved, `begin`, the next passes, `release`: waits for the copies, the next update |
-| copies | after `begin`: the copies |
+| Stream | | |---|---| | training | step → `mark_ready` (records an event) → next forward and backward →
+`unblock_training` (waits for the copies) → update | | copies | waits for that event → copies |
 
-The host waits for neither: only the thread that writes waits, by `arrive`, until the copies are there.
+The host waits for neither: only the thread that writes waits, by `synchronize`, until the copies are there.
 """
 
 import logging
@@ -21,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from megatfm.checkpoint.flow import BLOCK_BYTES
+from megatfm.checkpoint.chunked_io import BLOCK_BYTES
 from megatfm.errors import MegatfmError
-from megatfm.ops.aligned import LINE_BYTES, aligned_bytes
+from megatfm.ops.transfer import LINE_BYTES, aligned_bytes
 
 log = logging.getLogger("megatfm")
 
@@ -51,8 +49,8 @@ class Staging:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._pinned = False
 
-    def begin(self, tensors: Iterable[Tensor]) -> None:
-        """Say that these are as they shall be copied: what this thread has asked of their GPU comes before."""
+    def mark_ready(self, tensors: Iterable[Tensor]) -> None:
+        """Record, on the current stream, the point at which the tensors hold the values to save."""
         self._gpu = next((tensor.device for tensor in tensors if is_cuda(tensor)), None)
         self._ready_event = self._copied = self._copy_event = None
         if self._gpu is not None:
@@ -60,19 +58,19 @@ class Staging:
             self._ready_event.record(self._cuda.current_stream(self._gpu))
 
     def copy(self, pieces: Mapping[MetadataIndex, Tensor]) -> dict[MetadataIndex, Tensor]:
-        """Copies of the pieces, valid until the next call. Complete when this returns, those from a GPU when `arrive`
-        does."""
+        """Copies of the pieces, valid until the next call. Complete when this returns, those from a GPU when
+        `synchronize` does."""
         # A thread's own device may be another, where it would begin to use memory.
         with nullcontext() if self._gpu is None else self._cuda.device(self._gpu):
             return self._copy(pieces)
 
-    def release(self) -> None:
-        """From now on the tensors may change: what this thread asks of their GPU comes after the copies."""
+    def unblock_training(self) -> None:
+        """Let the current stream wait for the copies: kernels launched from now on may modify the tensors."""
         copied, self._copy_event = self._copy_event, None
         if copied is not None:
             self._cuda.current_stream(self._gpu).wait_event(copied)
 
-    def arrive(self) -> None:
+    def synchronize(self) -> None:
         """Wait until the copies from a GPU are there."""
         if self._copied is not None:
             self._copied.synchronize()
@@ -102,7 +100,7 @@ class Staging:
                 copies[index].copy_(piece.detach())
         copying = self._copying = _CopyQueue(parts)
         copying.run()
-        with self._assist_lock:  # whoever helps has left
+        with self._assist_lock:  # nobody assists any more
             self._copying = None
         copying.finish_interrupted()
         return copies
@@ -121,8 +119,9 @@ class Staging:
         copied.record(self._stream)
         self._copied = self._copy_event = copied
 
-    def help(self) -> None:
-        """Take part in what another thread copies: it has the lowest priority, and here somebody waits for it."""
+    def assist(self) -> None:
+        """Copy some of the remaining parts in the calling thread, since the staging thread runs at the lowest
+        priority."""
         with self._assist_lock:
             if self._copying is not None:
                 self._copying.run()
@@ -134,7 +133,7 @@ class Staging:
             memory = aligned_bytes(size, BLOCK_BYTES)
         except MemoryError as error:
             raise MegatfmError(
-                f'no memory for a copy of what this rank saves ({size / 1e9:.2g} GB): set checkpoint.mode = "sync", '
+                f'no memory for a copy of what this rank saves ({size / 2**30:.2g} GiB): set checkpoint.mode = "sync", '
                 "or shard over more ranks"
             ) from error
         self._buffer = torch.from_numpy(memory)
@@ -142,8 +141,8 @@ class Staging:
             self._pinned = int(self._cuda.cudart().cudaHostRegister(self._buffer.data_ptr(), size, 0)) == 0
             if not self._pinned:
                 log.warning(
-                    "no memory of %.2g GB that stays where it is: copies of what is saved are slower",
-                    size / 1e9,
+                    "no memory of %.2g GiB that stays where it is: copies of what is saved are slower",
+                    size / 2**30,
                 )
 
     def _release(self) -> None:
@@ -156,7 +155,7 @@ class Staging:
 
 
 def is_cuda(tensor: Tensor) -> bool:
-    """Whether a tensor is on a GPU."""
+    """Return whether a tensor is on a GPU."""
     return tensor.is_cuda
 
 

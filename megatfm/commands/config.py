@@ -1,18 +1,34 @@
-"""`megatfm config show CONFIG [key=value …] [--deepspeed]`, `config schema [--prep]` and `config presets`."""
+"""`megatfm config` shows configs, presets and schemas; `megatfm completion` has a shell complete them."""
 
 import argparse
 import json
+import shlex
+from collections.abc import Iterator, Sequence
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
 
-from megatfm.commands import add_config_arguments
+from pydantic import BaseModel
+
+from megatfm.commands.arguments import add_config_and_overrides
 from megatfm.config import Config, find_config, load_config, preset_names, to_toml
 from megatfm.config.deepspeed_json import derive
+from megatfm.config.prep import PrepConfig
+from megatfm.config.section import Section
+from megatfm.config.sources import read_files
 from megatfm.errors import UsageError
 
+COMPLETION_FILES = {
+    "bash": "~/.local/share/bash-completion/completions/megatfm",
+    "zsh": "a folder of $fpath, as _megatfm",
+    "fish": "~/.config/fish/completions/megatfm.fish",
+}
+"""Shell → where its completions lie."""
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
     show = actions.add_parser("show", help="print a config with all its defaults and overrides")
-    add_config_arguments(show)
+    add_config_and_overrides(show)
     show.add_argument(
         "--deepspeed", action="store_true", help="print the JSON that DeepSpeed is configured with instead"
     )
@@ -21,16 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     schema.add_argument("--prep", action="store_true", help="of `megatfm prep`'s config")
 
 
-def main(args: argparse.Namespace) -> int:
+def config_command(args: argparse.Namespace) -> int:
     """Print the config, the schema or the presets."""
-    from megatfm.config.prep import PrepConfig
-
     if args.action == "presets":
         for name in preset_names():
             print(f"{name:<20} {_about(name)}")
         return 0
     if args.action == "schema":
-        print(json.dumps((PrepConfig if args.prep else Config).model_json_schema(), indent=2))
+        print(json.dumps(schema_of(PrepConfig if args.prep else Config), indent=2))
         return 0
     config = load_config(args.config, args.overrides)
     if args.deepspeed:
@@ -41,14 +55,231 @@ def main(args: argparse.Namespace) -> int:
             )
         print(json.dumps(derive(config, config.train.precision), indent=2))
     else:
-        print(to_toml(config), end="")
+        print(f"# {_origin(args.config, args.overrides)}\n{to_toml(config)}", end="")
     return 0
 
 
+def schema_of(config_class: type[Section]) -> dict[str, Any]:
+    """Return the JSON schema of a config file; nothing is required of one with `extends`."""
+    whole = config_class.model_json_schema()
+    partial = _without_required(json.loads(json.dumps(whole).replace('"#/$defs/', '"#/$defs/partial ')))
+    sections = {f"partial {name}": section for name, section in partial["$defs"].items()}
+    partial["$defs"] = sections | whole.pop("$defs")
+    partial["properties"]["extends"] = {
+        "type": "string",
+        "minLength": 1,
+        "description": "The config that this one changes: a preset's name, or a path relative to this file.",
+    }
+    del whole["additionalProperties"]
+    return partial | {"if": {"not": {"required": ["extends"]}}, "then": whole}
+
+
+def _without_required(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_without_required(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: _without_required(item)
+        for key, item in schema.items()
+        if not (key == "required" and isinstance(item, list))
+    }
+
+
+def _origin(path_or_preset: str, overrides: Sequence[str]) -> str:
+    """Return the files that a config comes from and its overrides, as a line of comment."""
+    files = ", which extends ".join(file.label for file in read_files(Config, path_or_preset))
+    line = f"{files}{f'; then {shlex.join(overrides)}' if overrides else ''}"
+    return "".join(char if char.isprintable() else " " for char in line)  # as TOML's comments ask
+
+
 def _about(preset: str) -> str:
-    """The first sentence of the comment at the head of a preset."""
+    """Return the first sentence of the comment at the head of a preset."""
     text = find_config(preset)[0].read_text(encoding="utf-8")
     words = " ".join(
         line.lstrip("# ") for line in text.partition("\n#\n")[0].splitlines() if line.startswith("#")
     )
     return words.partition(". ")[0].rstrip(".") + "."
+
+
+def add_completion_arguments(parser: argparse.ArgumentParser) -> None:
+    places = "; ".join(f"{shell}: {place}" for shell, place in COMPLETION_FILES.items())
+    parser.add_argument("shell", choices=tuple(COMPLETION_FILES), help=f"write what is printed to: {places}")
+
+
+def completion_command(args: argparse.Namespace) -> int:
+    """Print the script."""
+    print(completion_script(args.shell))
+    return 0
+
+
+def completion_script(shell: str) -> str:
+    """Return a script with which a shell completes commands, flags, presets, keys, their values and run directories."""
+    import shtab
+
+    from megatfm import cli  # which imports this module by its name
+
+    parser = cli.build_parser()
+    for command, actions in _arguments(parser):
+        for action in actions:
+            if action.dest in ("config", "overrides"):
+                kind = "prep" if command == "prep" else "training"
+                action.complete = {
+                    "fish": f"(_megatfm_settings_{kind})",
+                    **_same(f"_megatfm_settings_{kind}"),
+                }
+            elif action.dest in ("runs", "run_dir"):
+                action.complete = {"fish": "(_megatfm_dir_runs)", **_same("_megatfm_dir_runs")}
+            elif action.metavar in ("DIR", "FOLDER", "FILE", "MODEL", "SRC", "DST", "OUT"):
+                action.complete = shtab.FILE
+    preamble = (
+        RUN_FUNCTIONS[shell]
+        + _settings_function(shell, "training", Config)
+        + _settings_function(shell, "prep", PrepConfig)
+    )
+    script = str(shtab.complete(parser, shell, preamble=preamble))
+    return script + (BASH_WITHOUT_SPACE if shell == "bash" else "")
+
+
+def _same(function: str) -> dict[str, str]:
+    return dict.fromkeys(("bash", "zsh"), function)
+
+
+def _arguments(parser: argparse.ArgumentParser, command: str = "") -> Iterator[tuple[str, list[Any]]]:
+    """Yield each command's name and arguments; an action, such as `config show`, counts to its command."""
+    yield (
+        command,
+        [action for action in parser._actions if not isinstance(action, argparse._SubParsersAction)],
+    )
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, inner in action.choices.items():
+                yield from _arguments(inner, command or name)
+
+
+def _settings(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield the dotted keys of a config with their values, where these are few; of variants, those of all."""
+    for name, field in section.model_fields.items():
+        sections = [
+            kind
+            for kind in _members(field.annotation)
+            if isinstance(kind, type) and issubclass(kind, BaseModel)
+        ]
+        for kind in sections:
+            yield from _settings(kind, f"{prefix}{name}.")
+        if not sections:
+            yield f"{prefix}{name}", tuple(_values(field.annotation))
+
+
+def _members(annotation: Any) -> Iterator[Any]:
+    """Yield the types of an annotation that a dotted key leads into: not those inside lists and tables."""
+    origin = get_origin(annotation)
+    if origin in (list, dict, tuple):
+        return
+    if origin is None or origin is Literal:
+        yield annotation
+        return
+    for member in get_args(annotation):
+        yield from _members(member)
+
+
+def _values(annotation: Any) -> Iterator[str]:
+    for member in _members(annotation):
+        if member is bool:
+            yield from ("true", "false")
+        elif get_origin(member) is Literal:
+            yield from (str(value) for value in get_args(member) if not isinstance(value, NoneType))
+
+
+def _settings_function(shell: str, kind: str, config: type[BaseModel]) -> str:
+    """Return the function of a shell that completes a config, a key or a value; it is called with what was typed."""
+    settings = dict[str, dict[str, None]]()
+    for key, values in _settings(config):
+        settings.setdefault(key, {}).update(dict.fromkeys(values))
+    keys = " ".join(f"{key}=" for key in settings)
+    values_ = " ".join(f"{key}={value}" for key, values in settings.items() for value in values)
+    texts = {"KIND": kind, "KEYS": keys, "VALUES": values_, "PRESETS": " ".join(preset_names())}
+    function = SETTINGS_FUNCTIONS[shell]
+    for name, text in texts.items():
+        function = function.replace(f"@{name}@", text)
+    return function
+
+
+RUN_FUNCTIONS = {
+    "bash": """
+_megatfm_dir_runs() {
+  local config
+  {
+    compgen -d -- "$1"
+    for config in runs/*/config.toml; do
+      [ ! -e "$config" ] || compgen -W "${config%/config.toml}" -- "$1"
+    done
+  } | sort -u
+}
+""",
+    "zsh": """
+_megatfm_dir_runs() {
+  local -a configs
+  configs=(runs/*/config.toml(N:h))
+  compadd -- $configs
+  _files -/
+}
+""",
+    "fish": """
+function _megatfm_dir_runs
+  for config in runs/*/config.toml
+    string replace -r '/config.toml$' '' -- $config
+  end
+  __fish_complete_directories (commandline -ct)
+end
+""",
+}
+SETTINGS_FUNCTIONS = {
+    # Where readline cuts words at =, as it does unless told otherwise, the value alone is completed.
+    "bash": """
+_megatfm_settings_@KIND@() {
+  local typed="$1" key='' value="$1" before="${COMP_WORDS[COMP_CWORD-1]}" word
+  case "$1" in
+    =) key="$before=" value='' typed="$before=" ;;
+    *=*) value="${1#*=}" ;;
+    *) [ "$before" != = ] || { key="${COMP_WORDS[COMP_CWORD-2]}=" typed="${COMP_WORDS[COMP_CWORD-2]}=$1"; } ;;
+  esac
+  if [[ "$typed" != *=* ]]; then
+    compgen -W "@PRESETS@ @KEYS@" -- "$typed"
+    compgen -f -- "$typed"
+    return
+  fi
+  while IFS= read -r word; do printf '%s\\n' "${word#"$key"}"; done < <(compgen -W "@VALUES@" -- "$typed")
+  compgen -f -P "${typed:${#key}:${#typed}-${#key}-${#value}}" -- "$value"
+}
+""",
+    "zsh": """
+_megatfm_settings_@KIND@() {
+  if [[ $PREFIX == *=* ]]; then
+    compadd -- @VALUES@
+    compset -P '*=' && _files
+  else
+    compadd -S '' -- @KEYS@
+    compadd -- @PRESETS@
+    _files
+  fi
+}
+""",
+    "fish": """
+function _megatfm_settings_@KIND@
+  if string match -q '*=*' -- (commandline -ct)
+    printf '%s\\n' @VALUES@
+  else
+    printf '%s\\n' @PRESETS@ @KEYS@
+    __fish_complete_path (commandline -ct)
+  end
+end
+""",
+}
+BASH_WITHOUT_SPACE = """
+
+_megatfm() {
+  _shtab_megatfm "$@"
+  [[ "${COMPREPLY[0]-}" != *= ]] || compopt -o nospace 2>/dev/null || :
+}
+complete -o bashdefault -F _megatfm megatfm"""

@@ -1,10 +1,13 @@
-"""`megatfm data check`, `show`, `stats`, `export` and `index`, each of a corpus's folder."""
+"""`megatfm prep`, which makes corpora, and `megatfm data`, which checks, shows, counts, exports and indexes them."""
 
 import argparse
 from pathlib import Path
 
+from megatfm.commands.arguments import add_config_and_overrides
+from megatfm.data_prep.cli import DASK_HELP, TASK_HELP, cli
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+
+def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
     check = actions.add_parser("check", help="read every sample again and compare every hash")
     show = actions.add_parser("show", help="print what a corpus holds, or one sample of it")
@@ -31,10 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     index.add_argument("--to", metavar="FOLDER", help="write the samples again there, as a corpus of our own")
 
 
-def main(args: argparse.Namespace) -> int:
+def data_command(args: argparse.Namespace) -> int:
     """Verify, show, count, export or index a corpus."""
     from megatfm import tokenizers
-    from megatfm.data import Detokenizer, check, export, index_folder, show, stats
+    from megatfm.corpus.export import Detokenizer, export
+    from megatfm.corpus.inspect import check, show, stats
+    from megatfm.corpus.webdataset_index import index_folder
+    from megatfm.data.bin_packing import describe_padding
 
     if args.action == "check":
         print(check(args.dir))
@@ -53,5 +59,18 @@ def main(args: argparse.Namespace) -> int:
     elif args.action == "stats":
         print(stats(args.dir, of_text.id_to_piece if of_text else None))
     else:
-        print(show(args.dir, args.sample, of_text.decode if of_text else None))
+        print(show(args.dir, args.sample, of_text.decode if of_text else None, describe_padding))
     return 0
+
+
+def add_prep_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config_and_overrides(parser, example="read.folder=my-texts")
+    parser.add_argument("--task", "--part", dest="task", metavar="I/N", help=TASK_HELP)
+    parser.add_argument("--dask", metavar="SCHEDULER", help=DASK_HELP)
+
+
+def prep_command(args: argparse.Namespace) -> int:
+    """Prepare a corpus; the same as `python -m megatfm.data_prep`."""
+    task = ["--task", args.task] if args.task else []
+    task += ["--dask", args.dask] if args.dask else []
+    return cli([args.config, *args.overrides, *task, *(["--debug"] if args.debug else [])])

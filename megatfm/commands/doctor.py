@@ -19,7 +19,7 @@ OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 11)
 ANSWER_SECONDS = 10.0
 IMPORT_SECONDS = 60.0
 """DeepSpeed takes its time."""
-ENOUGH_DISK = 10 * 2**30
+ENOUGH_DISK = 10 * 10**9
 
 OPTIONAL = {
     "wandb": ("log.sinks = ['wandb']", "pip install 'megatfm[wandb]'"),
@@ -57,11 +57,11 @@ class Finding:
     required: bool = False
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """None."""
+def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add nothing: the command takes no arguments."""
 
 
-def main(args: argparse.Namespace) -> int:
+def doctor_command(args: argparse.Namespace) -> int:
     """Print a line for each thing; 1 if something is missing without which nothing runs."""
     missing = 0
     for section, check in SECTIONS.items():
@@ -74,7 +74,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _run_check(check: Callable[[], Iterator[Finding]], section: str) -> Iterator[Finding]:
-    """A machine in any state gets its whole report: a look that fails is a finding."""
+    """Run a check; one that fails is a finding, so that a machine in any state gets its report."""
     try:
         yield from check()
     except Exception as error:
@@ -192,7 +192,7 @@ def deepspeed() -> Iterator[Finding]:
         yield Finding("operators", False, text, "make deepspeed")
     for lock in sorted(_extensions().glob("**/lock")):
         busy = any(process.info["name"] in COMPILERS for process in psutil.process_iter(["name"]))
-        left = "left by a build that was killed, and whoever needs it waits for ever"
+        left = "stale: its build was killed, and the next build will wait for it for ever"
         yield Finding("build lock", busy, f"{lock}: {'a build goes on' if busy else left}", f"rm {lock}")
 
 
@@ -204,7 +204,7 @@ def _extensions() -> Path:
 def disk() -> Iterator[Finding]:
     """Room for corpora and checkpoints here."""
     free = shutil.disk_usage(Path.cwd()).free
-    found = f"{free / 2**30:.1f} GiB free in {Path.cwd()}"
+    found = f"{free / 1e9:.1f} GB free in {Path.cwd()}"
     yield Finding("disk", free >= ENOUGH_DISK, found, "checkpoints take 12 to 16 bytes a parameter each")
 
 
@@ -258,7 +258,7 @@ def _bf16_speed(device: str) -> float:
     """How many times faster a matrix product is in bfloat16 than in float32."""
     import torch
 
-    from megatfm.train.build import time_matmul
+    from megatfm.tracking.hardware import time_matmul
 
     where = torch.device(device)
     return time_matmul(torch.float32, where) / time_matmul(torch.bfloat16, where)

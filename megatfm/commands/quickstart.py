@@ -4,7 +4,6 @@ Each stage is a command of megatfm that a user could type; this one types them i
 """
 
 import argparse
-import importlib
 import json
 import os
 import re
@@ -19,6 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from megatfm import cli
 from megatfm.config import Config, load_config
 from megatfm.errors import EXIT_REQUEUE, MegatfmError, UsageError
 from megatfm.launchers.job import MEGATFM_COMMAND, python_path
@@ -29,7 +29,7 @@ NO_SHARDING = "parallel.zero=0"
 console = Console(highlight=False, soft_wrap=True)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_quickstart_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--corpus", metavar="DIR", help="a folder of text files, instead of Python's own sources"
     )
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for the training config")
 
 
-def main(args: argparse.Namespace) -> int:
+def quickstart_command(args: argparse.Namespace) -> int:
     """Run all stages; stops at the first that fails. Returns 0, or that stage's exit code."""
     start = time.monotonic()
     prep, overrides = _names(args.corpus)
@@ -59,14 +59,14 @@ def main(args: argparse.Namespace) -> int:
         _run_in_process(
             "Sample", ["generate", shown, "--prompt", args.prompt, "--max-tokens", "120", "--seed", seed]
         )
-    _run_in_process("Evaluate on held-out text, beside gzip and xz", ["evaluate", shown, "--compressors"])
+    _run_in_process("Evaluate on held-out text, beside gzip and xz", ["evaluate", shown, "--baselines"])
     _run_in_process("Write the report", ["report", shown])
     _summary(config, run_dir, time.monotonic() - start)
     return 0
 
 
 def _names(corpus: str | None) -> tuple[list[str], list[str]]:
-    """Overrides of prep and of training: another folder of text gets a corpus and a run of its own name."""
+    """Return overrides of prep and of training: another folder of text gets a corpus and a run of its own name."""
     if corpus is None:
         return [], []
     folder = Path(corpus).expanduser()
@@ -102,13 +102,11 @@ def _run_subprocess(
 
 
 def _run_in_process(title: str, words: Sequence[str]) -> None:
-    """The same in this process, for commands that are done sooner than torch is imported again."""
+    """Run one command of megatfm in this process, for those that are done sooner than torch is imported again."""
     _print_command(title, words)
-    module = importlib.import_module(f"megatfm.commands.{words[0]}")
-    parser = argparse.ArgumentParser(prog=f"megatfm {words[0]}")
-    module.add_arguments(parser)
+    args = cli.build_parser(words[0]).parse_args(words)
     try:
-        module.main(parser.parse_args(words[1:]))
+        args.run(args)
     except MegatfmError as error:
         raise _failed(words, f"failed: {error}", error.exit_code) from error
 
@@ -141,13 +139,13 @@ def _last_step(run_dir: Path) -> int:
 
 def _metrics(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / "metrics.jsonl"
-    whole = [line for line in path.read_bytes().split(b"\n")[:-1] if line] if path.is_file() else []
-    return [json.loads(line) for line in whole]
+    lines = [line for line in path.read_bytes().split(b"\n")[:-1] if line] if path.is_file() else []
+    return [json.loads(line) for line in lines]
 
 
 def _summary(config: Config, run_dir: Path, seconds: float) -> None:
-    evaluation = json.loads((run_dir / "evaluation.json").read_text())
-    baselines = json.loads((run_dir / "baselines.json").read_text())
+    evaluation = json.loads((run_dir / "evaluation.json").read_text(encoding="utf-8"))
+    baselines = json.loads((run_dir / "baselines.json").read_text(encoding="utf-8"))
     lines = _metrics(run_dir)
     tokens_per_second = sorted(line["tokens_per_second"] for line in lines)[len(lines) // 2]
     table = Table(title="What came out", show_header=False, title_justify="left")
@@ -160,13 +158,13 @@ def _summary(config: Config, run_dir: Path, seconds: float) -> None:
             table.add_row(f"  {compressor}", f"{bits:.3f}")
     table.add_row("speed", f"{tokens_per_second:,.0f} tokens/s (median step)")
     table.add_row("all of this took", f"{seconds / 60:.1f} minutes")
-    for what, path in {
+    for label, path in {
         "corpus": Path(config.data.train or "").parent,
         "run": run_dir,
         "checkpoints": run_dir / "checkpoints",
         "report": run_dir / "report.html",
     }.items():
-        table.add_row(what, os.path.relpath(path))
+        table.add_row(label, os.path.relpath(path))
     console.print()
     console.print(table)
     shown = os.path.relpath(run_dir)

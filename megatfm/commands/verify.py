@@ -9,26 +9,23 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatfm.commands import trust
+from megatfm.commands.arguments import add_config_and_overrides, add_trust_argument, check_trust
 from megatfm.errors import UsageError
+from megatfm.terminal import print_table
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from megatfm.verify.verify import Comparison, Difference
-    from megatfm.verify.walk import Case
+    from megatfm.verify.verify import Case, Comparison, Difference
 
 SHOWN = 8
 DOCUMENTS = ("mixed", "short", "long", "one", "sparse")  # as in verify.batch, which imports torch
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """CONFIG, its overrides, and how much to show."""
-    parser.add_argument(
-        "config", nargs="?", metavar="CONFIG", help="a TOML file, a run directory, or the name of a preset"
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example parallel.tp=2")
-    trust.add_argument(parser)
+def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add CONFIG, its overrides, and how much to show."""
+    add_config_and_overrides(parser, "parallel.tp=2", optional=True)
+    add_trust_argument(parser)
     parser.add_argument("--engine", metavar="NAME", help="of this engine: short for parallel.engine=NAME")
     parser.add_argument(
         "--documents",
@@ -50,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def main(args: argparse.Namespace) -> int:
+def verify_command(args: argparse.Namespace) -> int:
     """Print the comparison; 0 if everything agrees, 1 if anything differs."""
     from megatfm.config import load_config
 
@@ -66,7 +63,7 @@ def main(args: argparse.Namespace) -> int:
     config = load_config(
         args.config, [*args.overrides, *engine]
     )  # before torch: a mistake in it shouldn't wait
-    trust.check(config, args)
+    check_trust(config, args)
 
     from rich.console import Console
 
@@ -79,8 +76,8 @@ def main(args: argparse.Namespace) -> int:
     console = Console(highlight=False, soft_wrap=True)
     console.print(_heading(comparison), markup=False)
     shown = comparison.gradients if args.all else comparison.gradients[:SHOWN]
-    console.print(_gradients(comparison, len(shown)))
-    console.print(_traffic(comparison))
+    print_table(_gradients(comparison, len(shown)))
+    print_table(_traffic(comparison))
     for reason in dict.fromkeys(comparison.axes_without_closed_form.values()):
         sent = {
             flow.axis
@@ -116,7 +113,7 @@ def _presets(args: argparse.Namespace) -> int:
     chosen = chosen or presets_of_models()
 
     forkserver.start()
-    from megatfm.verify.walk import walk
+    from megatfm.verify.verify import walk
 
     start, cases = time.monotonic(), []
     width = max(map(len, chosen))
@@ -126,10 +123,10 @@ def _presets(args: argparse.Namespace) -> int:
         if case.layout == layouts[-1]:
             outcomes = "  ".join(f"{one.outcome:9}" for one in cases[-len(layouts) :])
             print(f"{case.preset:{width}}  {outcomes}".rstrip(), flush=True)
-    return _told(cases, time.monotonic() - start)
+    return _print_summary(cases, time.monotonic() - start)
 
 
-def _told(cases: "Sequence[Case]", seconds: float) -> int:
+def _print_summary(cases: "Sequence[Case]", seconds: float) -> int:
     """Print each reason of refusals once, then all that differs."""
     reasons: dict[str, list[str]] = {}
     for case in cases:
@@ -174,7 +171,7 @@ def _heading(comparison: "Comparison") -> str:
 def _gradients(comparison: "Comparison", shown: int) -> "Table":
     from rich.table import Table
 
-    rest = len(comparison.gradients) - shown
+    hidden = len(comparison.gradients) - shown
     table = Table()
     for heading in ("gradient of", "shape", "norm", "error"):
         table.add_column(heading, justify="left" if heading == "gradient of" else "right", no_wrap=True)
@@ -187,8 +184,8 @@ def _gradients(comparison: "Comparison", shown: int) -> "Table":
 
     for one in comparison.gradients[:shown]:
         add(one)
-    if rest:
-        table.add_row(f"… {rest} more, none worse (--all)")
+    if hidden:
+        table.add_row(f"… {hidden} more, none worse (--all)")
     table.add_section()
     add(comparison.grad_norm)
     add(comparison.loss)

@@ -1,25 +1,29 @@
 """Typed, frozen configs: TOML in, one clear line for each mistake, resolved TOML out. No torch here."""
 
 from megatfm.config.attention import (
-    AttentionConfig,
-    AttentionSection,
+    BigBirdPatternConfig,
+    ChunkedPatternConfig,
     CompressedAttentionConfig,
+    FixedPatternConfig,
     GQAAttentionConfig,
     LinformerAttentionConfig,
     LongformerAttentionConfig,
+    LongformerPatternConfig,
     MLAAttentionConfig,
     ScaledAttention,
+    StridedPatternConfig,
+    WindowPatternConfig,
 )
-from megatfm.config.base import invalid, require_variant
-from megatfm.config.heads import BoundaryHeadConfig, PluginHeadConfig, SentenceHeadConfig
-from megatfm.config.load import find_config, load, load_config, preset_names, presets_of_models, to_toml
+from megatfm.config.data import DataConfig
+from megatfm.config.load import load, load_config, to_toml
 from megatfm.config.model import ModelConfig
-from megatfm.config.model_parts import GeneratorConfig, MuPConfig
+from megatfm.config.model_parts import (
+    SentenceHeadConfig,
+)
 from megatfm.config.objective import (
     CausalObjective,
     MaskedObjective,
     NextSentenceObjective,
-    ObjectiveConfig,
     PermutationObjective,
     PluginObjective,
     PrefixObjective,
@@ -32,64 +36,46 @@ from megatfm.config.objective import (
 from megatfm.config.optimizer import (
     AdafactorConfig,
     AdamWConfig,
+    ConstantSchedule,
+    CosineSchedule,
+    InverseSqrtSchedule,
     LambConfig,
+    LinearSchedule,
     LionConfig,
     MuonConfig,
     OptimizerConfig,
     OptimizerSection,
     PluginOptimizer,
+    PluginSchedule,
+    ScheduleConfig,
     ScheduleFreeConfig,
+    ScheduleSection,
     SoapConfig,
+    WSDSchedule,
 )
-from megatfm.config.patterns import (
-    BigBirdPatternConfig,
-    ChunkedPatternConfig,
-    FixedPatternConfig,
-    LongformerPatternConfig,
-    StridedPatternConfig,
-    WindowPatternConfig,
-)
+from megatfm.config.parallel import ParallelConfig
 from megatfm.config.position import (
     DebertaPositionConfig,
     DebertaV2PositionConfig,
     LearnedPositionConfig,
-    PositionConfig,
     RopeConfig,
     RopeScaling,
     ShawConfig,
     T5PositionConfig,
 )
-from megatfm.config.resilience import ResilienceConfig
 from megatfm.config.root import Config
-from megatfm.config.schedule import (
-    ConstantSchedule,
-    CosineSchedule,
-    InverseSqrtSchedule,
-    LinearSchedule,
-    PluginSchedule,
-    ScheduleConfig,
-    ScheduleSection,
-    WSDSchedule,
-)
-from megatfm.config.sections import (
-    CheckpointConfig,
-    DataConfig,
-    EvaluateConfig,
-    LogConfig,
-    ParallelConfig,
-    ResumeConfig,
+from megatfm.config.section import invalid, require_variant
+from megatfm.config.sources import find_config, preset_names, presets_of_models
+from megatfm.config.training import (
+    ResilienceConfig,
     TrainConfig,
 )
 
 __all__ = [
     "AdafactorConfig",
     "AdamWConfig",
-    "AttentionConfig",
-    "AttentionSection",
     "BigBirdPatternConfig",
-    "BoundaryHeadConfig",
     "CausalObjective",
-    "CheckpointConfig",
     "ChunkedPatternConfig",
     "CompressedAttentionConfig",
     "Config",
@@ -98,39 +84,31 @@ __all__ = [
     "DataConfig",
     "DebertaPositionConfig",
     "DebertaV2PositionConfig",
-    "EvaluateConfig",
     "FixedPatternConfig",
     "GQAAttentionConfig",
-    "GeneratorConfig",
     "InverseSqrtSchedule",
     "LambConfig",
     "LearnedPositionConfig",
     "LinearSchedule",
     "LinformerAttentionConfig",
     "LionConfig",
-    "LogConfig",
     "LongformerAttentionConfig",
     "LongformerPatternConfig",
     "MLAAttentionConfig",
     "MaskedObjective",
     "ModelConfig",
-    "MuPConfig",
     "MuonConfig",
     "NextSentenceObjective",
-    "ObjectiveConfig",
     "OptimizerConfig",
     "OptimizerSection",
     "ParallelConfig",
     "PermutationObjective",
-    "PluginHeadConfig",
     "PluginObjective",
     "PluginOptimizer",
     "PluginSchedule",
-    "PositionConfig",
     "PrefixObjective",
     "ReplacedTokenObjective",
     "ResilienceConfig",
-    "ResumeConfig",
     "RopeConfig",
     "RopeScaling",
     "ScaledAttention",

@@ -4,7 +4,7 @@ from typing import Any, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from megatfm.config.base import MAX_LENGTH, PathStr, Section
+from megatfm.config.section import MAX_LENGTH, PathStr, Section
 
 
 class MixtureSource(Section):
@@ -70,9 +70,9 @@ class DataConfig(Section):
     quarantine: list[str] = Field(default_factory=list, examples=[["17", "120-153"]])
     """Numbers or ranges of damaged samples of `data.train`, which become padding; all others keep their places."""
     workers: NonNegativeInt = 0
-    """Processes on each rank that read and pack ahead. 0: a thread."""
+    """Processes on each rank that read and pack ahead. 0: threads of the rank itself."""
     cache_dir: PathStr | None = None
-    """Folder for shards from URLs; left out, `~/.cache/megatfm/shards`. Ranks on one machine share it."""
+    """Folder for shards from URLs and indexes, shared by a machine's ranks; left out, `~/.cache/megatfm/shards`."""
     cache_bytes: PositiveInt = 2**36
     """Size above which it forgets what was not read for longest. It should hold a shard for each stream."""
 

@@ -1,19 +1,20 @@
-"""The DeepSpeed engine's section, and what DeepSpeed can't carry. `deepspeed_json.py` has what DeepSpeed is given."""
+"""The `[deepspeed]` section, and what DeepSpeed can't carry. `deepspeed_json.py` makes the JSON that it gets."""
 
 from collections.abc import Iterator
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from megatfm.config.base import PathStr, Section
 from megatfm.config.optimizer import AdafactorConfig, LambConfig, MuonConfig, OptimizerSection, SoapConfig
-from megatfm.config.sections import ParallelConfig, TrainConfig
+from megatfm.config.parallel import ParallelConfig
+from megatfm.config.section import PathStr, Section
+from megatfm.config.training import TrainConfig
 
 OffloadDevice = Literal["none", "cpu", "nvme"]
 
 
 class DeepSpeedConfig(Section):
-    """What only parallel.engine = "deepspeed" has."""
+    """Settings of parallel.engine = "deepspeed" alone."""
 
     offload_optimizer: OffloadDevice = "none"
     """Where optimizer state and the weights that it moves are kept, with zero = 1, 2 or 3: "none" is the device."""
@@ -63,7 +64,7 @@ WHOLE_TENSOR_OPTIMIZERS = (MuonConfig, SoapConfig, AdafactorConfig, LambConfig)
 
 
 def check_compatibility(
-    parallel: ParallelConfig, train: TrainConfig, optimizer: OptimizerSection, own: DeepSpeedConfig
+    parallel: ParallelConfig, train: TrainConfig, optimizer: OptimizerSection, deepspeed: DeepSpeedConfig
 ) -> None:
     """Raise ValueError for what DeepSpeed can't carry, or for a `deepspeed` section that nobody reads.
 
@@ -71,14 +72,14 @@ def check_compatibility(
     """
     if parallel.engine != "deepspeed":
         defaults = DeepSpeedConfig()
-        for key in type(own).model_fields:
-            if getattr(own, key) != getattr(defaults, key):
+        for key in type(deepspeed).model_fields:
+            if getattr(deepspeed, key) != getattr(defaults, key):
                 raise ValueError(
                     f"deepspeed.{key} is set, but parallel.engine = {parallel.engine!r}: leave it out, or set "
                     "parallel.engine = 'deepspeed'"
                 )
         return
-    for problem in _problems(parallel, train, optimizer, own):
+    for problem in _problems(parallel, train, optimizer, deepspeed):
         raise ValueError(f"parallel.engine = 'deepspeed' with {problem}, or parallel.engine = 'native'")
 
 

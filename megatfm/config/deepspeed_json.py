@@ -21,7 +21,7 @@ ANY_VALUE = object()
 def derive(config: Config, precision: str, folder: Path | None = None) -> Json:
     """The JSON for DeepSpeed. folder: this rank's own in nvme_path. Raises UsageError where the user's own JSON
     can't be read, or disagrees with our config, key by key."""
-    derived = _ours(config, precision, str(folder or config.deepspeed.nvme_path))
+    derived = _base_json(config, precision, str(folder or config.deepspeed.nvme_path))
     if config.deepspeed.json_file is None:
         return derived
     path = Path(config.deepspeed.json_file)
@@ -34,7 +34,7 @@ def derive(config: Config, precision: str, folder: Path | None = None) -> Json:
     return merge(derived, given, controlled_keys(config, precision))
 
 
-def _ours(config: Config, precision: str, folder: str) -> Json:
+def _base_json(config: Config, precision: str, folder: str) -> Json:
     parallel, offload = config.parallel, config.deepspeed
     zero: Json = {"stage": parallel.zero}
     if parallel.zero == 3:
@@ -87,8 +87,8 @@ def controlled_keys(config: Config, precision: str) -> dict[str, tuple[str, Any]
     overlap = {"zero_optimization.overlap_comm": ("parallel.pp", False)} if parallel.pp > 1 else {}
     return {
         **overlap,
-        **_of_precision(precision),
-        **_of_offload(config),
+        **_precision_keys(precision),
+        **_offload_keys(config),
         "train_batch_size": ("train.global_batch", train.global_batch),
         "train_micro_batch_size_per_gpu": ("train.micro_batch", train.micro_batch),
         "gradient_accumulation_steps": ("train.global_batch and train.micro_batch", ANY_VALUE),
@@ -104,15 +104,15 @@ def controlled_keys(config: Config, precision: str) -> dict[str, tuple[str, Any]
     }
 
 
-def _of_precision(precision: str) -> dict[str, tuple[str, Any]]:
+def _precision_keys(precision: str) -> dict[str, tuple[str, Any]]:
     """Which one "auto" will be isn't known yet. What is said of float16's scale counts under float16 alone."""
     ours = f"train.precision = {precision!r}"
-    found: dict[str, tuple[str, Any]] = {
+    keys: dict[str, tuple[str, Any]] = {
         "data_types.grad_accum_dtype": ("gradients are added up in it", ("fp32", None)),
         "communication_data_type": ("gradients are reduced in it", ("fp32", None)),
     }
     for name in ("bf16", "fp16"):
-        found[f"{name}.enabled"] = ours, ANY_VALUE if precision == "auto" else precision == name
+        keys[f"{name}.enabled"] = ours, ANY_VALUE if precision == "auto" else precision == name
     scale: dict[str, Any] = {
         "loss_scale": 0,
         "initial_scale_power": 16,
@@ -123,31 +123,37 @@ def _of_precision(precision: str) -> dict[str, tuple[str, Any]]:
     why = "the scale starts at 2¹⁶, halves at an overflow, and doubles after 2000 steps without one"
     if precision != "fp16":
         scale = dict.fromkeys(scale, ANY_VALUE)
-    return found | {f"fp16.{key}": (why, value) for key, value in scale.items()}
+    return keys | {f"fp16.{key}": (why, value) for key, value in scale.items()}
 
 
-def _of_offload(config: Config) -> dict[str, tuple[str, Any]]:
-    own = config.deepspeed
-    found: dict[str, tuple[str, Any]] = {
-        "zero_optimization.offload_optimizer.device": ("deepspeed.offload_optimizer", own.offload_optimizer),
-        "zero_optimization.offload_optimizer.nvme_path": ("deepspeed.nvme_path", own.nvme_path),
-        "zero_optimization.offload_param.device": ("deepspeed.offload_parameters", own.offload_parameters),
-        "zero_optimization.offload_param.nvme_path": ("deepspeed.nvme_path", own.nvme_path),
+def _offload_keys(config: Config) -> dict[str, tuple[str, Any]]:
+    offload = config.deepspeed
+    keys: dict[str, tuple[str, Any]] = {
+        "zero_optimization.offload_optimizer.device": (
+            "deepspeed.offload_optimizer",
+            offload.offload_optimizer,
+        ),
+        "zero_optimization.offload_optimizer.nvme_path": ("deepspeed.nvme_path", offload.nvme_path),
+        "zero_optimization.offload_param.device": (
+            "deepspeed.offload_parameters",
+            offload.offload_parameters,
+        ),
+        "zero_optimization.offload_param.nvme_path": ("deepspeed.nvme_path", offload.nvme_path),
         "zero_optimization.zero_hpz_partition_size": (
             "deepspeed.zero_hpz_partition_size",
-            own.zero_hpz_partition_size,
+            offload.zero_hpz_partition_size,
         ),
         "zero_optimization.cpu_offload": (
-            f"deepspeed.offload_optimizer = {own.offload_optimizer!r}",
-            own.offload_optimizer == "cpu",
+            f"deepspeed.offload_optimizer = {offload.offload_optimizer!r}",
+            offload.offload_optimizer == "cpu",
         ),
     }
     for key in ("quantized_weights", "quantized_gradients"):
-        found[f"zero_optimization.zero_{key}"] = f"deepspeed.{key}", key in own.quantized
-    if own.offload_parameters == "nvme":  # or more buffers would be in use than there are
+        keys[f"zero_optimization.zero_{key}"] = f"deepspeed.{key}", key in offload.quantized
+    if offload.offload_parameters == "nvme":  # or more buffers would be in use than there are
         for key in ("stage3_max_reuse_distance", "offload_param.max_in_cpu"):
-            found[f"zero_optimization.{key}"] = "deepspeed.offload_parameters = 'nvme' needs 0", 0
-    return found
+            keys[f"zero_optimization.{key}"] = "deepspeed.offload_parameters = 'nvme' needs 0", 0
+    return keys
 
 
 def _optimizer_types(name: str) -> str | tuple[str, ...]:
@@ -245,7 +251,7 @@ def merge(derived: Json, given: Json, fixed: Mapping[str, tuple[str, Any]]) -> J
     merged: Json = json.loads(json.dumps(derived))
     wrong: dict[str, str] = {}
     for key, value in _leaves(given):
-        known = next((each for each in UNSUPPORTED_KEYS if key == each or key.startswith(f"{each}.")), None)
+        known = next((k for k in UNSUPPORTED_KEYS if key == k or key.startswith(f"{k}.")), None)
         first, _, rest = key.partition(".")
         if value == "auto" or _matches(value, FIXED_VALUES.get(key)):
             continue
@@ -261,8 +267,8 @@ def merge(derived: Json, given: Json, fixed: Mapping[str, tuple[str, Any]]) -> J
         else:
             wrong[key] = ": not carried"
     if wrong:
-        said = "; ".join(key + why for key, why in wrong.items())
-        raise UsageError(f"deepspeed.json_file: {said}: leave these out of the file, or change our keys")
+        conflicts = "; ".join(key + why for key, why in wrong.items())
+        raise UsageError(f"deepspeed.json_file: {conflicts}: leave these out of the file, or change our keys")
     return merged
 
 

@@ -1,4 +1,4 @@
-"""Config keys of earlier versions and what they are today, for configs that megatfm has stored itself.
+"""Config keys and values of earlier versions, from which stored configs are translated.
 
 Checkpoints, run directories and prep.json hold configs with every key spelled out, and outlive a version. To rename a
 key, add a row here in the same commit. For a new key whose default computes something else than the versions before,
@@ -116,8 +116,97 @@ RENAMED_VALUES: tuple[tuple[str, Any, Any], ...] = (
 """Key (its name now), old value, new value."""
 VALUES_BEFORE: tuple[tuple[str, Any], ...] = ()
 """Key (its name now), and the value that says what versions without it computed, where that isn't the default."""
-RENAMED_PREP_KEYS: tuple[tuple[str, str], ...] = ()
-"""The same as `RENAMED_KEYS`, of the configs in prep.json."""
+RENAMED_PREP_KEYS: tuple[tuple[str, str], ...] = (
+    ("read.source", "read.builtin"),
+    ("read.on_bad", "read.on_error"),
+    ("read.repair_unicode", "read.fix_unicode"),
+    ("read.fields.text", "read.text_key"),
+    ("read.fields.url", "read.url_key"),
+    ("read.fields.keep", "read.metadata_keys"),
+    ("read.tokens.end", "read.tokens.eos_id"),
+    ("split.by", "split.partition_by"),
+    ("split.values", "split.partition_values"),
+    ("split.files", "split.validation_files"),
+    ("near_duplicates.similarity", "split.near_duplicates.similarity"),
+    ("near_duplicates.shingle_words", "split.near_duplicates.n_grams"),
+    ("tokenizer.modes", "tokenizer.ul2_modes"),
+    ("tokenizer.pattern", "tokenizer.pretokenizer"),
+    ("workers", "tokenizer_threads"),
+    ("part_bytes", "task_bytes"),
+    ("memory_bytes", "dedup_memory_bytes"),
+    ("plain_tars", "compress"),
+    ("duplicates", "dedup"),
+    ("steps[gopher_quality].words", "steps[gopher_quality].word_tokenizer"),
+    ("steps[gopher_repetition].words", "steps[gopher_repetition].word_tokenizer"),
+    ("steps[fineweb].words", "steps[fineweb].word_tokenizer"),
+    ("steps[gopher_quality].min_words", "steps[gopher_quality].min_doc_words"),
+    ("steps[gopher_quality].max_words", "steps[gopher_quality].max_doc_words"),
+    ("steps[gopher_quality].min_mean_word", "steps[gopher_quality].min_avg_word_length"),
+    ("steps[gopher_quality].max_mean_word", "steps[gopher_quality].max_avg_word_length"),
+    ("steps[gopher_quality].max_symbols", "steps[gopher_quality].max_symbol_word_ratio"),
+    ("steps[gopher_quality].max_bullet_lines", "steps[gopher_quality].max_bullet_lines_ratio"),
+    ("steps[gopher_quality].max_ellipsis_lines", "steps[gopher_quality].max_ellipsis_lines_ratio"),
+    ("steps[gopher_quality].min_alphabetic", "steps[gopher_quality].min_alpha_words_ratio"),
+    ("steps[gopher_repetition].lines", "steps[gopher_repetition].dup_line_frac"),
+    ("steps[gopher_repetition].paragraphs", "steps[gopher_repetition].dup_para_frac"),
+    ("steps[gopher_repetition].line_characters", "steps[gopher_repetition].dup_line_char_frac"),
+    ("steps[gopher_repetition].paragraph_characters", "steps[gopher_repetition].dup_para_char_frac"),
+    ("steps[gopher_repetition].top_ngrams", "steps[gopher_repetition].top_n_grams"),
+    ("steps[gopher_repetition].repeated_ngrams", "steps[gopher_repetition].dup_n_grams"),
+    ("steps[c4].terminal_punctuation", "steps[c4].filter_no_terminal_punct"),
+    ("steps[c4].min_line_words", "steps[c4].min_words_per_line"),
+    ("steps[c4].max_word_characters", "steps[c4].max_word_length"),
+    ("steps[c4].min_sentences", "steps[c4].min_num_sentences"),
+    ("steps[c4].curly_brackets", "steps[c4].filter_curly_bracket"),
+    ("steps[fineweb].min_punctuated_lines", "steps[fineweb].line_punct_thr"),
+    ("steps[fineweb].max_repeated_characters", "steps[fineweb].char_duplicates_ratio"),
+    ("steps[fineweb].max_short_lines", "steps[fineweb].short_line_thr"),
+    ("steps[fineweb].short_line", "steps[fineweb].short_line_length"),
+    ("steps[fineweb].max_lines_per_word", "steps[fineweb].new_line_ratio"),
+    ("steps[language].keep", "steps[language].languages"),
+    ("steps[language].min_probability", "steps[language].language_threshold"),
+    ("steps[language].characters", "steps[language].max_characters"),
+    ("steps[decontaminate].words", "steps[decontaminate].n_grams"),
+    ("steps[decontaminate].against", "steps[decontaminate].files"),
+    ("steps[where].is_in", "steps[where].allowed"),
+    ("steps[where].is_not", "steps[where].denied"),
+    ("steps[where].at_least", "steps[where].min"),
+    ("steps[where].at_most", "steps[where].max"),
+    ("steps[sample].keep", "steps[sample].rate"),
+    ("steps[sample].by_path", "steps[sample].rate_by_path"),
+    ("steps[fasttext].at_least", "steps[fasttext].min_score"),
+    ("steps[fasttext].at_most", "steps[fasttext].max_score"),
+    ("steps[fasttext].field", "steps[fasttext].save_as"),
+    ("steps[linear].at_least", "steps[linear].min_score"),
+    ("steps[linear].at_most", "steps[linear].max_score"),
+    ("steps[linear].field", "steps[linear].save_as"),
+    ("steps[classifier].at_least", "steps[classifier].min_score"),
+    ("steps[classifier].at_most", "steps[classifier].max_score"),
+    ("steps[classifier].field", "steps[classifier].save_as"),
+    ("steps[perplexity].at_least", "steps[perplexity].min_score"),
+    ("steps[perplexity].at_most", "steps[perplexity].max_score"),
+    ("steps[perplexity].field", "steps[perplexity].save_as"),
+    ("steps[classifier].tokens", "steps[classifier].max_tokens"),
+    ("steps[perplexity].tokens", "steps[perplexity].max_tokens"),
+    ("dedup[lines].loose", "dedup[lines].normalize"),
+    ("dedup[paragraphs].loose", "dedup[paragraphs].normalize"),
+    ("dedup[near].shingle_words", "dedup[near].n_grams"),
+    ("dedup[near].bands", "dedup[near].num_buckets"),
+    ("dedup[near].rows", "dedup[near].hashes_per_bucket"),
+)
+"""Old key, new key, of configs of `megatfm prep`; as `RENAMED_KEYS`."""
+RENAMED_PREP_VALUES: tuple[tuple[str, Any, Any], ...] = (
+    ("steps.name", "blocked_urls", "url_filter"),
+    ("steps.name", "blocked_words", "c4_badwords"),
+    ("steps.name", "redact", "pii"),
+    ("steps.name", "where", "metadata_filter"),
+    ("steps.name", "linear", "linear_classifier"),
+    ("dedup.name", "near", "minhash"),
+    ("dedup.name", "substrings", "exact_substrings"),
+)
+"""Key (its name now), old value, new value; after all keys. A file that still has the old one is refused, too."""
+INVERTED_PREP_KEYS = ("plain_tars", "steps[c4].curly_brackets")
+"""Old keys whose new ones say the opposite: true is false now."""
 
 BLOCK_KINDS = ("model.block.*", "model.layer_type.*")
 """Sections that hold sections of [model] for some blocks, under each name that they have had."""
@@ -154,18 +243,48 @@ def migrate(
 
 
 def migrate_prep(values: Any, renamed: Renames | None = None) -> Any:
-    """Translate the config in a prep.json into today's keys."""
-    return migrate(values, RENAMED_PREP_KEYS if renamed is None else renamed, (), ())
+    """Translate the config in a prep.json into today's keys and values."""
+    if renamed is not None or not isinstance(values, Mapping):
+        return migrate(values, renamed or (), (), ())
+    tables = copy.deepcopy(dict(values))
+    for key in INVERTED_PREP_KEYS:
+        *parents, last = key.split(".")
+        for table in _tables_at(tables, parents):
+            if isinstance(table.get(last), bool):
+                table[last] = not table[last]
+    tables = migrate(tables, RENAMED_PREP_KEYS, RENAMED_PREP_VALUES, ())
+    for parent, section in ((tables, "near_duplicates"), (tables.get("read"), "fields")):
+        if isinstance(parent, dict) and parent.get(section) == {}:  # all of its keys have moved
+            del parent[section]
+    return tables
+
+
+def find_renamed_prep_words(values: Any) -> list[str]:
+    """Return what a config of `megatfm prep` still has of old keys and values, each with what to write instead."""
+    if not isinstance(values, Mapping):
+        return []
+    found, tables = [], copy.deepcopy(dict(values))
+    for old, new in RENAMED_PREP_KEYS:
+        if not find_renamed_keys(tables, [(old, new)]):
+            continue
+        opposite = " (which says the opposite)" if old in INVERTED_PREP_KEYS else ""
+        found.append(f"{_plain(old)} is {_plain(new)} now{opposite}")
+        _rename(tables, old.split("."), new.split("."))
+    for key, old_value, new_value in RENAMED_PREP_VALUES:
+        *parents, last = key.split(".")
+        if any(table.get(last) == old_value for table in _tables_at(tables, parents)):
+            found.append(f"{key} = {old_value!r} is {new_value!r} now")
+    return found
 
 
 def find_renamed_keys(values: Any, renamed: Renames | None = None) -> list[tuple[str, str]]:
     """Return the old keys that a config still has, each with its name now."""
-    found = []
+    renamed_keys = []
     for old, new in _for_blocks(RENAMED_KEYS if renamed is None else renamed):
         *parents, last = old.split(".")
         if any(last in table for table in _tables_at(values, parents)):
-            found.append((_plain(old), _plain(new)))
-    return found
+            renamed_keys.append((_plain(old), _plain(new)))
+    return renamed_keys
 
 
 def _for_blocks(renamed: Renames) -> Iterator[tuple[str, str]]:
@@ -200,7 +319,7 @@ def _names_same_table(old: str, new: str) -> bool:
 
 def _tables_at(values: Any, path: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Every table that a path leads to."""
-    if isinstance(values, list):
+    if isinstance(values, list | tuple):
         for element in values:
             yield from _tables_at(element, path)
     elif not isinstance(values, dict):

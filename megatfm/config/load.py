@@ -1,36 +1,36 @@
-"""Reading a config: a TOML file or a preset's name, then `key=value` overrides, then types and ranges."""
+"""Reading a config: its files and presets, then `key=value` overrides, then types and ranges; errors are one line."""
 
-import difflib
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from importlib import resources
+from datetime import date, time
 from pathlib import Path
 from typing import Any, TypeVar
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from megatfm.config.base import Section, name_of
-from megatfm.config.edit import apply_overrides, let_vocabulary_follow, sections_of
-from megatfm.config.key_migrations import find_renamed_keys, migrate
-from megatfm.config.other_names import FOREIGN_KEYS
+from megatfm.config.foreign_keys import FOREIGN_KEYS
+from megatfm.config.key_migrations import find_renamed_keys
+from megatfm.config.marked_strings import FromCommandLine
+from megatfm.config.merge import drop_stale_keys, type_of
 from megatfm.config.prep import PrepConfig
 from megatfm.config.root import Config
+from megatfm.config.section import (
+    Section,
+    is_text,
+    name_of,
+    sections_of,
+    variants_of,
+)
+from megatfm.config.sources import is_vocab_size_of_preset, merge_files, read_files
 from megatfm.errors import UsageError
 from megatfm.registry import add_plugin_folders, did_you_mean
 
-ALIASES = {
-    "gpt2": "gpt2-124m",
-    "gpt2-small": "gpt2-124m",
-    "gpt2-medium": "gpt2-355m",
-    "gpt2-large": "gpt2-774m",
-    "gpt2-1.5b": "gpt2-xl",
-}
-"""Other names of presets."""
-
+CORPUS = "data.corpus"
+"""Stands for three keys: the parts of a corpus as `megatfm prep` makes it."""
 COMMAND_OF: dict[type[Section], str] = {Config: "train", PrepConfig: "prep"}
-"""Whose config is of which kind."""
+"""The command that takes a config of each kind."""
 
 AnySection = TypeVar("AnySection", bound=Section)
 
@@ -50,106 +50,57 @@ def load(
     overrides: Sequence[str] = (),
     replaced_sections: Mapping[str, Any] | None = None,
 ) -> AnySection:
-    """Read, override and validate a config of `kind`. replaced_sections: sections that stand in the place of the
-    file's.
+    """Read, override and validate a config. replaced_sections: sections that stand in place of the file's.
 
-    Relative paths in a file are relative to the file; in a preset that ships with megatfm, and in overrides,
-    to the current directory. Raises UsageError: one line with key, value, reason and a way out.
+    A file with `extends` changes the preset or file that it names. Relative paths in a file are relative to the file;
+    in a preset that ships with megatfm, and in overrides, to the current directory. Raises UsageError: one line with
+    key, value, reason and a way out.
     """
     if config_class is PrepConfig and Path(path_or_preset).is_dir():
         raise UsageError(
             f"{path_or_preset}: is a folder, not a config: to prepare the text in it, `megatfm prep quickstart-data "
             f"read.folder={path_or_preset} out=corpora/NAME`"
         )
-    path, is_preset = find_config(path_or_preset)
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, thousands of digits, lists in lists
-        raise UsageError(f"{path}: not valid TOML: {error}") from None
-    except OSError as error:
-        raise UsageError(f"{path}: can't read it: {error.strerror}") from error
-    if config_class is Config and _is_stored_by_us(path):
-        values = migrate(values)
+    files = read_files(config_class, path_or_preset)
+    values = merge_files(config_class, files)
     values |= replaced_sections or {}
-    if is_preset and not replaced_sections:
-        let_vocabulary_follow(values, overrides)
+    if not replaced_sections and is_vocab_size_of_preset(files):
+        drop_preset_vocab_size(values, overrides)
     apply_overrides(config_class, values, overrides)
+    bases = ", ".join(str(file.path) for file in files[1:] if not file.is_preset)
+    subject = f"{path_or_preset} (extends {bases})" if bases else str(path_or_preset)
     if config_class is Config and (renamed := find_renamed_keys(values)):
         names = ", ".join(f"{old} is {new} now" for old, new in renamed)
-        raise UsageError(f"{path_or_preset}: keys that have other names: {names}: write these")
-    base = Path.cwd() if is_preset else path.resolve().parent
+        raise UsageError(f"{subject}: keys that have other names: {names}: write these")
     try:
-        config = config_class.model_validate(values, context={"base": base})
+        config = config_class.model_validate(values, context={"base": files[0].folder})
     except ValidationError as error:
         _check_command(path_or_preset, config_class, values)
-        raise UsageError(f"{path_or_preset}: {_format_error(error, config_class, values)}") from None
+        for file in files[1:]:
+            _check_command(file.path, config_class, file.values)
+        raise UsageError(f"{subject}: {_format_error(error, config_class, values)}") from None
     if isinstance(config, Config | PrepConfig):
-        beside = path.resolve().parent
+        folders = [file.path.resolve().parent for file in files]
         # A run may be anybody's: code in it must not become importable by reading its config.
-        add_plugin_folders(config.plugins, [*[beside] * (not (beside / "checkpoints").is_dir()), Path.cwd()])
+        trusted = [folder for folder in folders if not (folder / "checkpoints").is_dir()]
+        add_plugin_folders(config.plugins, [*trusted, Path.cwd()])
     return config
-
-
-def _is_stored_by_us(path: Path) -> bool:
-    """Tell a config that a run, a conversion or a submission has left from a user's file: by what lies beside it."""
-    beside = ("environment.json", "checkpoints", "launch.json", "../launch.json")
-    return path.name == "config.toml" and any((path.parent / name).exists() for name in beside)
 
 
 def _check_command(
     path_or_preset: str | Path, config_class: type[Section], values: Mapping[str, Any]
 ) -> None:
     """Raise a UsageError that names the command to use, where a config's sections are all the other kind's."""
-    other = next(each for each in COMMAND_OF if each is not config_class)
-    theirs = [key for key in values if key not in config_class.model_fields]
-    if theirs and all(key in other.model_fields for key in values):
-        here, there = COMMAND_OF[config_class], COMMAND_OF[other]
+    other = next(known for known in COMMAND_OF if known is not config_class)
+    unknown = [key for key in values if key not in config_class.model_fields]
+    if unknown and all(key in other.model_fields for key in values):
+        command, right_command = COMMAND_OF[config_class], COMMAND_OF[other]
+        required = [key for key, field in config_class.model_fields.items() if field.is_required()]
         raise UsageError(
-            f"{path_or_preset}: is a config of `megatfm {there}`, with {', '.join(theirs)}; `megatfm {here}` takes one "
-            f"with {', '.join(key for key, field in config_class.model_fields.items() if field.is_required())}: use "
-            f"`megatfm {there} {path_or_preset}`"
+            f"{path_or_preset}: is a config of `megatfm {right_command}`, with {', '.join(unknown)}; "
+            f"`megatfm {command}` takes one with {', '.join(required)}: use "
+            f"`megatfm {right_command} {path_or_preset}`"
         )
-
-
-def find_config(path_or_preset: str | Path) -> tuple[Path, bool]:
-    """The file of a config, and whether it is a preset that ships with megatfm. Raises UsageError."""
-    presets = Path(str(resources.files("megatfm") / "presets"))
-    path = Path(path_or_preset)
-    preset = ALIASES.get(str(path_or_preset), str(path_or_preset))
-    if path.is_file():
-        return path, path.resolve().parent == presets.resolve()
-    if preset in preset_names():
-        return presets / f"{preset}.toml", True
-    if path.is_dir() and (path / "config.toml").is_file():
-        return path / "config.toml", False
-    if (path / "config.json").is_file():
-        raise UsageError(
-            f"{path_or_preset}: a model in the Hugging Face format, no config: go on from it with `megatfm train "
-            f"--from {path_or_preset} data.train=CORPUS/train`"
-        )
-    if path.is_dir():
-        raise UsageError(f"{path_or_preset}: is a folder without config.toml: give a config file or a preset")
-    if path.suffix == ".toml" or path.is_absolute() or path.parts[:1] == ("runs",):
-        raise UsageError(f"{path_or_preset}: no such {'file' if path.suffix else 'file or folder'}")
-    word = str(path_or_preset).rpartition("/")[2]  # of a model as a hub names it
-    near = difflib.get_close_matches(word.removesuffix(".toml"), preset_names(), n=3, cutoff=0.0)
-    raise UsageError(
-        f"{path_or_preset}: no such config file or preset{did_you_mean(word, [*preset_names(), *ALIASES])}; presets "
-        f"named most like it: {', '.join(near)}; `megatfm config presets` lists all"
-    )
-
-
-def preset_names() -> list[str]:
-    """The names of the presets that ship with megatfm."""
-    files = (resources.files("megatfm") / "presets").iterdir()
-    return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
-
-
-def presets_of_models() -> list[str]:
-    """The names of presets that train a model; others read data, which they prepare."""
-    files = resources.files("megatfm") / "presets"
-    texts = {name: (files / f"{name}.toml").read_text(encoding="utf-8") for name in preset_names()}
-    return [name for name, text in texts.items() if "read" not in tomllib.loads(text)]
 
 
 def to_toml(config: Section) -> str:
@@ -165,6 +116,93 @@ def _to_builtin(value: Any) -> Any:
     return str(value) if isinstance(value, str) else value
 
 
+def apply_overrides(config_class: type[BaseModel], values: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Apply overrides to the nested tables of a config, in their order. Raises UsageError.
+
+    `key=value` sets; the value is TOML, or a plain string. `key=` and `~key` take a key or a section out, so that its
+    default holds. Another `name` of a section takes out what the file says there and only the section of the old name
+    knows. `data.corpus=DIR` sets the training and validation corpus and the tokenizer.
+    """
+    overridden = {override.partition("=")[0].strip() for override in overrides}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        key, text = key.strip(), text.strip()
+        if key.startswith("~") and not equals:
+            key, equals = key[1:], "="
+        parts = key.split(".")
+        if not equals or not all(parts):
+            raise UsageError(f"override {override!r}: expected key=value, for example train.steps=100")
+        if key == "extends":
+            raise UsageError(
+                f"override {override!r}: `extends` stands in a config file; here, give {text or 'a config'} as CONFIG"
+            )
+        if key == CORPUS and text:
+            _set_corpus(values, override, text)
+            continue
+        table = _table(values, parts[:-1], override)
+        if not text:
+            table.pop(parts[-1], None)
+            continue
+        value = _parse(override, text)
+        if not isinstance(value, str | list | dict) and is_text(type_of(config_class, values, parts)):
+            value = FromCommandLine(text)
+        if parts[-1] == "name" and len(parts) > 1:
+            section = ".".join(parts[:-1])
+            keep = {key.removeprefix(f"{section}.") for key in overridden if key.startswith(f"{section}.")}
+            drop_stale_keys(variants_of(type_of(config_class, values, parts[:-1])), table, value, keep)
+        table[parts[-1]] = value
+
+
+def drop_preset_vocab_size(values: Mapping[str, Any], overrides: Sequence[str]) -> None:
+    """Leave a preset's vocab_size out where overrides bring another tokenizer and don't set `model.vocab_size`."""
+    overridden = {override.partition("=")[0].strip() for override in overrides}
+    model = values.get("model")
+    if (
+        overridden & {CORPUS, "data.tokenizer"}
+        and "model.vocab_size" not in overridden
+        and isinstance(model, dict)
+    ):
+        model.pop("vocab_size", None)
+
+
+def _set_corpus(values: dict[str, Any], override: str, folder: str) -> None:
+    data = _table(values, ["data"], override)
+    for key in ("mixture", "mixture_schedule"):
+        data.pop(key, None)
+    parent = folder.rstrip("/")  # S3 takes c//train for another key than c/train
+    data["train"] = FromCommandLine(f"{parent}/train")
+    data["validation"] = {"validation": FromCommandLine(f"{parent}/validation")}
+    data["tokenizer"] = FromCommandLine(folder)
+
+
+def _table(values: dict[str, Any], parts: Sequence[str], override: str) -> dict[str, Any]:
+    table = values
+    for part in parts:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise UsageError(f"override {override!r}: {part!r} is a value in this config, not a section")
+    return table
+
+
+def _parse(override: str, text: str) -> Any:
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return FromCommandLine(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"override {override[:40]}…: {error}") from None
+    return FromCommandLine(text) if isinstance(value, date | time) else _from_command_line(value)
+
+
+def _from_command_line(value: Any) -> Any:
+    """Mark the strings of a value, those inside tables and lists too."""
+    if isinstance(value, Mapping):
+        return {key: _from_command_line(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_from_command_line(item) for item in value]
+    return FromCommandLine(value) if isinstance(value, str) else value
+
+
 def _format_error(error: ValidationError, config_class: type[BaseModel], values: Mapping[str, Any]) -> str:
     """The first of a config's mistakes: key = value: reason; way out."""
     first = error.errors(include_url=False)[0]
@@ -174,9 +212,12 @@ def _format_error(error: ValidationError, config_class: type[BaseModel], values:
     key = ".".join(place) or "config"
     if first["type"] == "extra_forbidden":
         known = list(section.model_fields) if section else []
-        ours = FOREIGN_KEYS.get(place[-1].lower()) if config_class is Config else None
-        hint = f" (did you mean {ours}?)" if ours and ours != key else did_you_mean(place[-1], known)
-        return f"{key}: unknown key{hint}; {_known(known)}{more}"
+        key_here = FOREIGN_KEYS.get(place[-1].lower()) if config_class is Config else None
+        hint = (
+            f" (did you mean {key_here}?)" if key_here and key_here != key else did_you_mean(place[-1], known)
+        )
+        known_here = f"known here: {', '.join(known)}" if known else ""
+        return f"{key}: unknown key{hint}; {known_here}{more}"
     if first["type"] == "missing" and given is None:
         return f"{key}: is required{_by_name(values, place)}{_example(section, place)}{_also(error) or more}"
     if first["type"] == "value_error":
@@ -213,9 +254,8 @@ def _locate(
             section = next((o for o in options if name_of(o) == named), options[0])
         place.append(str(part))
         if isinstance(given, Mapping) or (isinstance(given, str) and options):
-            given = (
-                given.get(str(part)) if isinstance(given, Mapping) else None
-            )  # a name in place of a section
+            # A name stands in place of a section.
+            given = given.get(str(part)) if isinstance(given, Mapping) else None
         elif isinstance(given, list) and isinstance(part, int) and part < len(given):
             given = given[part]
         if index < len(loc) - 1 and section and not sections_of(section, place[-1]):
@@ -255,7 +295,7 @@ def _example(section: type[BaseModel] | None, place: Sequence[str]) -> str:
 
 
 def _inline(section: type[BaseModel]) -> str:
-    """What a section must hold, with examples, as a table in one line of TOML."""
+    """Required keys of a section, with examples, as a table in one line of TOML."""
     keys = []
     for key, field in section.model_fields.items():
         example = next(iter(field.examples or ()), None)
@@ -267,7 +307,3 @@ def _inline(section: type[BaseModel]) -> str:
             keys.append(f"{key} = {json.dumps(example)}")
     keys = keys or [f"name = {json.dumps(name)}" for name in [name_of(section)] if isinstance(name, str)]
     return f"{{ {', '.join(keys)} }}" if keys else "{}"
-
-
-def _known(known: Sequence[str]) -> str:
-    return f"known here: {', '.join(known)}" if known else ""

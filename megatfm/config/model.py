@@ -1,29 +1,100 @@
-"""The architecture: what concerns all of it, and a section for each of its parts."""
+"""The `[model]` section: sizes, a section for each part, kinds of blocks, and the keys that each family knows."""
 
+from dataclasses import dataclass
 from typing import Any, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
 from megatfm.config.attention import AttentionConfig, LinformerAttentionConfig, MLAAttentionConfig
-from megatfm.config.base import MAX_LAYERS, MAX_WIDTH, Rate, Section, nearest_divisor, unflatten
-from megatfm.config.experts import FFNConfig, MoEConfig, SoftMoEConfig
-from megatfm.config.families import FAMILIES, FAMILY_KEYS, families_supporting
-from megatfm.config.heads import HeadsConfig
+from megatfm.config.ffn import FFNConfig, MoEConfig, SoftMoEConfig
+from megatfm.config.foreign_keys import reject_renamed_keys
 from megatfm.config.model_parts import (
     WIDTH_POWERS,
     EmbeddingConfig,
     GeneratorConfig,
     GPT2InitConfig,
     HeadConfig,
+    HeadsConfig,
     InitConfig,
     MuPConfig,
     NormConfig,
     RMSNormConfig,
     TokenEmbeddingConfig,
 )
-from megatfm.config.moved import reject_renamed_keys
 from megatfm.config.position import PositionConfig, RopeConfig, T5PositionConfig
+from megatfm.config.section import (
+    MAX_LAYERS,
+    MAX_WIDTH,
+    DropProbability,
+    Section,
+    nearest_divisor,
+    unflatten,
+)
 from megatfm.registry import did_you_mean
+
+
+@dataclass(frozen=True)
+class Family:
+    """Keys and heads that one family of models has. Configs are read without the models themselves.
+
+    knows: the `FAMILY_KEYS` that it supports. no_heads: why `model.extra_heads` is refused; empty if it is allowed.
+    bare:
+    whether lm_head.name = "none" is allowed. other_names: name prefixes used for suggestions.
+    """
+
+    knows: frozenset[str]
+    no_heads: str = ""
+    bare: bool = False
+    other_names: tuple[str, ...] = ()
+
+
+FAMILY_KEYS = (
+    "n_encoder_layers", "extra_heads.sentence", "extra_heads.boundary", "n_mtp_heads",
+    "embedding.n_segments", "generator",
+    "ffn.name = 'moe'", "mup",
+)  # fmt: skip
+"""Keys of a model, or values of them, that only some families give a meaning."""
+
+FAMILIES = {
+    "decoder": Family(
+        frozenset({"n_mtp_heads", "embedding.n_segments", "ffn.name = 'moe'", "mup"}),
+        other_names=("gpt", "llama", "mistral", "deepseek", "causal"),
+    ),
+    "encoder": Family(
+        frozenset(
+            {
+                "extra_heads.sentence",
+                "extra_heads.boundary",
+                "embedding.n_segments",
+                "ffn.name = 'moe'",
+                "mup",
+            }
+        ),
+        other_names=("bert", "roberta", "albert", "deberta", "masked"),
+    ),
+    "encoder_decoder": Family(
+        frozenset({"n_encoder_layers", "ffn.name = 'moe'", "mup"}),
+        other_names=("t5", "bart", "seq2seq", "encoder-decoder"),
+    ),
+    "xlnet": Family(frozenset({"mup"}), no_heads="whose query stream ends with what it predicts", bare=True),
+    "electra": Family(
+        frozenset({"generator", "embedding.n_segments"}),
+        no_heads="which is trained as a whole (its discriminator alone may have heads: family = 'discriminator')",
+    ),
+    "discriminator": Family(frozenset({"extra_heads.sentence", "embedding.n_segments", "mup"})),
+}
+"""A family that is not here is a plugin's, which may read what it likes."""
+
+
+def families_supporting(part: str) -> list[str]:
+    """Families that give a key a meaning."""
+    return [name for name, family in FAMILIES.items() if part in family.knows]
+
+
+def suggest_family(name: str) -> str:
+    """Suggest the family that a name begins like, else the name itself."""
+    lower = name.lower()
+    return next((known for known, family in FAMILIES.items() if lower.startswith(family.other_names)), name)
 
 
 class ModelConfig(Section):
@@ -41,9 +112,9 @@ class ModelConfig(Section):
     """Number of blocks of an encoder-decoder's encoder; left out, `n_layers`."""
     distinct_layers: PositiveInt | None = Field(default=None, le=MAX_LAYERS)
     """Blocks with weights of their own, each used for a run of neighbouring layers (ALBERT: 1); left out, all."""
-    dropout: Rate = 0.0
+    dropout: DropProbability = 0.0
     """Dropout of the embeddings and of what sublayers add to the residual stream."""
-    drop_path: Rate = 0.0
+    drop_path: DropProbability = 0.0
     """Stochastic depth: probability of skipping a sublayer of the last block, rising linearly from 0."""
     n_mtp_heads: NonNegativeInt = Field(default=0, le=MAX_LAYERS)
     """Heads that predict tokens beyond the next one (Gloeckle et al. 2024), each one block."""
@@ -51,7 +122,7 @@ class ModelConfig(Section):
     layer_types: tuple[str, ...] = ()
     """Kinds of blocks, a cycle over depth, e.g. `["local", "local", "global"]`; left out, all are of one kind."""
     layer_type: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """By kind, what its blocks have otherwise: `[model.layer_type.local]` with keys of the sections `attention`, `ffn`,
+    """Keys by which blocks of a kind differ: `[model.layer_type.local]` with keys of the sections `attention`, `ffn`,
     `norm` and `position`, and `dropout`."""
 
     attention: AttentionConfig
@@ -63,7 +134,7 @@ class ModelConfig(Section):
     position: PositionConfig = RopeConfig()
     """The position encoding."""
     embedding: EmbeddingConfig = TokenEmbeddingConfig()
-    """What tokens become vectors by."""
+    """The input embedding."""
     lm_head: HeadConfig = HeadConfig()
     """The output head."""
     extra_heads: HeadsConfig = Field(default_factory=dict)
@@ -112,11 +183,11 @@ class ModelConfig(Section):
             raise ValueError("family = 'electra' needs model.generator: give it")
         family = FAMILIES.get(self.family)
         if family:
-            given = (
+            values = (
                 self.n_encoder_layers, "sentence" in self.extra_heads, "boundary" in self.extra_heads, self.n_mtp_heads,
                 self.embedding.n_segments, self.generator, isinstance(self.ffn, MoEConfig), self.mup,
             )  # fmt: skip
-            for part, value in zip(FAMILY_KEYS, given, strict=True):
+            for part, value in zip(FAMILY_KEYS, values, strict=True):
                 if value and part not in family.knows:
                     raise ValueError(
                         f"{part} has no meaning with family = {self.family!r}: leave it out, or choose family = "
@@ -202,7 +273,7 @@ class ModelConfig(Section):
         return self
 
     def layer_type_at(self, depth: int) -> str | None:
-        """Of the block at a depth from 0 on; None where all blocks are of one kind."""
+        """Kind of the block at a depth, from 0; None where all blocks are of one kind."""
         return self.layer_types[depth % len(self.layer_types)] if self.layer_types else None
 
     def layer_config(self, depth: int) -> "ModelConfig":
@@ -215,32 +286,42 @@ class ModelConfig(Section):
         return self.with_changes({**self.layer_type[kind], "layer_types": (), "layer_type": {}})
 
     @property
+    def layer_cycle(self) -> list["ModelConfig"]:
+        """The configs of the blocks at the first depths, until their kinds begin anew."""
+        return [self.layer_config(depth) for depth in range(max(1, len(self.layer_types)))]
+
+    @property
+    def layer_kinds(self) -> list["ModelConfig"]:
+        """This config, and that of every kind of blocks."""
+        return [self, *(self.type_config(kind) for kind in self.layer_type)]
+
+    @property
     def tp_dims(self) -> dict[str, int]:
-        """What tensor-parallel ranks share among them, by key: as parts report it, those of all kinds of blocks."""
+        """Sizes that tensor parallelism divides, by key, of all kinds of blocks."""
         parts = {"attention": self.attention, "ffn": self.ffn} | (
             {"generator": self.generator} if self.generator else {}
         )
-        found = {f"{part}.{key}": n for part, section in parts.items() for key, n in section.tp_dims.items()}
+        sizes = {f"{part}.{key}": n for part, section in parts.items() for key, n in section.tp_dims.items()}
         for kind in self.layer_type:
             other = self.type_config(kind)
             for part, divided in (("attention", other.attention.tp_dims), ("ffn", other.ffn.tp_dims)):
-                found |= {
+                sizes |= {
                     f"layer_type.{kind}.{part}.{key}": n
                     for key, n in divided.items()
-                    if n != found.get(f"{part}.{key}")
+                    if n != sizes.get(f"{part}.{key}")
                 }
-        return found
+        return sizes
 
     def tp_dims_for(self, expert_tp: str) -> dict[str, int]:
-        """The same, where these take experts in that way (see `parallel.expert_tp`)."""
+        """`tp_dims` where tensor-parallel ranks take experts in that way (see `parallel.expert_tp`)."""
         if expert_tp == "by_expert":
             return self.tp_dims
-        found = {key: n for key, n in self.tp_dims.items() if not key.endswith("n_experts")}
+        sizes = {key: n for key, n in self.tp_dims.items() if not key.endswith("n_experts")}
         kinds = {"": self, **{f"layer_type.{kind}.": self.type_config(kind) for kind in self.layer_type}}
         for place, one in kinds.items() if expert_tp == "by_channel" else ():
             if "n_experts" in one.ffn.tp_dims:
-                found[f"{place}ffn.d_ff"] = one.ffn.d_ff
-        return found
+                sizes[f"{place}ffn.d_ff"] = one.ffn.d_ff
+        return sizes
 
     @property
     def head_width(self) -> int:
@@ -270,7 +351,7 @@ class ModelConfig(Section):
     def longest_row(self) -> tuple[int | None, str]:
         """Tokens that a row may have for each part of the model, and the key that limits it; None: any number."""
         limits: list[tuple[int, str]] = []
-        for kind in [self, *(self.type_config(kind) for kind in self.layer_type)]:
+        for kind in self.layer_kinds:
             if (limit := kind.position.limit) is not None:
                 limits.append((limit, "position.max_positions"))
             if isinstance(kind.attention, LinformerAttentionConfig):
@@ -300,4 +381,4 @@ def factor_at(factor: float | str, width: int) -> float:
 
 
 PER_LAYER_KEYS = ("attention", "ffn", "norm", "position", "dropout")
-"""What may differ from block to block."""
+"""Keys that may differ from block to block."""

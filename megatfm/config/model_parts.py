@@ -1,10 +1,11 @@
-"""The sections of a model's parts that have few variants: feed-forward network, norms, embedding, head, weights."""
+"""Sections of the model's smaller parts: norms, embedding, heads, initial weights, ELECTRA's generator and muP."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megatfm.config.base import MAX_LAYERS, MAX_WIDTH, Rate, Section, union_by_name
+from megatfm.config.section import MAX_LAYERS, MAX_WIDTH, ByName, DropProbability, Section
 
 POST_NORM_PLACEMENTS = ("post", "deepnorm")
 """Placements whose blocks end in a norm, so that a stack needs none at its end."""
@@ -16,40 +17,8 @@ in every copy with another width; `ModelConfig.embedding_scale` and `head_scale`
 WidthFactor = PositiveFloat | Literal["d_model^-1/2", "d_model^1/2"]
 
 
-class DenseFFNConfig(Section):
-    """One feed-forward network, which all tokens go through."""
-
-    name: Literal["dense"] = "dense"
-    d_ff: PositiveInt = Field(examples=[1024], le=MAX_WIDTH)
-    """Inner width of the network."""
-    activation: str = "swiglu"
-    """Activation: gelu, swiglu or another that is registered."""
-    bias: bool = False
-    """Biases in its projections."""
-    dropout: Rate = 0.0
-    """Dropout of the inner activations."""
-
-    @property
-    def tp_dims(self) -> dict[str, int]:
-        """What tensor-parallel ranks share among them, by key."""
-        return {"d_ff": self.d_ff}
-
-
-class PluginFFNConfig(DenseFFNConfig):
-    """A feed-forward network that a package in `plugins` registers, with keys of its own."""
-
-    model_config = ConfigDict(extra="allow")
-    name: str = Field(examples=["my_ffn"])  # type: ignore[assignment]
-    """The name under which it is registered."""
-
-    @property
-    def tp_dims(self) -> dict[str, int]:
-        """Nothing is known of how it is cut."""
-        return {}
-
-
 class NormSection(Section):
-    """What every normalisation layer has."""
+    """Keys of every normalisation layer."""
 
     name: str
     eps: PositiveFloat = 1e-5
@@ -108,12 +77,12 @@ class PluginNormConfig(NormSection):
 
 NormConfig = Annotated[
     RMSNormConfig | LayerNormConfig | PluginNormConfig,
-    union_by_name(RMSNormConfig, LayerNormConfig, plugin=PluginNormConfig),
+    ByName(),
 ]
 
 
 class EmbeddingSection(Section):
-    """What every embedding has."""
+    """Keys of every embedding."""
 
     name: str
     dim: PositiveInt | None = Field(default=None, le=MAX_WIDTH)
@@ -135,7 +104,7 @@ class TokenEmbeddingConfig(EmbeddingSection):
 
 
 class PluginEmbeddingConfig(EmbeddingSection):
-    """What a package in `plugins` registers to read other inputs than tokens, with keys of its own."""
+    """An embedding that a package in `plugins` registers, for other inputs than tokens, with keys of its own."""
 
     model_config = ConfigDict(extra="allow")
     name: str = Field(examples=["my_vectors"])
@@ -144,7 +113,7 @@ class PluginEmbeddingConfig(EmbeddingSection):
 
 EmbeddingConfig = Annotated[
     TokenEmbeddingConfig | PluginEmbeddingConfig,
-    union_by_name(TokenEmbeddingConfig, plugin=PluginEmbeddingConfig),
+    ByName(),
 ]
 
 
@@ -161,12 +130,12 @@ class HeadConfig(Section):
     """Factor on the hidden vectors before the output matrix; `"d_model^-1/2"` is that number at any width."""
     softcap: PositiveFloat | None = None
     """Logits l become c tanh(l / c) with this c."""
-    label_smoothing: Rate = 0.0
+    label_smoothing: DropProbability = 0.0
     """Share of a target's probability that is spread over the vocabulary, in training."""
 
 
 class InitSection(Section):
-    """What every initialisation has."""
+    """Keys of every initialisation."""
 
     name: str
 
@@ -185,7 +154,7 @@ class GPT2InitConfig(NormalInitSection):
 
 
 class NormalInitConfig(NormalInitSection):
-    """The same normal distribution for every matrix."""
+    """One normal distribution for all matrices."""
 
     name: Literal["normal"] = "normal"
 
@@ -230,15 +199,7 @@ InitConfig = Annotated[
     | XavierInitConfig
     | DeepnormInitConfig
     | PluginInitConfig,
-    union_by_name(
-        GPT2InitConfig,
-        NormalInitConfig,
-        BertInitConfig,
-        T5InitConfig,
-        XavierInitConfig,
-        DeepnormInitConfig,
-        plugin=PluginInitConfig,
-    ),
+    ByName(),
 ]
 
 
@@ -266,4 +227,43 @@ class MuPConfig(Section):
     base_width: PositiveInt = Field(examples=[256], le=MAX_WIDTH)
     """The d_model at which learning rate and init.std were chosen."""
     latent_ranks: Literal["fixed", "scaled"] = "fixed"
-    """Of latent attention: whether q_lora_rank and kv_lora_rank are the same at every width, or grow with it."""
+    """Whether q_lora_rank and kv_lora_rank of latent attention are the same at every width, or grow with it."""
+
+
+class SentenceHeadConfig(Section):
+    """Classes of whole sequences, told from the first token through a tanh pooler (BERT, ALBERT)."""
+
+    name: Literal["sentence"] = "sentence"
+    classes: PositiveInt = Field(default=2, le=MAX_WIDTH)
+    """How many."""
+
+
+class BoundaryHeadConfig(Section):
+    """SpanBERT's, which predicts a span from the tokens around it."""
+
+    name: Literal["boundary"] = "boundary"
+
+
+class PluginHeadConfig(Section):
+    """A head that a package in `plugins` registers, with keys of its own."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str = Field(examples=["my_head"])
+    """The name under which it is registered; left out, that of the table."""
+
+
+def _with_table_name(heads: Any) -> Any:
+    """A table's own name is the head's, unless it says another."""
+    if not isinstance(heads, Mapping):
+        return heads
+    return {
+        key: {"name": key, **section} if isinstance(section, Mapping) else section
+        for key, section in heads.items()
+    }
+
+
+HeadSection = Annotated[
+    SentenceHeadConfig | BoundaryHeadConfig | PluginHeadConfig,
+    ByName(),
+]
+HeadsConfig = Annotated[dict[str, HeadSection], BeforeValidator(_with_table_name)]

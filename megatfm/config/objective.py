@@ -1,12 +1,10 @@
-"""Objectives, one section for each: its name says which. Sources are in `megatfm/objectives`, one file for each."""
+"""The `[objective]` section: a variant for each objective of `megatfm/objectives`, where their sources are."""
 
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from megatfm.config.base import Section, union_by_name
-
-Share = Annotated[float, Field(ge=0, le=1)]
+from megatfm.config.section import ByName, Fraction, Section
 
 
 class CausalObjective(Section):
@@ -29,9 +27,9 @@ class MaskedObjective(Section):
     name: Literal["masked"] = "masked"
     mask_rate: Annotated[float, Field(gt=0, lt=1)] = 0.15
     """Share of the tokens that is predicted."""
-    mask_replace_prob: Share = 0.8
-    """Of these, the share that is replaced by the mask token."""
-    random_replace_prob: Share = 0.1
+    mask_replace_prob: Fraction = 0.8
+    """Share of these that is replaced by the mask token."""
+    random_replace_prob: Fraction = 0.1
     """And the share that is replaced by a random token; the rest is left as it is."""
     whole_words: bool = False
     """Choose all tokens of a word, or none."""
@@ -72,9 +70,9 @@ class SpanBoundaryObjective(Section):
     name: Literal["span_boundary"] = "span_boundary"
     mask_rate: Annotated[float, Field(gt=0, le=0.5)] = 0.15
     """Share of the words that is predicted."""
-    mask_replace_prob: Share = 0.8
-    """Of the spans, the share whose tokens are replaced by the mask token."""
-    random_replace_prob: Share = 0.1
+    mask_replace_prob: Fraction = 0.8
+    """Share of the spans whose tokens are replaced by the mask token."""
+    random_replace_prob: Fraction = 0.1
     """And the share whose tokens are replaced by random ones; the rest is left as it is."""
     geometric_p: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """p of the geometric distribution of a span's length in words."""
@@ -138,8 +136,8 @@ class ReplacedTokenObjective(Section):
     name: Literal["replaced_token"] = "replaced_token"
     mask_rate: Annotated[float, Field(gt=0, lt=1)] = 0.15
     """Share of the tokens that the generator predicts."""
-    mask_replace_prob: Share = 0.85
-    """Of these, the share that it sees as the mask token; the rest it sees as it is."""
+    mask_replace_prob: Fraction = 0.85
+    """Share of these that it sees as the mask token; the others it sees as they are."""
     discriminator_weight: PositiveFloat = 50.0
     """Weight of the discriminator's loss; the generator's has 1."""
 
@@ -169,17 +167,5 @@ ObjectiveConfig = Annotated[
     | UL2Objective
     | ReplacedTokenObjective
     | PluginObjective,
-    union_by_name(
-        CausalObjective,
-        PrefixObjective,
-        MaskedObjective,
-        NextSentenceObjective,
-        SentenceOrderObjective,
-        SpanBoundaryObjective,
-        PermutationObjective,
-        SpanCorruptionObjective,
-        UL2Objective,
-        ReplacedTokenObjective,
-        plugin=PluginObjective,
-    ),
+    ByName(),
 ]

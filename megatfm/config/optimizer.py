@@ -1,10 +1,10 @@
-"""Optimizers, one section for each: its name says which."""
+"""The `[optimizer]` and `[lr_schedule]` sections, a variant for each. Learning rates are factors on `optimizer.lr`."""
 
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megatfm.config.base import Section, union_by_name
+from megatfm.config.section import ByName, Fraction, Section
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 """Decay of a running mean."""
@@ -12,7 +12,7 @@ Moments = tuple[Decay, Decay]
 
 
 class OptimizerSection(Section):
-    """What every optimizer has."""
+    """Keys of every optimizer."""
 
     name: str
     lr: PositiveFloat = Field(examples=[3e-4])
@@ -36,7 +36,7 @@ class AdamWConfig(OptimizerSection):
     eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
     moments_dtype: Literal["param", "bf16"] = "param"
-    """Precision of AdamW's moments; full: the weights' own. bf16: half the memory, rounded up or down by chance."""
+    """Precision of AdamW's moments; param: the weights' own. bf16: half the memory, rounded up or down by chance."""
 
 
 class MuonConfig(AdamWConfig):
@@ -48,8 +48,8 @@ class MuonConfig(AdamWConfig):
     momentum: Decay = 0.95
     """Decay of Muon's momentum."""
     newton_schulz_dtype: Literal["bf16", "param"] = "bf16"
-    """Precision of the iteration that orthogonalises; full: the weights' own. bf16 takes less time and is the authors',
-    but makes much of rounding, so that losses of two layouts differ by up to 1e-4."""
+    """Precision of the iteration that orthogonalises; param: the weights' own. bf16 takes less time and is the
+    authors', but makes much of rounding, so that losses of two layouts differ by up to 1e-4."""
 
 
 class SoapConfig(AdamWConfig):
@@ -127,14 +127,69 @@ OptimizerConfig = Annotated[
     | LionConfig
     | ScheduleFreeConfig
     | PluginOptimizer,
-    union_by_name(
-        AdamWConfig,
-        MuonConfig,
-        SoapConfig,
-        AdafactorConfig,
-        LambConfig,
-        LionConfig,
-        ScheduleFreeConfig,
-        plugin=PluginOptimizer,
-    ),
+    ByName(),
+]
+
+
+class ScheduleSection(Section):
+    """Keys of every schedule."""
+
+    name: str
+    warmup_steps: NonNegativeInt = 0
+    """Steps over which the rate rises linearly from 0."""
+
+
+class CosineSchedule(ScheduleSection):
+    """Half a cosine from the highest rate down."""
+
+    name: Literal["cosine"] = "cosine"
+    min_lr_factor: Fraction = 0.1
+    """The rate at the last step, as a part of the highest."""
+
+
+class LinearSchedule(ScheduleSection):
+    """A straight line from the highest rate down."""
+
+    name: Literal["linear"] = "linear"
+    min_lr_factor: Fraction = 0.1
+    """The rate at the last step, as a part of the highest."""
+
+
+class ConstantSchedule(ScheduleSection):
+    """The highest rate to the end."""
+
+    name: Literal["constant"] = "constant"
+
+
+class InverseSqrtSchedule(ScheduleSection):
+    """The highest rate times (warmup_steps / step)^1/2 (Vaswani et al. 2017, equation 3)."""
+
+    name: Literal["inverse_sqrt"] = "inverse_sqrt"
+    warmup_steps: PositiveInt = Field(examples=[4000])
+    """Steps over which the rate rises linearly from 0, and the unit of its fall."""
+
+
+class WSDSchedule(ScheduleSection):
+    """Warm-up, the highest rate, and a fall at the end (Hu et al. 2024; Hägele et al. 2024)."""
+
+    name: Literal["wsd"] = "wsd"
+    decay_ratio: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Part of the run, at its end, over which the rate falls."""
+    decay_type: Literal["linear", "1-sqrt"] = "1-sqrt"
+    """How it falls over the part t of that time: as 1 - t, or as 1 - t^1/2."""
+    min_lr_factor: Fraction = 0.0
+    """The rate at the last step, as a part of the highest."""
+
+
+class PluginSchedule(ScheduleSection):
+    """A schedule that a package in `plugins` registers, with keys of its own."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str = Field(examples=["my_schedule"])
+    """The name under which it is registered."""
+
+
+ScheduleConfig = Annotated[
+    CosineSchedule | LinearSchedule | ConstantSchedule | InverseSqrtSchedule | WSDSchedule | PluginSchedule,
+    ByName(),
 ]

@@ -4,11 +4,11 @@ from typing import Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from megatfm.config.base import MAX_LENGTH, MAX_WIDTH, Section, union_by_name
+from megatfm.config.section import MAX_LENGTH, MAX_WIDTH, ByName, Section
 
 
 class PositionSection(Section):
-    """What every position encoding has."""
+    """Keys of every position encoding."""
 
     name: str
 
@@ -66,7 +66,7 @@ class Llama3Scaling(Section):
 
     name: Literal["llama3"] = "llama3"
     factor: PositiveFloat = Field(examples=[8.0])
-    """By how much slow channels are slowed."""
+    """Factor by which slow channels are slowed."""
     original_length: PositiveInt = Field(default=8192, examples=[8192], le=MAX_LENGTH)
     """The context that the model was first trained on, in tokens."""
     low_freq_factor: PositiveFloat = 1.0
@@ -193,7 +193,7 @@ class DebertaPositionConfig(PositionSection):
 
 
 class DebertaV2PositionConfig(PositionSection):
-    """The same in buckets that grow with the distance; `disentangled_shared` reads it."""
+    """Disentangled positions in buckets that grow with the distance; `disentangled_shared` reads it."""
 
     name: Literal["deberta_v2"] = "deberta_v2"
     buckets: PositiveInt = Field(default=32, le=MAX_WIDTH)
@@ -239,17 +239,5 @@ PositionConfig = Annotated[
     | DebertaV2PositionConfig
     | TransformerXLPositionConfig
     | PluginPositionConfig,
-    union_by_name(
-        RopeConfig,
-        LearnedPositionConfig,
-        SinusoidalConfig,
-        AlibiConfig,
-        NoPositionConfig,
-        T5PositionConfig,
-        ShawConfig,
-        DebertaPositionConfig,
-        DebertaV2PositionConfig,
-        TransformerXLPositionConfig,
-        plugin=PluginPositionConfig,
-    ),
+    ByName(),
 ]

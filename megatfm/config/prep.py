@@ -1,17 +1,18 @@
 """The config of `megatfm prep`: from a folder of text to a tokenizer and training shards."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from megatfm.config.base import PathStr, Section
-from megatfm.config.prep_steps import DuplicatesConfig, FieldsConfig, StepConfig, TokensConfig
+from megatfm.config.key_migrations import find_renamed_prep_words
+from megatfm.config.prep_steps import DedupConfig, StepConfig, TokensConfig
+from megatfm.config.section import PathStr, Section
 
 
 class ReadConfig(Section):
     """Where the text comes from."""
 
-    source: Literal["python-stdlib"] | None = None
+    builtin: Literal["python-stdlib"] | None = None
     """A corpus that every machine has: the sources of Python's standard library, without its tests. Used when
     no `folder` is given."""
     folder: PathStr | None = Field(None, examples=["my-texts"])
@@ -24,17 +25,21 @@ class ReadConfig(Section):
     format: str | None = Field(None, examples=["jsonl"])
     """The format of all files: text, jsonl, json, csv, parquet, arrow, warc, mediawiki, webdataset, images, megatron,
     tokens, or that of a plugin; left out, each file's own as the end of its name says, and text where it says nothing.
-    The last three of ours are taken over as they are: images (`.jpg`, `.png`) with `.cls`, `.json` or `.txt` beside
+    The last three of ours are imported as they are: images (`.jpg`, `.png`) with `.cls`, `.json` or `.txt` beside
     them, in folders or in tars, whose captions become ids if there is a `tokenizer.file`; and token ids, with the
     tokenizer in `tokenizer.file`."""
-    fields: FieldsConfig = FieldsConfig()
-    """Names of the fields of records."""
+    text_key: Annotated[str, Field(min_length=1)] = "text"
+    """The field of a record (JSON, Parquet, Arrow) that holds the text; `a.b` is `b` inside `a`, here and below."""
+    url_key: str = "url"
+    """The field that holds the address that it comes from, if there is one."""
+    metadata_keys: tuple[str, ...] = Field(default=(), examples=[["date", "licence", "scores.quality"]])
+    """Fields that go into the shards beside the text, as they are; `*` stands for all but the text."""
     tokens: TokensConfig = TokensConfig()
     """How token ids lie in their files."""
-    on_bad: Literal["error", "skip"] = "error"
+    on_error: Literal["error", "skip"] = "error"
     """What to do about a file or record that can't be used (no permission, binary, not UTF-8, a broken link, no such
     field): stop at the first one, or skip it, count it and list it."""
-    repair_unicode: bool = True
+    fix_unicode: bool = True
     """Whether text that was decoded wrongly is mended (`cafÃ©` becomes `café`), and stray control characters go. Set
     it to false for source code that means what it says."""
     max_document_bytes: Annotated[int, Field(ge=1024, le=2**26)] = 2**20
@@ -47,33 +52,11 @@ class ReadConfig(Section):
 
     @model_validator(mode="after")
     def _has_a_source(self) -> Self:
-        if self.folder is None and self.source is None:
+        if self.folder is None and self.builtin is None:
             raise ValueError(
-                "nothing to read: set read.folder to a folder of text files, or read.source to 'python-stdlib'"
+                "nothing to read: set read.folder to a folder of text files, or read.builtin to 'python-stdlib'"
             )
         return self
-
-
-class SplitConfig(Section):
-    """Which documents are held out."""
-
-    validation: Annotated[float, Field(ge=0, le=0.5)] = 0.06
-    """Share of the bytes that is held out for validation, at most. With 0 there is no validation/."""
-    files: tuple[str, ...] = Field(default=(), examples=[["validation/*"]])
-    """Hold out these files, and nothing else: patterns of their paths below `read.folder`, without a share;
-    of identical texts the held-out one stays."""
-    seed: NonNegativeInt = 0
-    """Another seed holds out other documents."""
-    by: str | None = Field(default=None, examples=["language"])
-    """Make a corpus for each value of a field, train/en, train/de and so on, so that a mixture can weigh them: one of
-    `read.fields.keep`, "domain" of the address, or what a step found, such as "language"."""
-    values: tuple[str, ...] = Field(default=(), examples=[["en", "de"]])
-    """The values that get a corpus; all others share the one named "other". Left out, each gets its own."""
-
-    @property
-    def has_validation_split(self) -> bool:
-        """Whether there is a validation split."""
-        return bool(self.files) or self.validation > 0
 
 
 class NearDuplicatesConfig(Section):
@@ -81,8 +64,32 @@ class NearDuplicatesConfig(Section):
 
     similarity: Annotated[float, Field(ge=0.5, le=1.0)] = 0.7
     """Share of common shingles (Jaccard similarity, estimated by MinHash) from which two documents are near."""
-    shingle_words: PositiveInt = 5
-    """Words in a shingle."""
+    n_grams: PositiveInt = 5
+    """Words in a shingle, an n-gram of words."""
+
+
+class SplitConfig(Section):
+    """Which documents are held out."""
+
+    validation: Annotated[float, Field(ge=0, le=0.5)] = 0.06
+    """Share of the bytes that is held out for validation, at most. With 0 there is no validation/."""
+    validation_files: tuple[str, ...] = Field(default=(), examples=[["validation/*"]])
+    """Hold out these files, and nothing else: patterns of their paths below `read.folder`, without a share;
+    of identical texts the held-out one stays."""
+    seed: NonNegativeInt = 0
+    """Another seed holds out other documents."""
+    partition_by: str | None = Field(default=None, examples=["language"])
+    """Make a corpus for each value of a field, train/en, train/de and so on, so that a mixture can weigh them: one of
+    `read.metadata_keys`, "domain" of the address, or "language", which a step finds."""
+    partition_values: tuple[str, ...] = Field(default=(), examples=[["en", "de"]])
+    """The values that get a corpus; all others share the one named "other". Left out, each gets its own."""
+    near_duplicates: NearDuplicatesConfig = NearDuplicatesConfig()
+    """Which training documents are too near to a held-out one, and dropped."""
+
+    @property
+    def has_validation_split(self) -> bool:
+        """Whether there is a validation split."""
+        return bool(self.validation_files) or self.validation > 0
 
 
 class TokenizerConfig(Section):
@@ -96,9 +103,9 @@ class TokenizerConfig(Section):
     """Number of pieces, with the 256 bytes and the reserved ids."""
     sentinels: Annotated[int, Field(ge=0, le=1024)] = 32
     """Ids reserved for objectives that mark spans, so that adding one does not change the tokenizer."""
-    modes: bool | None = None
+    ul2_modes: bool | None = None
     """Reserve ids for UL2's modes, too; left out, all kinds do but sentencepiece-bpe."""
-    pattern: Literal["gpt2", "llama3"] = "gpt2"
+    pretokenizer: Literal["gpt2", "llama3"] = "gpt2"
     """How byte-bpe cuts words: as GPT-2, or as Llama 3, which also splits numbers into groups of three digits."""
     lowercase: bool = True
     """Whether wordpiece, as BERT's uncased models, ignores case and accents."""
@@ -108,7 +115,7 @@ class TokenizerConfig(Section):
     @property
     def has_mode_tokens(self) -> bool:
         """Whether ids are kept for mode tokens; unless said, only sentencepiece's BPE keeps none."""
-        return self.kind != "sentencepiece-bpe" if self.modes is None else self.modes
+        return self.kind != "sentencepiece-bpe" if self.ul2_modes is None else self.ul2_modes
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -118,7 +125,7 @@ class TokenizerConfig(Section):
         if self.file is not None and len(changed) > 1:
             other = next(name for name in changed if name != "file")
             raise ValueError(f"file = {self.file!r} is used as it is: leave out tokenizer.{other}, or file")
-        for option, kind in (("pattern", "byte-bpe"), ("lowercase", "wordpiece")):
+        for option, kind in (("pretokenizer", "byte-bpe"), ("lowercase", "wordpiece")):
             if option in changed and self.kind != kind:
                 raise ValueError(
                     f"{option} is an option of kind = {kind!r}, not of {self.kind!r}: leave it out"
@@ -136,27 +143,33 @@ class PrepConfig(Section):
     share the work see; left out, `~/.cache/megatfm/prep`."""
     overwrite: bool = False
     """Replace what an earlier prep with another config left in `out`."""
-    workers: PositiveInt | None = None
+    tokenizer_threads: PositiveInt | None = None
     """Threads to tokenize with; left out, one per core. The result does not depend on it."""
-    part_bytes: Annotated[int, Field(ge=2**10, le=2**30)] = 2**24
-    """Text in a part of the work: what a process does at a time, and loses at most when it is killed. The result does
+    task_bytes: Annotated[int, Field(ge=2**10, le=2**30)] = 2**24
+    """Text in a part of a stage: what a process does at a time, and loses at most when it is killed. The result does
     not depend on it."""
-    memory_bytes: Annotated[int, Field(ge=2**20)] = 2**30
-    """What a process that looks for identical texts and `duplicates` may hold in memory at a time, about, of an index
-    that lies on disk. The result does not depend on it."""
-    plain_tars: bool = False
-    """Shards as plain `.tar` with a sample for each document, as webdataset and Hugging Face's datasets open them; else
-    compressed, with many documents in a sample. They take several times the room."""
+    dedup_memory_bytes: Annotated[int, Field(ge=2**20)] = 2**30
+    """What a process that looks for duplicates may hold in memory at a time, about, of an index that lies on disk. The
+    result does not depend on it."""
+    compress: bool = True
+    """Shards under zstd, with many documents in a sample; with false plain `.tar` with a sample for each document, as
+    webdataset and Hugging Face's datasets open them, which take several times the room."""
     plugins: tuple[str, ...] = Field((), examples=[["my_steps"]])
     """Python packages that register steps and formats: beside the config, in the current directory, or installed."""
     read: ReadConfig
     steps: tuple[StepConfig, ...] = ()
     """What is done with one document at a time, in this order."""
-    duplicates: tuple[DuplicatesConfig, ...] = ()
+    dedup: tuple[DedupConfig, ...] = ()
     """What is looked for in the whole corpus, in this order, after the steps and the removal of identical texts."""
     split: SplitConfig = SplitConfig()
-    near_duplicates: NearDuplicatesConfig = NearDuplicatesConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_old_words(cls, values: Any) -> Any:
+        if renamed := find_renamed_prep_words(values):
+            raise ValueError(f"words of an earlier version: {', '.join(renamed)}: write these")
+        return values
 
     @model_validator(mode="after")
     def _can_be_written(self) -> Self:
@@ -173,8 +186,8 @@ class PrepConfig(Section):
         read = f"read.format = {self.read.format!r}"
         if not self.read.is_passthrough:
             return self
-        if self.steps or self.duplicates:
-            raise ValueError(f"{read}: there is no text for steps and duplicates: leave them out")
+        if self.steps or self.dedup:
+            raise ValueError(f"{read}: there is no text for steps and dedup: leave them out")
         if self.read.format == "images":
             if self.tokenizer.file is None and self.tokenizer != TokenizerConfig():
                 raise ValueError(
@@ -183,6 +196,6 @@ class PrepConfig(Section):
             return self
         if self.tokenizer.file is None:
             raise ValueError(f"{read}: set tokenizer.file to the tokenizer of these ids")
-        if self.read.format == "tokens" and self.read.tokens.end is None:
-            raise ValueError(f"{read}: set read.tokens.end to the id that ends a document")
+        if self.read.format == "tokens" and self.read.tokens.eos_id is None:
+            raise ValueError(f"{read}: set read.tokens.eos_id to the id that ends a document")
         return self

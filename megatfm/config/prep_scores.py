@@ -4,9 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
-from megatfm.config.base import PathStr, Section
-
-Share = Annotated[float, Field(ge=0, le=1)]
+from megatfm.config.section import Fraction, PathStr, Section
 
 
 class FastTextConfig(Section):
@@ -17,26 +15,26 @@ class FastTextConfig(Section):
     """The model, as fastText saves it."""
     label: str = Field(examples=["__label__hq"])
     """The label whose probability counts."""
-    at_least: Share = 0.0
+    min_score: Fraction = 0.0
     """Drop a document whose label is less probable."""
-    at_most: Share = 1.0
+    max_score: Fraction = 1.0
     """Drop a document whose label is more probable."""
-    field: str | None = Field(None, examples=["quality"])
+    save_as: str | None = Field(None, examples=["quality"])
     """Keep the probability under this name, as a field of the document."""
 
 
 class LinearConfig(Section):
     """Keeps documents by a linear classifier of your own: logistic regression over hashed runs of words."""
 
-    name: Literal["linear"]
+    name: Literal["linear_classifier"]
     file: PathStr = Field(examples=["quality.npz"])
-    """Its weights, as `megatfm.data_prep.steps.linear.LinearClassifier` saves them: `.npz` or `.safetensors` with
-    "weight" [2^k], "bias" [1] and "ngrams" [1]."""
-    at_least: Share = 0.0
+    """Its weights, as `megatfm.data_prep.filters.classifiers.LinearClassifier` saves them: `.npz` or `.safetensors`
+    with "weight" [2^k], "bias" [1] and "ngrams" [1]."""
+    min_score: Fraction = 0.0
     """Drop a document that is less probable."""
-    at_most: Share = 1.0
+    max_score: Fraction = 1.0
     """Drop a document that is more probable."""
-    field: str | None = Field(None, examples=["quality"])
+    save_as: str | None = Field(None, examples=["quality"])
     """Keep the probability under this name, as a field of the document."""
 
 
@@ -48,13 +46,13 @@ class ClassifierConfig(Section):
     """The folder of the model and its tokenizer, on this machine; nothing is downloaded, and no code in it is run."""
     label: str | None = Field(None, examples=["LABEL_1"])
     """The label whose probability counts; left out for a model of one output, whose number counts as it is."""
-    tokens: PositiveInt = 512
+    max_tokens: PositiveInt = 512
     """How much of a document is looked at, from its begin."""
-    at_least: float | None = Field(None, examples=[3.0])
+    min_score: float | None = Field(None, examples=[3.0])
     """Drop a document that has less."""
-    at_most: float | None = None
+    max_score: float | None = None
     """Drop a document that has more."""
-    field: str | None = Field(None, examples=["quality"])
+    save_as: str | None = Field(None, examples=["quality"])
     """Keep the number under this name, as a field of the document."""
     device: str = "cpu"
     """Where the model computes, for example "cuda"."""
@@ -66,13 +64,13 @@ class PerplexityConfig(Section):
     name: Literal["perplexity"]
     run: PathStr = Field(examples=["runs/small"])
     """A checkpoint, or a run directory, of which the newest counts."""
-    tokens: PositiveInt = 1024
+    max_tokens: PositiveInt = 1024
     """How much of a document is looked at, from its begin."""
-    at_least: Annotated[float, Field(ge=1)] = 1.0
+    min_score: Annotated[float, Field(ge=1)] = 1.0
     """Drop a document whose perplexity of a token is lower, as that of boilerplate is."""
-    at_most: Annotated[float, Field(gt=1)] | None = Field(None, examples=[1000.0])
+    max_score: Annotated[float, Field(gt=1)] | None = Field(None, examples=[1000.0])
     """Drop a document whose perplexity is higher."""
-    field: str | None = Field(None, examples=["perplexity"])
+    save_as: str | None = Field(None, examples=["perplexity"])
     """Keep the perplexity under this name, as a field of the document."""
     device: str = "cpu"
     """Where the model computes, for example "cuda"."""
@@ -87,5 +85,5 @@ class PresidioConfig(Section):
     """What to look for, by Presidio's names."""
     language: str = "en"
     """The language of its recognisers."""
-    min_score: Share = 0.5
+    min_score: Fraction = 0.5
     """Leave what is less certain: a form that other numbers have, too, is certain only where a checksum fits."""

@@ -1,11 +1,10 @@
-"""The steps of `megatfm prep` that a config asks for: `[[steps]]` see one document, `[[duplicates]]` the corpus."""
+"""The steps of `megatfm prep` that a config asks for: `[[steps]]` see one document, `[[dedup]]` the corpus."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationInfo
 
-from megatfm.config.base import PathStr, Section
 from megatfm.config.prep_scores import (
     ClassifierConfig,
     FastTextConfig,
@@ -13,8 +12,7 @@ from megatfm.config.prep_scores import (
     PerplexityConfig,
     PresidioConfig,
 )
-
-Share = Annotated[float, Field(ge=0, le=1)]
+from megatfm.config.section import Fraction, PathStr, Section
 
 
 class NormalizeConfig(Section):
@@ -37,11 +35,11 @@ class LanguageConfig(Section):
     """Finds each document's language, and keeps those that are asked for."""
 
     name: Literal["language"]
-    keep: tuple[str, ...] = Field((), examples=[["en", "de"]])
+    languages: tuple[str, ...] = Field((), examples=[["en", "de"]])
     """ISO 639-1 codes of the languages to keep; left out, all, only to be counted."""
-    min_probability: Share = 0.0
+    language_threshold: Fraction = 0.0
     """Drop a document whose language is less probable than this."""
-    characters: PositiveInt = 1000
+    max_characters: PositiveInt = 1000
     """How much of a document is looked at, from five places evenly over it."""
 
 
@@ -49,26 +47,26 @@ class GopherQualityConfig(Section):
     """The quality rules of MassiveText (Rae et al. 2021, Gopher, appendix A.1.1), for English."""
 
     name: Literal["gopher_quality"]
-    words: Literal["space", "spacy"] = "space"
+    word_tokenizer: Literal["space", "spacy"] = "space"
     """What a word is: what stands between white space, or what spaCy's tokenizer of `language` says, as in datatrove,
     the code of FineWeb."""
     language: str = "en"
     """The language of spaCy's tokenizer."""
-    min_words: NonNegativeInt = 50
+    min_doc_words: NonNegativeInt = 50
     """Words in a document, at least; a word is what stands between white space."""
-    max_words: PositiveInt = 100_000
+    max_doc_words: PositiveInt = 100_000
     """Words in a document, at most."""
-    min_mean_word: float = 3.0
+    min_avg_word_length: float = 3.0
     """Characters in a word, on the average, at least."""
-    max_mean_word: float = 10.0
+    max_avg_word_length: float = 10.0
     """Characters in a word, on the average, at most."""
-    max_symbols: float = 0.1
+    max_symbol_word_ratio: float = 0.1
     """Hash signs for a word, and ellipses for a word."""
-    max_bullet_lines: Share = 0.9
+    max_bullet_lines_ratio: Fraction = 0.9
     """Share of the lines that begin with a bullet."""
-    max_ellipsis_lines: Share = 0.3
+    max_ellipsis_lines_ratio: Fraction = 0.3
     """Share of the lines that end with an ellipsis."""
-    min_alphabetic: Share = 0.8
+    min_alpha_words_ratio: Fraction = 0.8
     """Share of the words that have a letter."""
     min_stop_words: NonNegativeInt = 2
     """How many of `stop_words` must occur."""
@@ -80,84 +78,84 @@ class GopherRepetitionConfig(Section):
     """The repetition rules of MassiveText (Rae et al. 2021, Gopher, table A1)."""
 
     name: Literal["gopher_repetition"]
-    words: Literal["space", "spacy"] = "space"
+    word_tokenizer: Literal["space", "spacy"] = "space"
     """What a word is: what stands between white space, or what spaCy's tokenizer of `language` says, as in datatrove,
     the code of FineWeb."""
     language: str = "en"
     """The language of spaCy's tokenizer."""
-    lines: Share = 0.3
+    dup_line_frac: Fraction = 0.3
     """Share of the lines, from which on repeated lines are too many."""
-    paragraphs: Share = 0.3
+    dup_para_frac: Fraction = 0.3
     """The same of paragraphs, which stand between blank lines."""
-    line_characters: Share = 0.2
+    dup_line_char_frac: Fraction = 0.2
     """Share of the characters that lie in repeated lines."""
-    paragraph_characters: Share = 0.2
+    dup_para_char_frac: Fraction = 0.2
     """The same of paragraphs."""
-    top_ngrams: tuple[Share, ...] = (0.2, 0.18, 0.16)
+    top_n_grams: tuple[Fraction, ...] = (0.2, 0.18, 0.16)
     """Share of the characters that lie in the most frequent run of 2, 3, 4 words."""
-    repeated_ngrams: tuple[Share, ...] = (0.15, 0.14, 0.13, 0.12, 0.11, 0.1)
+    dup_n_grams: tuple[Fraction, ...] = (0.15, 0.14, 0.13, 0.12, 0.11, 0.1)
     """Share of the characters that lie in repeated runs of 5, 6, 7, 8, 9, 10 words."""
 
 
 class C4Config(Section):
-    """The rules of C4 (Raffel et al. 2020, section 2.2), line by line, but for its word list: see blocked_words."""
+    """The rules of C4 (Raffel et al. 2020, section 2.2), line by line, but for its word list: see c4_badwords."""
 
     name: Literal["c4"]
-    terminal_punctuation: bool = True
+    filter_no_terminal_punct: bool = True
     """Remove lines that don't end like a sentence."""
-    min_line_words: NonNegativeInt = 5
+    min_words_per_line: NonNegativeInt = 5
     """Remove lines of fewer words."""
-    max_word_characters: PositiveInt = 1000
+    max_word_length: PositiveInt = 1000
     """Remove lines with a longer word."""
-    min_sentences: NonNegativeInt = 3
+    min_num_sentences: NonNegativeInt = 3
     """Drop documents that have fewer left."""
-    curly_brackets: bool = False
-    """Whether a document may have them; C4 drops those that do."""
+    filter_curly_bracket: bool = True
+    """Drop documents that have one, as C4 does."""
 
 
 class FineWebConfig(Section):
     """The rules that FineWeb adds to those of C4 and Gopher (Penedo et al. 2024, section 3.6)."""
 
     name: Literal["fineweb"]
-    words: Literal["space", "spacy"] = "space"
+    word_tokenizer: Literal["space", "spacy"] = "space"
     """What a word is: what stands between white space, or what spaCy's tokenizer of `language` says, as in datatrove,
     the code of FineWeb."""
     language: str = "en"
     """The language of spaCy's tokenizer."""
-    min_punctuated_lines: Share = 0.12
+    line_punct_thr: Fraction = 0.12
     """Share of the lines that must end with a punctuation mark."""
-    max_repeated_characters: Share = 0.1
+    char_duplicates_ratio: Fraction = 0.1
     """Share of the characters that lie in repeated lines; the code of datatrove has 0.01."""
-    max_short_lines: Share = 0.67
+    short_line_thr: Fraction = 0.67
     """Share of the lines that are short."""
-    short_line: PositiveInt = 30
+    short_line_length: PositiveInt = 30
     """Characters up to which a line is short."""
-    max_lines_per_word: float = 0.3
+    new_line_ratio: float = 0.3
     """Line breaks for a word; a list has many."""
 
 
-class BlockedUrlsConfig(Section):
+class UrlFilterConfig(Section):
     """Drops documents by where they come from, as far as their format says so (a WARC file, a `url` field)."""
 
-    name: Literal["blocked_urls"]
+    name: Literal["url_filter"]
     file: PathStr = Field(examples=["blocked.txt"])
     """A domain (with all below it) or the beginning of a URL in each line; `#` begins a remark."""
 
 
-class BlockedWordsConfig(Section):
+class C4BadWordsConfig(Section):
     """Drops documents that hold a word of a list."""
 
-    name: Literal["blocked_words"]
+    name: Literal["c4_badwords"]
     file: PathStr = Field(examples=["words.txt"])
     """A word or phrase in each line, in any case; found only between characters that are no part of a word."""
     whole_words: bool = True
     """Set it to false for languages that put no space between words."""
 
 
-class RedactConfig(Section):
+class PIIConfig(Section):
     """Replaces what may point to a person."""
 
-    name: Literal["redact"]
+    name: Literal["pii"]
     email: str = "<EMAIL>"
     """What stands for an e-mail address; with an empty text they stay, here and below."""
     ip: str = "<IP>"
@@ -180,27 +178,27 @@ class DecontaminateConfig(Section):
     """Drops documents that share a run of words with an evaluation set (Brown et al. 2020, appendix C)."""
 
     name: Literal["decontaminate"]
-    against: tuple[PathStr, ...] = Field(examples=[["evaluation/questions.jsonl"]], min_length=1)
+    files: tuple[PathStr, ...] = Field(examples=[["evaluation/questions.jsonl"]], min_length=1)
     """Files of the evaluation sets: `.jsonl` (every text in a record), also as `.gz` or `.zst`, or plain text."""
-    words: Annotated[int, Field(ge=2, le=100)] = 13
+    n_grams: Annotated[int, Field(ge=2, le=100)] = 13
     """Words in a run, without case and punctuation."""
     min_words: PositiveInt = 8
-    """An evaluation text shorter than `words` is looked for as a whole if it has at least so many."""
+    """An evaluation text shorter than `n_grams` is looked for as a whole if it has at least so many."""
 
 
-class WhereConfig(Section):
-    """Keeps documents by the value of a field: one of `read.fields.keep`, "domain", or what an earlier step found."""
+class MetadataFilterConfig(Section):
+    """Keeps documents by the value of a field: one of `read.metadata_keys`, "domain", or what an earlier step found."""
 
-    name: Literal["where"]
+    name: Literal["metadata_filter"]
     field: Annotated[str, Field(min_length=1)]
     """The field; `a.b` is one that was kept under that name."""
-    is_in: tuple[str | int | float | bool, ...] = ()
+    allowed: tuple[str | int | float | bool, ...] = ()
     """Values to keep; left out, all."""
-    is_not: tuple[str | int | float | bool, ...] = ()
+    denied: tuple[str | int | float | bool, ...] = ()
     """Values to drop."""
-    at_least: float | str | None = None
+    min: float | str | None = None
     """Drop what is less: numbers by their size, dates and other text by the alphabet."""
-    at_most: float | str | None = None
+    max: float | str | None = None
     """Drop what is more."""
     missing: Literal["drop", "keep"] = "drop"
     """What becomes of documents without the field."""
@@ -210,9 +208,9 @@ class SampleConfig(Section):
     """Keeps a fixed random part of the documents: the way to mix sources in given shares."""
 
     name: Literal["sample"]
-    keep: Share = 1.0
-    """The part to keep of what no pattern of `by_path` fits."""
-    by_path: dict[str, Share] = Field({}, examples=[{"web/*": 0.2}])
+    rate: Fraction = 1.0
+    """The part to keep of what no pattern of `rate_by_path` fits."""
+    rate_by_path: dict[str, Fraction] = Field({}, examples=[{"web/*": 0.2}])
     """Path patterns, below the corpus folder, and the part to keep of each; the first that fits counts."""
     seed: NonNegativeInt = 0
     """Another seed keeps other documents."""
@@ -235,16 +233,16 @@ KnownStep = (
     | GopherRepetitionConfig
     | C4Config
     | FineWebConfig
-    | BlockedUrlsConfig
-    | BlockedWordsConfig
-    | RedactConfig
+    | UrlFilterConfig
+    | C4BadWordsConfig
+    | PIIConfig
     | PresidioConfig
     | DecontaminateConfig
     | FastTextConfig
     | LinearConfig
     | ClassifierConfig
     | PerplexityConfig
-    | WhereConfig
+    | MetadataFilterConfig
     | SampleConfig
 )
 _BY_NAME: dict[str, type[Section]] = {
@@ -272,7 +270,7 @@ class RepeatedLinesConfig(Section):
     name: Literal["lines"]
     min_characters: NonNegativeInt = 20
     """Shorter lines stay, however often they come."""
-    loose: bool = True
+    normalize: bool = True
     """Compare without case, digits, punctuation and space, as CCNet (Wenzek et al. 2020, section 3.1)."""
 
 
@@ -282,22 +280,22 @@ class RepeatedParagraphsConfig(Section):
     name: Literal["paragraphs"]
     min_characters: NonNegativeInt = 50
     """Shorter paragraphs stay, however often they come."""
-    loose: bool = True
+    normalize: bool = True
     """Compare without case, digits, punctuation and space."""
 
 
 class MinHashConfig(Section):
     """Of documents that are nearly the same keeps the first: MinHash and locality-sensitive hashing (Broder 1997)."""
 
-    name: Literal["near"]
+    name: Literal["minhash"]
     similarity: Annotated[float, Field(ge=0.5, le=1.0)] = 0.75
     """Share of common shingles (Jaccard similarity, estimated by MinHash) from which two documents are near."""
-    shingle_words: PositiveInt = 5
-    """Words in a shingle."""
-    bands: Annotated[int, Field(ge=1, le=64)] = 14
-    """Bands of the signature; documents that agree in all rows of a band are compared. 14 bands of 8 rows are those
+    n_grams: PositiveInt = 5
+    """Words in a shingle, an n-gram of words."""
+    num_buckets: Annotated[int, Field(ge=1, le=64)] = 14
+    """Bands of the signature; documents that agree in all hashes of a band are compared. 14 bands of 8 hashes are those
     of FineWeb: similarity 0.75 meets with probability 0.77, 0.8 with 0.92, 0.85 with 0.99."""
-    rows: PositiveInt = 8
+    hashes_per_bucket: PositiveInt = 8
     """Hashes in a band."""
 
 
@@ -305,26 +303,15 @@ class RepeatedSubstringsConfig(Section):
     """Removes runs of bytes that the corpus already had, as a suffix array finds them (Lee et al. 2022, section 4.1),
     by an index on disk that takes eight times the text."""
 
-    name: Literal["substrings"]
+    name: Literal["exact_substrings"]
     min_bytes: Annotated[int, Field(ge=20)] = 200
     """Bytes from which on a run counts; 50 tokens of English are about 200."""
 
 
-DuplicatesConfig = Annotated[
+DedupConfig = Annotated[
     RepeatedLinesConfig | RepeatedParagraphsConfig | MinHashConfig | RepeatedSubstringsConfig,
     Field(discriminator="name"),
 ]
-
-
-class FieldsConfig(Section):
-    """Where a record (JSON, Parquet, Arrow) holds what; `a.b` is field `b` inside `a`."""
-
-    text: Annotated[str, Field(min_length=1)] = "text"
-    """The field that holds the text."""
-    url: str = "url"
-    """The address that it comes from, if there is one."""
-    keep: tuple[str, ...] = Field(default=(), examples=[["date", "licence", "scores.quality"]])
-    """Fields that go into the shards beside the text, as they are; `*` stands for all but the text."""
 
 
 class TokensConfig(Section):
@@ -332,5 +319,5 @@ class TokensConfig(Section):
 
     dtype: Literal["uint16", "uint32", "int32", "int64"] = "uint16"
     """The type of the ids in files of format `tokens`, little-endian; Megatron's index files say it themselves."""
-    end: NonNegativeInt | None = None
-    """The id after each document, which is not taken over: a shard knows where its documents end."""
+    eos_id: NonNegativeInt | None = None
+    """The id after each document, which is left out: a shard knows where its documents end."""

@@ -1,35 +1,33 @@
 """The whole training config."""
 
-from math import gcd
 from typing import Self
 
 from pydantic import Field, model_validator
 from pydantic.fields import FieldInfo
 
-from megatfm.config.base import PathStr, Section, divisors, nearest_divisor, variants_of
+from megatfm.config import device_checks, layout_checks
+from megatfm.config.data import DataConfig
 from megatfm.config.deepspeed import DeepSpeedConfig, check_compatibility
-from megatfm.config.experts import MoEConfig, SoftMoEConfig
-from megatfm.config.families import FAMILIES, suggest_family
-from megatfm.config.gpu_only import check as check_gpu_only
-from megatfm.config.model import ModelConfig
+from megatfm.config.model import FAMILIES, ModelConfig, suggest_family
 from megatfm.config.objective import CausalObjective, ObjectiveConfig, PluginObjective
-from megatfm.config.optimizer import OptimizerConfig, ScheduleFreeConfig
-from megatfm.config.patterns import BigBirdPatternConfig, LongformerPatternConfig
-from megatfm.config.resilience import ResilienceConfig
-from megatfm.config.schedule import CosineSchedule, ScheduleConfig, WSDSchedule
-from megatfm.config.sections import (
+from megatfm.config.optimizer import (
+    CosineSchedule,
+    OptimizerConfig,
+    ScheduleConfig,
+    ScheduleFreeConfig,
+    WSDSchedule,
+)
+from megatfm.config.parallel import ParallelConfig
+from megatfm.config.section import PathStr, Section, variants_of
+from megatfm.config.training import (
     CheckpointConfig,
-    DataConfig,
     EvaluateConfig,
     LogConfig,
-    ParallelConfig,
+    ResilienceConfig,
     ResumeConfig,
     TrainConfig,
 )
 from megatfm.registry import did_you_mean
-
-ENGINES = ("native", "deepspeed")
-"""Those that divide experts and rows over ranks; of a plugin's engine nobody knows."""
 
 
 class Config(Section):
@@ -56,7 +54,7 @@ class Config(Section):
     log: LogConfig = LogConfig()
 
     @model_validator(mode="after")
-    def _parts_go_together(self) -> Self:
+    def _check_parts(self) -> Self:
         if self.data.tokenizer is None and not isinstance(self.objective, PluginObjective):
             raise ValueError(
                 "data.tokenizer: field required; for example 'corpora/quickstart/tokenizer.model'"
@@ -87,220 +85,57 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _deepspeed_carries_it(self) -> Self:
+    def _check_across_sections(self) -> Self:
         check_compatibility(self.parallel, self.train, self.optimizer, self.deepspeed)
+        self._check_schedule()
+        self._check_micro_batch()
+        layout_checks.check_tensor_parallel(self)
+        layout_checks.check_row_lengths(self)
+        layout_checks.check_expert_parallel(self)
+        layout_checks.check_context_parallel(self)
+        layout_checks.check_global_tokens(self)
+        device_checks.check_compile(self)
+        device_checks.check_gpu_only(self)
+        layout_checks.check_soft_moe(self)
+        layout_checks.check_pipeline(self)
         return self
 
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        if self.lr_schedule.warmup_steps > self.train.steps:
+    def _check_schedule(self) -> None:
+        schedule, steps = self.lr_schedule, self.train.steps
+        if schedule.warmup_steps > steps:
             raise ValueError(
-                f"lr_schedule.warmup_steps = {self.lr_schedule.warmup_steps} is longer than the run, train.steps = "
-                f"{self.train.steps}: choose at most {self.train.steps}"
+                f"lr_schedule.warmup_steps = {schedule.warmup_steps} is longer than the run, train.steps = "
+                f"{steps}: choose at most {steps}"
             )
-        if isinstance(self.lr_schedule, WSDSchedule):
-            left = 1 - self.lr_schedule.warmup_steps / self.train.steps
-            if self.lr_schedule.decay_ratio > left:
+        if isinstance(schedule, WSDSchedule):
+            left = 1 - schedule.warmup_steps / steps
+            if schedule.decay_ratio > left:
                 raise ValueError(
-                    f"lr_schedule.decay_ratio = {self.lr_schedule.decay_ratio:g} leaves no room for "
-                    f"lr_schedule.warmup_steps = "
-                    f"{self.lr_schedule.warmup_steps} of train.steps = {self.train.steps}: choose at most {left:g}"
+                    f"lr_schedule.decay_ratio = {schedule.decay_ratio:g} leaves no room for lr_schedule.warmup_steps = "
+                    f"{schedule.warmup_steps} of train.steps = {steps}: choose at most {left:g}"
                 )
-        if self.train.global_batch % self.train.micro_batch:
-            nearest = max(1, round(self.train.global_batch / self.train.micro_batch)) * self.train.micro_batch
-            raise ValueError(
-                f"train.global_batch = {self.train.global_batch} is not a multiple of "
-                f"train.micro_batch = {self.train.micro_batch}: the nearest that is one is {nearest}"
-            )
-        divided = self.model.tp_dims_for(self.parallel.expert_tp)
 
-        def divides(tp: int, key: str) -> bool:
-            return divided[key] % tp == 0 or (key.endswith("n_kv_heads") and tp % divided[key] == 0)
-
-        for key, count in divided.items():
-            if not divides(self.parallel.tp, key):
-                whole = [n for each, n in divided.items() if not each.endswith("n_kv_heads")] or [count]
-                smaller = [t for t in divisors(gcd(*whole)) if t < self.parallel.tp]
-                fitting = [t for t in smaller if all(divides(t, each) for each in divided)]
-                raise ValueError(
-                    f"parallel.tp = {self.parallel.tp} does not divide model.{key} = {count}: the nearest tp that fits "
-                    f"is {fitting[-1]}"
-                )
-        tp = self.parallel.tp if self.parallel.sequence_parallel else 1
-        longest, limiting = self.model.longest_row
-        lengths = {
-            "data.sequence_length": self.data.sequence_length,
-            "data.target_length": self.data.target_length or 0,
-            **{
-                f"data.rampup[{i}].sequence_length": s.sequence_length or 0
-                for i, s in enumerate(self.data.rampup)
-            },
-        }
-        for key, length in lengths.items():
-            if longest is not None and length > longest:
-                raise ValueError(
-                    f"{key} = {length}: model.{limiting} = {longest}, and a document as long as the row would have "
-                    f"tokens beyond: choose {key} = {longest}, or model.{limiting} = {length}"
-                )
-            if length % tp:
-                raise ValueError(
-                    f"{key} = {length} does not divide into parallel.tp = {tp} shards of the sequence: choose "
-                    f"{length - length % tp or tp}, or parallel.sequence_parallel=false"
-                )
-            if self.parallel.cp > 1 and 0 < length < 2 * self.parallel.cp * tp:
-                raise ValueError(
-                    f"{key} = {length} is too short for parallel.cp = {self.parallel.cp}, which cuts rows into "
-                    f"{2 * self.parallel.cp} runs of at least {tp}: choose at least {2 * self.parallel.cp * tp}"
-                )
-        together = self.model.attention.queries_together
-        if together > 1 and together % tp:
+    def _check_micro_batch(self) -> None:
+        rows, micro_batch = self.train.global_batch, self.train.micro_batch
+        if rows % micro_batch:
+            nearest = max(1, round(rows / micro_batch)) * micro_batch
             raise ValueError(
-                f"parallel.tp = {tp}: model.attention.name = {self.model.attention.name!r} cuts its queries in groups "
-                f"of {together}, not a multiple of it: choose tp = {gcd(tp, together)}, or "
-                "parallel.sequence_parallel=false"
+                f"train.global_batch = {rows} is not a multiple of "
+                f"train.micro_batch = {micro_batch}: the nearest that is one is {nearest}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _experts_are_divided(self) -> Self:
-        ep, tp = self.parallel.ep, self.parallel.tp if self.parallel.expert_tp == "by_expert" else 1
-        experts = {key: n // tp for key, n in self.model.tp_dims.items() if key.endswith("n_experts")}
-        if ep > 1 and not experts:
-            raise ValueError(
-                f"parallel.ep = {ep}, but the model has no experts to divide: set parallel.ep = 1, or "
-                "model.ffn.name = 'moe'"
-            )
-        for key, n in experts.items():
-            if n % ep:
-                among = f" and parallel.tp = {tp}" if tp > 1 else ""
-                raise ValueError(
-                    f"parallel.ep = {ep}{among} do{'' if among else 'es'} not divide model.{key} = {n * tp}: the "
-                    f"nearest ep that does is {nearest_divisor(gcd(*experts.values()), ep)}"
-                )
-        if ep > 1 and self.parallel.engine not in ENGINES:
-            raise ValueError(
-                f"parallel.ep = {ep}: parallel.engine = {self.parallel.engine!r} does not divide experts: choose "
-                "engine = 'native', or ep = 1"
-            )
-        if ep > 1 and self.train.recompute.endswith("B"):
-            raise ValueError(
-                f"train.recompute = {self.train.recompute!r}: ranks have different numbers of rows under parallel.ep = "
-                f"{ep}, and would not compute the same blocks again: set train.recompute = 'full' or 'selective'"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_context_parallel(self) -> Self:
-        parallel = self.parallel
-        if parallel.cp > 1 and parallel.engine not in ENGINES:
-            raise ValueError(
-                f"parallel.cp = {parallel.cp}: parallel.engine = {parallel.engine!r} does not cut rows: choose "
-                "engine = 'native', or cp = 1"
-            )
-        if parallel.cp > 1 and parallel.cp_method == "ulysses":
-            kinds = [
-                self.model.layer_config(depth).attention
-                for depth in range(max(1, len(self.model.layer_types)))
-            ]
-            heads = [(attention.n_heads, attention.kv_heads) for attention in kinds]
-            if self.model.generator is not None:
-                heads.append((self.model.generator.n_heads, self.model.generator.n_heads))
-            for of_queries, of_keys in heads:
-                n, k = of_queries // parallel.tp, max(1, of_keys // parallel.tp)
-                if n % parallel.cp or (k % parallel.cp and parallel.cp % k):
-                    raise ValueError(
-                        f"parallel.cp_method = 'ulysses': {n} query and {k} key heads of a tensor-parallel "
-                        f"rank can't be "
-                        f"dealt to parallel.cp = {parallel.cp} ranks: choose context = 'ring'"
-                    )
-        if parallel.cp > 1 and self.train.recompute.endswith("B"):
-            raise ValueError(
-                f"parallel.cp = {parallel.cp}: train.recompute = {self.train.recompute!r} measures blocks on each "
-                "rank, and ranks with unequal parts of rows may decide otherwise: choose recompute = 'full' or "
-                "'selective'"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _has_global_tokens(self) -> Self:
-        length = self.data.sequence_length
-        for depth in range(max(1, len(self.model.layer_types))):
-            pattern = self.model.layer_config(depth).attention.pattern
-            if (
-                isinstance(pattern, LongformerPatternConfig)
-                and max(pattern.global_tokens, default=0) >= length
-            ):
-                raise ValueError(
-                    f"model.attention.pattern.global_tokens has the place {max(pattern.global_tokens)}, but rows have "
-                    f"data.sequence_length = {length} tokens: name places below {length}"
-                )
-        return self
 
     def refuses_compile(self) -> str | None:
-        """Why blocks can't be compiled, and what to set instead; None where they can."""
-        model, parallel = self.model, self.parallel
-        patterns = {
-            model.layer_config(depth).attention.pattern for depth in range(max(1, len(model.layer_types)))
-        }
-        kinds = [model, *(model.type_config(kind) for kind in model.layer_type)]
-        if any(isinstance(pattern, BigBirdPatternConfig) and pattern.n_random_blocks for pattern in patterns):
-            return (
-                "train.compile = true: model.attention.pattern.name = 'bigbird' draws random blocks for each length, "
-                "which can't be compiled: leave train.compile out, or set model.attention.pattern.n_random_blocks = 0"
-            )
-        if self.train.recompute != "none" and any(isinstance(kind.ffn, MoEConfig) for kind in kinds):
-            return (
-                f"train.recompute = {self.train.recompute!r}: blocks with ffn.name = 'moe' are compiled around their "
-                "experts, and can't be computed again: set train.recompute = 'none', or train.compile = false"
-            )
-        if parallel.pp > 1 and parallel.splits_backward:
-            return _repeats(parallel.pp_schedule, "train.compile", self.train.compile, False)
-        if self.train.recompute.endswith("B"):
-            return "train.recompute measures how much blocks keep while they run: set train.compile = false"
-        return None
-
-    @model_validator(mode="after")
-    def _compiles(self) -> Self:
-        if self.train.compile not in (False, "auto") and (why := self.refuses_compile()):
-            raise ValueError(why)
-        return self
-
-    @model_validator(mode="after")
-    def _has_what_gpus_alone_do(self) -> Self:
-        check_gpu_only(self)
-        return self
-
-    @model_validator(mode="after")
-    def _soft_mixtures_are_not_cut_by_channels(self) -> Self:
-        kinds = [self.model, *(self.model.type_config(kind) for kind in self.model.layer_type)]
-        if self.parallel.tp > 1 and any(isinstance(kind.ffn, SoftMoEConfig) for kind in kinds):
-            raise ValueError(
-                f"parallel.tp = {self.parallel.tp}: ffn.name = 'soft_moe' is not cut over tensor-parallel ranks: set "
-                "parallel.tp = 1, and use dp_shard, cp, ep or pp"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _pipeline_goes_with_the_rest(self) -> Self:
-        parallel, train = self.parallel, self.train
-        if parallel.pp == 1:
-            return self
-        if parallel.splits_backward and train.recompute != "none":
-            raise ValueError(_repeats(parallel.pp_schedule, "train.recompute", train.recompute, "none"))
-        if parallel.grad_accumulation == "sharded":
-            raise ValueError(
-                "parallel.grad_accumulation = 'sharded': under pipeline stages gradients are reduced once a "
-                "step: leave it out"
-            )
-        return self
+        """Say why blocks can't be compiled, and what to set instead; None where they can."""
+        return device_checks.compile_conflict(self)
 
 
-def _repeats(schedule: str, key: str, value: object, other: object) -> str:
-    return (
-        f"parallel.pp_schedule = {schedule!r} takes backward passes in two parts, which {key} = {value!r} "
-        f"would repeat: "
-        f"use parallel.pp_schedule = 'interleaved' or '1f1b', or {key} = {other!r}"
-    )
+def global_batches(config: Config) -> dict[int, str]:
+    """Rows of every step that there is in a run → the key that asks for it, `train.global_batch` first."""
+    batches = {config.train.global_batch: "train.global_batch"}
+    for number, stage in enumerate(config.data.rampup):
+        if stage.global_batch:
+            batches.setdefault(stage.global_batch, f"data.rampup[{number}].global_batch")
+    return batches
 
 
 def variant_names(field: FieldInfo) -> list[str]:

@@ -1,28 +1,102 @@
-"""A folder to the Hugging Face format and back, with one tensor, or one file of a checkpoint, in memory at a time."""
+"""A folder to the Hugging Face format and back, with one tensor, or one file of a checkpoint, in memory at a time.
 
+A converted folder holds a config to start from: its [model] is what was converted, the rest are usual values.
+"""
+
+import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import JsonValue, ValidationError
 from torch import Tensor
 
 from megatfm import checkpoint, tokenizers
-from megatfm.checkpoint import disk
-from megatfm.config import Config, ModelConfig, to_toml
+from megatfm.checkpoint import file_io
+from megatfm.config import Config, ModelConfig, invalid, to_toml
 from megatfm.config.key_migrations import migrate
-from megatfm.convert import template, tokenizer_files, travels
-from megatfm.convert.folder import CONFIG, HfFolder, is_hf_folder
-from megatfm.convert.pair import ElectraFolder, exported_models, is_electra_folder, open_folder
-from megatfm.convert.write import write_json, write_weights
+from megatfm.convert import tokenizer_files
+from megatfm.convert.electra_pair import ElectraFolder, exported_models, is_electra_folder, open_folder
+from megatfm.convert.hf_checkpoint import CONFIG, HfFolder, is_hf_folder, write_json, write_weights
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.initialisation import checkpoint_tensors
 from megatfm.models import build
 from megatfm.registry import import_foreign_plugins
 from megatfm.version import __version__
+
+OBJECTIVES = {
+    "decoder": "causal",
+    "encoder": "masked",
+    "encoder_decoder": "span_corruption",
+    "xlnet": "permutation",
+    "electra": "replaced_token",
+    "discriminator": "replaced_token",
+}
+"""The usual objective of each family."""
+DEFAULT_SEQUENCE_LENGTH = 512
+"""Tokens in a row where config.json doesn't say how long the model's sequences are."""
+
+
+def starting_config(target: Path, model: ModelConfig, tokenizer: str | None, length: int | None) -> Config:
+    """Build the config of a converted model. tokenizer: its file in `target`. length: tokens in a row."""
+    target = target.absolute()
+    values = {
+        "name": re.sub(r"[^A-Za-z0-9._-]", "-", target.name).lstrip("._-")[:100] or "converted",
+        "model": model,
+        "objective": {"name": OBJECTIVES.get(model.family, "causal")},
+        "data": {
+            "train": str(target / "corpus" / "train"),
+            "tokenizer": str(target / (tokenizer or "tokenizer.model")),
+            "sequence_length": length or DEFAULT_SEQUENCE_LENGTH,
+        },
+        "optimizer": {"name": "adamw", "lr": 1e-4},
+        "train": {"steps": 1000, "global_batch": 32, "micro_batch": 1, "init_from": str(target)},
+    }
+    return _checked(values, target)
+
+
+def branching_config(config: Config, target: Path, step: int) -> Config:
+    """Build a config that goes on from a checkpoint with its optimizer state, on other data."""
+    values = config.model_dump(mode="json")
+    values["train"] |= {
+        "init_from": None,
+        "branch_from": f"{target.absolute()}@{step}",
+        "steps": step + 1000,
+    }
+    values["resume"] |= {"allow": ["data", "tokenizer", "seed", "schedule", "optimizer", "batch"]}
+    return _checked(values, target)
+
+
+def _checked(values: dict[str, Any], target: Path) -> Config:
+    """Validate; raises UsageError for what the converted files say but no config can hold, as rows of −1 tokens."""
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise invalid(f"{target}: no config can be made for what is converted", error) from None
+
+
+UNTRAINABLE = {
+    "discriminator": "no objective trains a discriminator without its generator: convert a folder with both, as "
+    "FOLDER/generator and FOLDER/discriminator, or add a head (model.extra_heads) with an objective of its own"
+}
+"""Families that no objective of ours trains, and what to do."""
+
+
+def config_comment(
+    name: str, how: str = "--from THIS_FOLDER data.train=CORPUS/train", family: str = ""
+) -> str:
+    """Comment at the top of config.toml; how: arguments with which `megatfm train` goes on."""
+    if family in UNTRAINABLE:
+        first_line = f"# Made by `megatfm convert` from a {name}. [model] is what was converted."
+        return f"{first_line}\n# {UNTRAINABLE[family]}.\n\n"
+    return (
+        f"# Made by `megatfm convert` from a {name}. [model] is what was converted, the rest a place to start: train\n"
+        f"# on from its weights with `megatfm train {how}`.\n\n"
+    )
+
 
 SHARD_BYTES = 5 * 10**9
 """Largest file by default, as in transformers."""
@@ -44,8 +118,7 @@ def convert(
     It gets its name when all of it is on disk. Raises UsageError, MegatfmError; then there is no target.
     """
     source, target = Path(source), Path(target)
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise UsageError(f"{target}: is there already: give a new folder")
+    check_is_new(target)
     if (is_hf_folder(source) or is_electra_folder(source)) == (to == "hf"):
         other = "megatfm" if to == "hf" else "hf"
         if to == "megatfm":
@@ -71,48 +144,48 @@ def _check_is_ours(source: Path) -> None:
 
 
 def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) -> list[str]:
-    found = checkpoint.find_checkpoint(source)
-    state = checkpoint.read_state(found)
+    path = checkpoint.find_checkpoint(source)
+    state = checkpoint.read_state(path)
     try:
         config = Config.model_validate(migrate(state.get("config")))
     except ValidationError as error:
         raise MegatfmError(
-            f"{found}: this version of megatfm can't read its config ({error.errors()[0]['msg']}): convert it with the "
+            f"{path}: this version of megatfm can't read its config ({error.errors()[0]['msg']}): convert it with the "
             f"one that wrote it, {state.get('megatfm', 'which it does not name')}"
         ) from None
-    import_foreign_plugins(config.plugins, found, trusted=trust_plugins)
+    import_foreign_plugins(config.plugins, path, trusted=trust_plugins)
     tokenizer = digest if isinstance(digest := state.get("tokenizer"), str) else None
     kept = state.get("origin")
     origin = kept if isinstance(kept, dict) else {}
     parts = exported_models(config.model, origin.get("name"))
-    stored = checkpoint.names(found)
+    stored = checkpoint.names(path)
     ours = {
         key.removeprefix("model."): torch.empty(shape, dtype=dtype, device="meta")
         for key, (dtype, shape) in stored.items()
         if key.startswith("model.")
     }
-    _check_names(found, ours, config.model)
+    _check_names(path, ours, config.model)
     dtype = max((tensor.dtype for tensor in ours.values()), key=lambda dtype: dtype.itemsize)
     written, summary, broken = set[str](), list[str](), list[str]()
     for part in parts:
         place = folder / part.folder
-        disk.make_durable_dirs(place)
+        file_io.make_durable_dirs(place)
         order = [key for rule in part.rules for key in rule.megatfm]
-        notes, ids = tokenizer_files.to_hf(found, config, place, tokenizer)
+        notes, ids = tokenizer_files.to_hf(path, config, place, tokenizer)
         _check_padding(part.theirs, ids)
-        reader = _Reader(found, order, ours)
+        reader = _Reader(path, order, ours)
         size = write_weights(place, part.rules, ours, reader.read, shard_bytes)
         broken += reader.broken
         notes += part.architecture.remarks(config.model)
         before = origin if part.name == origin.get("name") else {}
-        restored = travels.restore_origin(before, part.theirs)
+        restored = tokenizer_files.restore_origin(before, part.theirs)
         theirs = part.theirs | {"dtype": str(dtype).removeprefix("torch."), **ids, **restored}
         if isinstance(generation := before.get("generation"), dict):
-            write_json(place / travels.GENERATION, generation)
+            write_json(place / tokenizer_files.GENERATION, generation)
         if (key := part.architecture.max_length_key) and key not in theirs:
             theirs[key] = config.data.sequence_length
         write_json(place / CONFIG, theirs)
-        disk.sync_folder(place)
+        file_io.sync_folder(place)
         written |= set(order)
         summary.append(f"{part.name}, {len(order)} tensors, {size / 1e6:,.1f} MB")
     if left := sorted(ours.keys() - written):
@@ -127,16 +200,16 @@ def _to_megatfm(source: Path, folder: Path, target: Path) -> list[str]:
         source / "discriminator" if is_electra_folder(source) else source, folder
     )
     length = opened.json.get(opened.architecture.max_length_key) or opened.config.position.limit
-    config = template.starting_config(target, opened.config, kept, length)
+    config = starting_config(target, opened.config, kept, length)
     provenance: dict[str, JsonValue] = {"origin": {"name": opened.name}}
     if isinstance(opened, HfFolder):
         written = opened.architecture.config_to_hf(opened.config)
-        provenance["origin"] = travels.record_origin(source, opened.name, opened.json, written)
+        provenance["origin"] = tokenizer_files.record_origin(source, opened.name, opened.json, written)
         if kept:
             tokenizer = tokenizers.load(folder / kept)
             files = tokenizers.tokenizer_files(folder / kept)
-            provenance["begins"] = [*travels.bos_prefix_ids(source, files, tokenizer)]
-            provenance["stop"] = [*travels.eos_token_id_of(source, opened.json, tokenizer)]
+            provenance["begins"] = [*tokenizer_files.bos_prefix_ids(source, files, tokenizer)]
+            provenance["stop"] = [*tokenizer_files.eos_token_id_of(source, opened.json, tokenizer)]
     state: dict[str, JsonValue] = {
         **provenance,
         "step": 0,
@@ -147,10 +220,10 @@ def _to_megatfm(source: Path, folder: Path, target: Path) -> list[str]:
     checkpoint.write_checkpoint_from_iterator(
         folder / "checkpoints", 0, _with_model_prefix(opened, shapes), state
     )
-    header = template.config_comment(opened.name, family=opened.config.family).encode()
-    disk.write_file(folder / "config.toml", [memoryview(header + to_toml(config).encode())])
+    header = config_comment(opened.name, family=opened.config.family).encode()
+    file_io.write_file(folder / "config.toml", [memoryview(header + to_toml(config).encode())])
     family = opened.config.family
-    untrainable = [template.UNTRAINABLE[family]] if family in template.UNTRAINABLE else []
+    untrainable = [UNTRAINABLE[family]] if family in UNTRAINABLE else []
     return [
         f"{opened.name}, {len(shapes)} tensors",
         *opened.notes,
@@ -205,24 +278,24 @@ def _with_model_prefix(
         yield f"model.{name}", tensor
 
 
-def _check_names(found: Path, ours: Iterable[str], config: ModelConfig) -> None:
+def _check_names(path: Path, ours: Iterable[str], config: ModelConfig) -> None:
     wanted = meta_shapes(config)
     if differing := set(ours) ^ wanted.keys():
         name = min(differing)
         raise MegatfmError(
-            f"{found}: {name} is {'not ' * (name in wanted)}in the checkpoint, but {'not ' * (name not in wanted)}in "
+            f"{path}: {name} is {'not ' * (name in wanted)}in the checkpoint, but {'not ' * (name not in wanted)}in "
             "the model that its config describes: open it with the version and plugins that wrote it"
         )
 
 
 def _check_padding(theirs: Mapping[str, object], ids: Mapping[str, object]) -> None:
     """RoBERTa counts its positions from the padding token's id, so that the tokenizer must have that one."""
-    wanted, found = theirs.get("pad_token_id"), ids.get("pad_token_id")
-    if wanted is not None and found is not None and wanted != found:
+    wanted, tokenizer_pad = theirs.get("pad_token_id"), ids.get("pad_token_id")
+    if wanted is not None and tokenizer_pad is not None and wanted != tokenizer_pad:
         raise UsageError(
-            f"transformers would count positions from {found}, the padding token of the tokenizer, on, but this model "
-            f"has model.position.offset = {int(str(wanted)) + 1}: train with model.position.offset = "
-            f"{int(str(found)) + 1}, or 0 for a BERT"
+            f"transformers would count positions from {tokenizer_pad}, the padding token of the tokenizer, on, but "
+            f"this model has model.position.offset = {int(str(wanted)) + 1}: train with model.position.offset = "
+            f"{int(str(tokenizer_pad)) + 1}, or 0 for a BERT"
         )
 
 
@@ -250,19 +323,25 @@ class _Reader:
         self.broken += [name for name in batch if not self.rank_params[name].isfinite().all()]
 
 
+def check_is_new(target: Path) -> None:
+    """Raise a UsageError where a target holds something already."""
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise UsageError(f"{target}: is there already: give a new folder")
+
+
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
     """A folder that becomes `target` when all is well, and goes otherwise."""
     target = target.absolute()
-    disk.make_durable_dirs(target.parent)
+    file_io.make_durable_dirs(target.parent)
     partial = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
-    with disk.naming("create", partial):
+    with file_io.naming("create", partial):
         partial.mkdir()
     try:
         yield partial
-        disk.sync_folder(partial)
-        disk.rename(partial, target)
+        file_io.sync_folder(partial)
+        file_io.rename(partial, target)
     except BaseException:
         if partial.exists():
-            disk.remove_tree(partial)
+            file_io.remove_tree(partial)
         raise

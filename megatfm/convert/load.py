@@ -10,15 +10,15 @@ from torch import nn
 
 from megatfm import tokenizers
 from megatfm.config import ModelConfig
-from megatfm.convert import template, tokenizer_files, travels
+from megatfm.convert import convert, tokenizer_files
 from megatfm.convert.convert import converted_tensors, meta_shapes
-from megatfm.convert.folder import CONFIG, HfFolder, read_json
-from megatfm.convert.pair import open_folder
+from megatfm.convert.electra_pair import open_folder
+from megatfm.convert.hf_checkpoint import CONFIG, HfFolder, read_json
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.initialisation import checkpoint_tensors, initialise_buffers
 from megatfm.models import build
-from megatfm.models.dtype import take, working_dtype
-from megatfm.ops.aligned import aligned
+from megatfm.models.base import take, working_dtype
+from megatfm.ops.transfer import aligned
 from megatfm.tokenizers import Tokenizer
 
 log = logging.getLogger("megatfm")
@@ -65,22 +65,22 @@ def text_generation_fields(path: str | Path) -> dict[str, Any]:
     length = opened.json.get(opened.architecture.max_length_key) or opened.config.position.limit
     return {
         "tokenizer": tokenizer,
-        "config": template.starting_config(place, opened.config, where.name, length),
+        "config": convert.starting_config(place, opened.config, where.name, length),
         "step": 0,
         "run_dir": None,
         "prompt_prefix_ids": tuple(
-            travels.bos_prefix_ids(source, tokenizers.tokenizer_files(where), tokenizer)
+            tokenizer_files.bos_prefix_ids(source, tokenizers.tokenizer_files(where), tokenizer)
         ),
         "knows_objective": False,
-        "eos_token_id": tuple(travels.eos_token_id_of(source, opened.json, tokenizer)),
+        "eos_token_id": tuple(tokenizer_files.eos_token_id_of(source, opened.json, tokenizer)),
     }
 
 
 def begins_of(path: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """What a folder's own tokenizer puts before a text."""
+    """Ids that a folder's own tokenizer puts before a text."""
     place = Path(path)
     return tuple(
-        travels.bos_prefix_ids(
+        tokenizer_files.bos_prefix_ids(
             place, tokenizers.tokenizer_files(tokenizer_files.tokenizer_path(place)), tokenizer
         )
     )

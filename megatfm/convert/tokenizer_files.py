@@ -1,13 +1,22 @@
-"""The tokenizer's files, beside the weights in both formats."""
+"""The tokenizer's files beside the weights in both formats, and what else travels along with a converted model.
+
+Configs of ours can't hold a model's token ids, dropout rates and generation_config.json: a checkpoint keeps them, and
+they are written back on export.
+"""
 
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer as Library
+
 from megatfm import tokenizers
-from megatfm.checkpoint import disk
+from megatfm.checkpoint import file_io
 from megatfm.config import Config
-from megatfm.convert.folder import read_json
+from megatfm.convert.hf_checkpoint import read_json
+from megatfm.convert.hf_config import Json
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.tokenizers import Tokenizer
 
@@ -66,7 +75,7 @@ def to_megatfm(source: Path, folder: Path) -> tuple[str | None, list[str]]:
 
 
 def tokenizer_path(source: Path) -> Path:
-    """What `tokenizers.load` is to open of a folder in the Hugging Face format: a file, or all of it."""
+    """Path for `tokenizers.load` in a folder in the Hugging Face format: a file, or the folder."""
     return tokenizers.find_tokenizer_file(source) or _bare_sentencepiece(source) or source
 
 
@@ -89,7 +98,7 @@ def _copy(place: Path, target: Path) -> str:
             if (place.parent / name).is_file()
         }
     for name, content in files.items():
-        disk.write_file(target / name, [memoryview(content)])
+        file_io.write_file(target / name, [memoryview(content)])
     return "tokenizer.json" if "tokenizer.json" in files else "tokenizer.model"
 
 
@@ -112,5 +121,62 @@ def _write_tokenizer_config(tokenizer: Tokenizer, folder: Path, family: str) -> 
             "the tokenizer is copied as it is: transformers has no class for a unigram model that keeps all spaces"
         ]
     about["clean_up_tokenization_spaces"] = False
-    disk.write_file(folder / TOKENIZER_CONFIG, [memoryview((json.dumps(about, indent=2) + "\n").encode())])
+    file_io.write_file(folder / TOKENIZER_CONFIG, [memoryview((json.dumps(about, indent=2) + "\n").encode())])
     return notes
+
+
+GENERATION = "generation_config.json"
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+DROPOUT_KEY = re.compile(r"(pdrop|dropout|dropout_prob)$")
+ADD_BOS_KEY = "add_bos_token"
+
+
+def record_origin(source: Path, name: str, theirs: Json, written: Json) -> Json:
+    """Record what a checkpoint keeps of the folder that its model came from, also through training on.
+
+    config: special ids and dropout rates of config.json where `written`, our own export, says another; generation:
+    what generation_config.json holds, if there is one. Raises MegatfmError.
+    """
+    differing = {
+        key: {"theirs": value, "ours": written.get(key)}
+        for key, value in theirs.items()
+        if (key in IDS or DROPOUT_KEY.search(key)) and (key not in written or written[key] != value)
+    }
+    file = source / GENERATION
+    return {
+        "name": name,
+        "config": differing,
+        **({"generation": read_json(file)} if file.is_file() else {}),
+    }
+
+
+def restore_origin(origin: Mapping[str, Any], written: Mapping[str, Any]) -> Json:
+    """Return the values that `record_origin` kept, but for those that our config, `written`, has changed since."""
+    kept = origin.get("config", {})
+    return {key: values["theirs"] for key, values in kept.items() if written.get(key) == values["ours"]}
+
+
+def eos_token_id_of(source: Path, theirs: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
+    """All ids that end a text, as the model says; the tokenizer's own is the first if it is among them."""
+    file = source / GENERATION
+    ids = (read_json(file) if file.is_file() else {}).get("eos_token_id", theirs.get("eos_token_id"))
+    stops = [id for id in (ids if isinstance(ids, list) else [ids]) if type(id) is int]
+    return sorted(dict.fromkeys(stops), key=lambda id: id != tokenizer.eos)
+
+
+def bos_prefix_ids(source: Path, files: Mapping[str, bytes], tokenizer: Tokenizer) -> list[int]:
+    """Ids that the model's own tokenizer puts before a text: none for GPT-2, a BOS for Llama."""
+    file = source / "tokenizer_config.json"
+    about = read_json(file) if file.is_file() else {}
+    if (content := files.get("tokenizer.json")) is not None:
+        library = Library.from_str(content.decode())
+        with_special, bare = (
+            library.encode("a", add_special_tokens=special).ids for special in (True, False)
+        )
+        ends = range(len(with_special) - len(bare) + 1)
+        begins = next((with_special[:i] for i in ends if with_special[i : i + len(bare)] == bare), [])
+        if ADD_BOS_KEY not in about:
+            return begins
+    elif ADD_BOS_KEY not in about:
+        about = {ADD_BOS_KEY: str(about.get("tokenizer_class", "Llama")).startswith("Llama")}
+    return [tokenizer.bos] if about[ADD_BOS_KEY] else []

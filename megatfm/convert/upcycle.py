@@ -11,14 +11,13 @@ from pydantic import JsonValue, ValidationError
 from torch import Tensor
 
 from megatfm import checkpoint
-from megatfm.checkpoint import disk
+from megatfm.checkpoint import file_io
 from megatfm.config import Config, ModelConfig, invalid, to_toml
-from megatfm.config.experts import FFNConfig, MoEConfig
+from megatfm.config.ffn import DenseFFNConfig, FFNConfig, MoEConfig
 from megatfm.config.key_migrations import migrate
-from megatfm.config.model_parts import DenseFFNConfig
-from megatfm.convert.convert import meta_shapes, new_folder
+from megatfm.convert.convert import check_is_new, meta_shapes, new_folder
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.ops.initial import Normal, draw
+from megatfm.layers.initialisation import Normal, draw
 from megatfm.registry import import_foreign_plugins
 from megatfm.version import __version__
 
@@ -29,11 +28,13 @@ ROUTER_STD = 0.02
 
 @dataclass(frozen=True)
 class Upcycling:
-    """What a dense model becomes. experts: as many networks as this, of the dense one's width; top_k: that a token goes
-    through; granularity: into how many experts each of these networks is cut, so that there are so many times as many,
-    of which a token goes through so many times as many; every: which blocks have experts, the last of so many; noise:
-    standard deviation of what is added to experts' weights, as a multiple of that of the weights; seed: of noise and
-    routers."""
+    """The mixture that a dense model becomes.
+
+    experts: copies of its feed-forward network; top_k: how many of them a token goes through; granularity: number G of
+    fine-grained experts that each copy is cut into: the model has experts × G, of which a token takes top_k × G; every:
+    the last of so many blocks has experts; noise: standard deviation of what is added to weights of experts, a multiple
+    of that of the weights; seed: of noise and routers.
+    """
 
     experts: int
     top_k: int = 2
@@ -44,7 +45,7 @@ class Upcycling:
 
     def model(self, dense: ModelConfig) -> ModelConfig:
         """The config of the mixture. Raises UsageError for a model that none can be made of."""
-        kinds = kinds_of(dense)
+        kinds = dense.layer_kinds
         if any(isinstance(kind.ffn, MoEConfig) for kind in kinds):
             raise UsageError(
                 "it has experts already: upcycle a dense model, or go on with its own experts (train --from)"
@@ -122,8 +123,8 @@ class Upcycling:
             else:
                 yield name, dense[name]
 
-    def _experts(self, name: str, tensor: Tensor, found: re.Match[str]) -> Tensor:
-        kind, part = found[2], found[3]
+    def _experts(self, name: str, tensor: Tensor, match: re.Match[str]) -> Tensor:
+        kind, part = match[2], match[3]
         if part == "down" and kind == "b":
             parts = tensor.expand(self.granularity, -1)
         elif (
@@ -140,11 +141,6 @@ class Upcycling:
         return (every.double() + noise.view_as(every).double()).to(tensor.dtype)
 
 
-def kinds_of(model: ModelConfig) -> list[ModelConfig]:
-    """The model's config, and that of each kind of blocks."""
-    return [model, *(model.type_config(kind) for kind in model.layer_type)]
-
-
 def _widths(dense: ModelConfig) -> dict[str, int]:
     """d_ff of every kind of blocks, by its key."""
     kinds = {"model.ffn.d_ff": dense} | {
@@ -153,8 +149,8 @@ def _widths(dense: ModelConfig) -> dict[str, int]:
     return {key: kind.ffn.d_ff for key, kind in kinds.items() if isinstance(kind.ffn, DenseFFNConfig)}
 
 
-def _dense_name(found: re.Match[str]) -> str:
-    return f"{found[1]}.w_{found[3]}.{'weight' if found[2] == 'w' else 'bias'}"
+def _dense_name(match: re.Match[str]) -> str:
+    return f"{match[1]}.w_{match[3]}.{'weight' if match[2] == 'w' else 'bias'}"
 
 
 def upcycle(
@@ -166,32 +162,31 @@ def upcycle(
     Returns what is to be said about it. Raises UsageError, MegatfmError; then there is no target.
     """
     source, target = Path(source), Path(target)
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise UsageError(f"{target}: is there already: give a new folder")
-    found = checkpoint.find_checkpoint(source)
-    state = checkpoint.read_state(found)
+    check_is_new(target)
+    path = checkpoint.find_checkpoint(source)
+    state = checkpoint.read_state(path)
     config = Config.model_validate(migrate(state.get("config")))
-    import_foreign_plugins(config.plugins, found, trusted=trust_plugins)
+    import_foreign_plugins(config.plugins, path, trusted=trust_plugins)
     try:
         model = mixture.model(config.model)
-        made = config.with_changes(
+        upcycled = config.with_changes(
             {"model": model, "train.init_from": str(target.absolute()), "train.branch_from": None}
         )
     except UsageError as error:
         raise UsageError(f"{source}: {error}") from None
     except ValidationError as error:
         raise invalid(f"{source}: its config doesn't go with a mixture of experts", error) from None
-    shapes = meta_shapes(made.model)
+    shapes = meta_shapes(upcycled.model)
     kept: dict[str, JsonValue] = {key: state[key] for key in ("tokenizer", "begins", "stop") if key in state}
-    written = {**kept, "step": 0, "megatfm": __version__, "config": made.model_dump(mode="json")}
+    written = {**kept, "step": 0, "megatfm": __version__, "config": upcycled.model_dump(mode="json")}
     with new_folder(target) as folder:
-        tensors = mixture.tensors(_LazyCheckpoint(found), shapes)
+        tensors = mixture.tensors(_LazyCheckpoint(path), shapes)
         checkpoint.write_checkpoint_from_iterator(
             folder / "checkpoints", 0, ((f"model.{name}", t) for name, t in tensors), written
         )
         header = f"# Made by `megatfm convert --to moe` from {source}: go on with `megatfm train --from {target}`.\n\n"
-        disk.write_file(folder / "config.toml", [memoryview((header + to_toml(made)).encode())])
-    dropped = max(kind.ffn.dropout for kind in kinds_of(config.model))
+        file_io.write_file(folder / "config.toml", [memoryview((header + to_toml(upcycled)).encode())])
+    dropped = max(kind.ffn.dropout for kind in config.model.layer_kinds)
     notes = [f"ffn.dropout = {dropped} is left out: experts have none"] if dropped else []
     return [f"{mixture.experts * mixture.granularity} experts a block, {len(shapes)} tensors", *notes]
 

@@ -1,14 +1,17 @@
-"""The documents of a run of blocks, read block by block as they are asked for."""
+"""The documents of blocks, read as they are asked for, and the quarantine of those that are not to be read."""
 
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatfm.data.cache import ByteCache
-from megatfm.data.corpus import Corpus
+from megatfm.corpus.byte_cache import ByteCache
+from megatfm.corpus.corpus import Corpus
+from megatfm.errors import UsageError
 
 
 class Read(NamedTuple):
@@ -107,7 +110,7 @@ class InMemoryDocuments(list[NDArray[Any]]):
 def read_block(
     corpus: Corpus, block: int, blank: NDArray[np.bool_] | None, needs_members: bool
 ) -> InMemoryDocuments:
-    """The documents of one block. Of those that are `blank` only the lengths, and if all are, nothing is read."""
+    """Read one block. Documents that are `blank` become zeros of the same length; if all are, nothing is read."""
     first = int(corpus.blocks[block])
     if blank is None:
         read = decode_block(corpus, block, needs_members)
@@ -126,3 +129,51 @@ def decode_block(corpus: Corpus, block: int, needs_members: bool) -> Read:
         samples = corpus.read_block_samples(block)
         return Read([one.tokens for one in samples], [one.members for one in samples])
     return Read([tokens for _, tokens in corpus.read_block(block)], None)
+
+
+_RANGE = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?")
+
+
+@dataclass(frozen=True)
+class Quarantine:
+    """Sorted, disjoint ranges (first, end) of sample numbers."""
+
+    ranges: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def parse(cls, entries: Sequence[str], n_samples: int) -> "Quarantine":
+        """Read "17" and "120-153" (the last included); a UsageError if one is no such range of the corpus."""
+        found = []
+        for entry in entries:
+            match = _RANGE.fullmatch(entry)
+            first = int(match[1]) if match else 0
+            last = int(match[2] or match[1]) if match else -1
+            if not first <= last < n_samples:
+                raise UsageError(
+                    f"quarantine {entry!r}: give a sample such as '17', or a range such as '120-153', of the "
+                    f"corpus's 0 to {n_samples - 1}"
+                )
+            found.append((first, last + 1))
+        ranges: list[tuple[int, int]] = []
+        for first, end in sorted(found):
+            if ranges and first <= ranges[-1][1]:
+                before, until = ranges.pop()
+                first, end = before, max(end, until)
+            ranges.append((first, end))
+        return cls(tuple(ranges))
+
+    def __bool__(self) -> bool:
+        return bool(self.ranges)
+
+    def __len__(self) -> int:
+        return sum(end - first for first, end in self.ranges)
+
+    def mask(self, first: int, end: int) -> NDArray[np.bool_]:
+        """Return a mask [end − first] of the samples first … end − 1: whether each is in quarantine."""
+        numbers = np.arange(first, end)
+        at = np.searchsorted([begin for begin, _ in self.ranges], numbers, side="right") - 1
+        ends = np.array([0, *(stop for _, stop in self.ranges)])
+        return numbers < ends[at + 1]
+
+    def __str__(self) -> str:
+        return ",".join(f"{first}-{end - 1}" for first, end in self.ranges)

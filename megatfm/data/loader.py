@@ -9,12 +9,12 @@ from typing import NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 
-from megatfm.data.batch_schedule import BatchSchedule, round_to_multiple, split_rows
-from megatfm.data.packing import PAD_DOCUMENT_ID, Fields, join_rows
-from megatfm.data.rows import RowDataset
+from megatfm.data.dataset import RowDataset
+from megatfm.data.order import BatchSchedule
+from megatfm.data.sequences import PAD_DOCUMENT_ID, Fields, join_rows
 from megatfm.data.workers import RowWorkers, picklable_error
 from megatfm.errors import UsageError
-from megatfm.keyed import row_keys, short_row_keys
+from megatfm.rng import row_keys, short_row_keys
 
 STEPS_AHEAD = 2
 
@@ -33,7 +33,7 @@ class ReaderGroup(Protocol):
     def count(self) -> int: ...
 
     def broadcast(self, local_rows: T, n_readers: int) -> list[T]:
-        """What the first so many ranks have, by rank, on all of them: a collective of these ranks."""
+        """All-gather the values of the first readers, by rank, to every rank of the group. Collective."""
         ...
 
 
@@ -227,7 +227,7 @@ def _result_or_error(read: Future[Fields | None]) -> Fields | Exception | None:
 
 
 def padding_fraction(rows: Fields) -> float:
-    """Which share of the places of rows, on all their sides, is padding."""
+    """Return the share of padding in rows, of all their sides."""
     numbers = [field for name, field in rows.items() if name.endswith("documents")]
     return sum(int((each == PAD_DOCUMENT_ID).sum()) for each in numbers) / sum(each.size for each in numbers)
 
@@ -252,3 +252,25 @@ def check_global_batch(global_batch: int, micro_batch: int, data_ranks: int) -> 
             f"global batch {global_batch} is not a multiple of micro-batches of {micro_batch} × {data_ranks} "
             f"data ranks: the nearest that is one is {round_to_multiple(global_batch, unit)}"
         )
+
+
+def split_rows(rows: Fields, parts: int) -> Fields:
+    """Rows [n, T, …] of one side cut into [n·parts, T/parts, …]; where documents are cut, positions begin from 0."""
+    if parts == 1:
+        return rows
+    cut = {
+        name: field.reshape(field.shape[0] * parts, field.shape[1] // parts, *field.shape[2:])
+        for name, field in rows.items()
+    }
+    documents, positions = cut["documents"], cut["positions"]
+    real = documents != PAD_DOCUMENT_ID
+    first = np.where(real, documents, np.iinfo(np.int64).max).min(axis=1, keepdims=True)
+    same = real & (documents == documents[:, :1])
+    cut["positions"] = np.where(same, positions - positions[:, :1], positions)
+    cut["documents"] = np.where(real, documents - first, PAD_DOCUMENT_ID)
+    return cut
+
+
+def round_to_multiple(batch: int, unit: int) -> int:
+    """The multiple of `unit` that is nearest to a batch."""
+    return max(1, (batch + unit // 2) // unit) * unit

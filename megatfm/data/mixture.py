@@ -11,12 +11,12 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from megatfm.data.cache import ByteCache, nbytes
+from megatfm.corpus.byte_cache import ByteCache, nbytes
+from megatfm.data.dataset import SizedRowDataset
 from megatfm.data.order import interleave
-from megatfm.data.packing import Fields, check_same_fields
-from megatfm.data.rows import SizedRowDataset
+from megatfm.data.sequences import Fields, check_same_fields
 from megatfm.errors import UsageError
-from megatfm.keyed import random_uint64, to_unit_interval
+from megatfm.rng import random_uint64, to_unit_interval
 
 Ints = NDArray[np.int64]
 
@@ -25,7 +25,7 @@ MAX_POINTS = 2**31
 
 
 class Phase(NamedTuple):
-    """From a position on (rounded up to a whole turn of all streams): each source's weight."""
+    """Weights of the sources from a position on, which is rounded up to a whole turn of all streams."""
 
     position: int
     weights: Mapping[str, float]
@@ -33,9 +33,9 @@ class Phase(NamedTuple):
 
 class _Block(NamedTuple):
     sources: Ints
-    """Which source each slot is of [block]."""
+    """Source of each slot [block]."""
     before: Ints
-    """How many slots before it in the block are of the same [block]."""
+    """Number of slots before it in the block that are of the same source [block]."""
 
 
 class _PhaseState(NamedTuple):
@@ -98,14 +98,14 @@ class Mixture:
         lines = [note for rows in self._rows for note in rows.warnings]
         for span in self._spans:
             shares = ", ".join(
-                f"{name} {quota / self.block:.2%}"
+                f"{name} {100 * quota / self.block:.2f} %"
                 for name, quota in zip(self.sources, span.quotas.tolist(), strict=True)
             )
             lines.append(f"mixture from row {span.first * self.streams:,} on: {shares}")
         return lines
 
     def order_config(self) -> dict[str, str | int | bool]:
-        """What determines the order, for a checkpoint to compare."""
+        """Return the settings that determine the order, for a checkpoint to compare."""
         rows = self._rows[0].order_config()
         of_sources = {
             f"{key} of {name}": source.order_config()[key]
@@ -180,7 +180,7 @@ class Mixture:
                 )
 
     def rows_consumed(self, position: int) -> dict[str, int]:
-        """How many rows of each source lie before a position, of which the last round may be incomplete."""
+        """Count the rows of each source before a position, of which the last round may be incomplete."""
         turns, more = divmod(int(position), self.streams)
         number = int(np.searchsorted([span.first for span in self._spans], turns, side="right")) - 1
         counts = sum(
@@ -258,7 +258,7 @@ def _golden_step(block: int, streams: int) -> int:
 
 
 def _continued_fraction(over: int, under: int) -> list[int]:
-    """Of the continued fraction of a number between 0 and 1, but for the last one, which the end of the circle is."""
+    """Return the convergents of the continued fraction of a number between 0 and 1, except the last."""
     terms = []
     while over:
         terms.append(under // over)

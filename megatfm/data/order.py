@@ -1,23 +1,80 @@
-"""The order of training: global position → place in a corpus, a pure function of the seed and of rows per block."""
+"""The order of training: how many positions a step takes, and the place in a corpus of each.
+
+Both are pure functions: of the step, also while batch and sequence length warm up; of the seed and the rows per block.
+"""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatfm.data.cache import ByteCache, nbytes
-from megatfm.keyed import permutation
+from megatfm.corpus.byte_cache import ByteCache, nbytes
+from megatfm.rng import permutation
 
 Ints = NDArray[np.int64]
-
 MAX_GROUPS = 2**20
 """Units whose order is held in memory; in larger corpora a unit is a run of blocks instead of one."""
 
 
+class Stage(NamedTuple):
+    """Some steps alike: `global_batch` positions of the order in each, every row cut into `parts` shorter ones."""
+
+    steps: int
+    global_batch: int
+    splits_per_row: int = 1
+
+
+@dataclass(frozen=True)
+class BatchSchedule:
+    """`warmup` stages, one after another, and then `global_batch` rows for ever."""
+
+    global_batch: int
+    warmup: tuple[Stage, ...] = ()
+
+    def stage(self, step: int) -> Stage:
+        """Return the stage of a step (from 0)."""
+        for stage in self.warmup:
+            if step < stage.steps:
+                return stage
+            step -= stage.steps
+        return Stage(1, self.global_batch)
+
+    def position(self, step: int) -> int:
+        """Return the first position of a step (from 0), where nothing was skipped before."""
+        position = 0
+        for stage in self.warmup:
+            taken = min(step, stage.steps)
+            position, step = position + taken * stage.global_batch, step - taken
+        return position + step * self.global_batch
+
+    @property
+    def batches(self) -> list[int]:
+        """Every global batch that occurs."""
+        return sorted({self.global_batch, *(stage.global_batch for stage in self.warmup)})
+
+
+class Interleave(NamedTuple):
+    """Round-robin reading of `streams` places, `turn` rows of each (tf.data's cycle_length and block_length)."""
+
+    streams: int
+    turn: int = 1
+
+
+def choose_interleave(global_batch: int, streams: int | None = None) -> Interleave:
+    """Streams such that each slot of the batch always reads the same ones: the ranks, which divide the batch, then
+    divide the streams, and none reads what another reads. More than 256 would overflow a lone rank's cache."""
+    if streams is None and global_batch < 64:
+        streams = global_batch * -(-64 // global_batch)
+    if streams is None:
+        streams = max(n for n in range(1, 257) if global_batch % n == 0)
+    return Interleave(streams, max(1, global_batch // streams) if global_batch % streams == 0 else 1)
+
+
 class RowAddress(NamedTuple):
-    """Where a row is: in which pass over the corpus, block, and row of the packed block."""
+    """Place of a row: the pass over the corpus, the block, and the row of the packed block."""
 
     epoch: int
     block: int
@@ -25,13 +82,13 @@ class RowAddress(NamedTuple):
 
 
 class RowSlot(NamedTuple):
-    """Where a row starts: `row` is where in its block's `block_order` it is."""
+    """Start of a row: `row` is its place in its block's `block_order`."""
 
     epoch: int
     block: int
     row: int
     begin: int
-    """What of the epoch lies before the block."""
+    """Size of the epoch before the block."""
 
 
 class BlockSizes(Protocol):
@@ -42,9 +99,9 @@ class BlockSizes(Protocol):
 
 class _Table(NamedTuple):
     numbers: Ints
-    """Of units or blocks, in the epoch's order [n]."""
+    """Numbers of units or blocks, in the epoch's order [n]."""
     starts: Ints
-    """What lies before each in that order [n + 1]."""
+    """Sizes before each in that order [n + 1]."""
 
 
 class RowOrder:
@@ -94,12 +151,12 @@ class RowOrder:
         return -(-self.size // self.length)
 
     def row_address(self, position: int) -> RowAddress:
-        """Where the row at a global position ≥ 0 starts; its number counts the rows that start in the block."""
+        """Return where the row at a global position ≥ 0 starts; its number counts the rows that start in the block."""
         (slot,) = self.slots(np.array([position]))
         return RowAddress(slot.epoch, slot.block, self.block_order(slot)[slot.row])
 
     def slots(self, positions: Ints) -> list[RowSlot]:
-        """Where the rows at global positions [n] start."""
+        """Return where the rows at global positions [n] start."""
         epochs = positions // len(self)
         found = np.empty((4, len(positions)), np.int64)
         for epoch in np.unique(epochs).tolist():
@@ -111,12 +168,12 @@ class RowOrder:
         return [RowSlot(*place) for place in found.T.tolist()]
 
     def block_at(self, epoch: int, at: int) -> int:
-        """The block in which what has `at` of an epoch before it lies."""
+        """Return the block that contains offset `at` of the epoch."""
         blocks, _ = self._find(epoch, np.array([at]))
         return int(blocks[0])
 
     def _in_epoch(self, positions: Ints, epoch: int) -> Ints:
-        """Which rows of the epoch's list [n] are at positions [n] of it."""
+        """Return the rows of the epoch's list [n] that are at positions [n] of it."""
         steps, stream = np.divmod(self.interleave(positions, epoch) - epoch * len(self), self.streams)
         rows, longer = divmod(len(self), self.streams)  # the first `longer` streams have one row more
         return stream * rows + np.minimum(stream, longer) + steps
@@ -132,9 +189,9 @@ class RowOrder:
         return blocks, within
 
     def iter_stream_blocks(self, stream: int, epoch: int, turns: int) -> Iterator[tuple[int, int, int]]:
-        """What a stream reads in an epoch after so many of its rows: block, and the slots from … to in `block_order`.
+        """Iterate over what a stream reads in an epoch after `turns` rows: block, and the slots from … to.
 
-        As `slots` finds them one by one, with `turn` and `length` = 1.
+        Slots count in `block_order`, as `slots` finds them one by one, with `turn` and `length` = 1.
         """
         rows, longer = divmod(len(self), self.streams)
         begin, end = ((stream + after) * rows + min(stream + after, longer) for after in (0, 1))
@@ -145,11 +202,11 @@ class RowOrder:
                 yield from _runs(self._unit_table(epoch, number), at, stop)
 
     def carry_length(self, begin: int) -> int:
-        """How much of a block that begins there is of a row that starts before it, if the block is long enough."""
+        """Return how much of a long enough block at offset `begin` completes the row begun in the block before."""
         return -begin % self.length
 
     def block_order(self, slot: RowSlot) -> list[int]:
-        """The rows that start in the block of a slot, as they come in its epoch."""
+        """Return the rows that start in the block of a slot, in their order of the epoch."""
         return self._rows.get(slot[:2], partial(self._in_block, slot))
 
     def interleave(self, positions: Ints, epoch: int) -> Ints:

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from megatfm.data.packing import Fields, join_rows
-from megatfm.data.rows import RowDataset
+from megatfm.data.dataset import RowDataset
+from megatfm.data.sequences import Fields, join_rows
 from megatfm.errors import MegatfmError
 
 END_SECONDS = 10.0
-"""How long workers may take to end by themselves."""
+"""Time in which workers may end by themselves."""
 
 
 class RowWorkers:
@@ -109,7 +109,7 @@ def _answer(number: int, process: Any, pipe: Connection) -> Fields | BaseExcepti
 
 
 def _exit_code(process: Any) -> int | None:
-    """Of a process that died or is about to; None if it does not."""
+    """Return the exit code of a process that died or is about to; None if it does not."""
     end = time.monotonic() + END_SECONDS
     process.join(END_SECONDS)
     # Where two threads ask the system at once, one is told, and `join` of the other may return before that is known.

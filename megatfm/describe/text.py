@@ -14,7 +14,8 @@ from megatfm.config import (
     ShawConfig,
     T5PositionConfig,
 )
-from megatfm.config.experts import FFNConfig, MoEConfig
+from megatfm.config.ffn import FFNConfig, MoEConfig
+from megatfm.errors import UsageError
 
 if TYPE_CHECKING:
     from megatfm.describe.description import Description
@@ -128,6 +129,7 @@ def _extra_heads(model: ModelConfig) -> list[str]:
 def _counts(found: "Description") -> list[Line]:
     config, weight = found.config, found.weight_bytes
     optimizer = f"{found.optimizer_bytes:.3g} {config.optimizer.name}"
+    copy = f"{found.copy_bytes} {config.train.precision} weight, " if found.copy_bytes else ""
     return [
         ("parameters", f"{found.parameters:,}{f', {found.frozen:,} of them frozen' if found.frozen else ''}"),
         *([("  active", f"{found.active:,} for each token")] if found.active < found.parameters else []),
@@ -141,14 +143,47 @@ def _counts(found: "Description") -> list[Line]:
         ("FLOPs", f"{found.flops_causal * found.tokens:.3g} in all{_half(found)}"),
         (
             "state",
-            f"{found.state_bytes:.3g} bytes a parameter: {weight} weight, {weight} gradient, {optimizer}",
+            f"{found.state_bytes:.3g} bytes a parameter: {copy}{weight} weight, {weight} gradient, {optimizer}",
         ),
-        (
-            "",
-            f"{found.total_bytes / 2**30:,.2f} GiB over all ranks",
-        ),
+        ("", f"{found.total_bytes / 2**30:,.2f} GiB, {_sharing(found)}"),
+        *_on_a_rank(config),
         ("activations", _activations(found)),
         *_without_warmup(found.config),
+    ]
+
+
+def _sharing(found: "Description") -> str:
+    if found.zero == 0:
+        return "on each data rank"
+    if not found.unsharded_bytes:
+        return "sharded over dp_shard"
+    return f"sharded over dp_shard but for {found.unsharded_bytes:.3g} bytes a parameter on each data rank"
+
+
+def _on_a_rank(config: Config) -> list[Line]:
+    from megatfm.describe.per_rank import rank_state
+    from megatfm.parallel.mesh import ALL_AXES, describe_sizes
+
+    try:
+        state = rank_state(config)
+    except UsageError as error:
+        return [("  on a rank", f"not counted: {error}")]
+    if state is None:
+        return []
+    parallel = config.parallel
+    axes = {axis: getattr(parallel, axis, 1) for axis in ALL_AXES}
+    layout = describe_sizes({axis: size for axis, size in axes.items() if size > 1})
+    weights, gradients, optimizer, total = (
+        f"{n_bytes / 2**30:,.2f}"
+        for n_bytes in (state.weight_bytes, state.gradient_bytes, state.optimizer_bytes, state.total_bytes)
+    )
+    fullest = " on the fullest rank" if parallel.pp > 1 else ""
+    return [
+        (
+            "  on a rank",
+            f"{total} GiB{fullest} of {state.ranks}: weights {weights}, gradients {gradients}, optimizer {optimizer}",
+        ),
+        ("", f"{layout}, ZeRO {parallel.zero}; {state.parameters:,} parameters before ZeRO"),
     ]
 
 
@@ -182,7 +217,7 @@ def _network(ffn: FFNConfig) -> str:
 
 
 def _activations(found: "Description") -> str:
-    from megatfm.describe.activations import block_activation_bytes  # imports more of torch
+    from megatfm.describe.activation_memory import block_activation_bytes
 
     rows = found.config.train.micro_batch
     try:
@@ -192,7 +227,13 @@ def _activations(found: "Description") -> str:
     if kept is None:
         return "not counted: a part of this model asks for values, and is measured on shapes alone"
     whole, full = (f"{number / 2**30:,.2f} GiB" for number in kept)
-    return f'{whole} kept by blocks for a micro-batch of {rows}; {full} with train.recompute = "full"'
+    text = f'{whole} kept by blocks for a micro-batch of {rows}; {full} with train.recompute = "full"'
+    parallel = found.config.parallel
+    return (
+        f"{text}; before tp, cp and pp divide them"
+        if max(parallel.tp, parallel.cp, parallel.pp) > 1
+        else text
+    )
 
 
 def _flops(found: "Description") -> list[Line]:

@@ -1,4 +1,4 @@
-"""What the training loop and `verify` ask of an engine, and what passes between them."""
+"""The interface of engines: what the training loop and `verify` ask of one, and what passes between them."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,12 +11,78 @@ from torch import Tensor, nn
 
 from megatfm.checkpoint import ShardedTensor
 from megatfm.config import Config
-from megatfm.engines.loss_scale import LossScale
-from megatfm.engines.precision import PRECISIONS as PRECISIONS
-from megatfm.engines.precision import Precision as Precision
 from megatfm.parallel.layout import ModelLayout
 from megatfm.parallel.mesh import Mesh
-from megatfm.parallel.pipeline_cut import Pipeline
+from megatfm.parallel.pipeline_stages import Pipeline
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Arithmetic of a run. param_dtype: of weights, optimizer state, and gradients that are accumulated and reduced.
+    compute_dtype: of the model. fp8: how the products of blocks are scaled, where they are made of 8-bit floats (see
+    `megatfm/ops/fp8.py`)."""
+
+    param_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    fp8: Literal["rowwise", "tensorwise"] | None = None
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the model computes in another dtype than that of the stored weights."""
+        return self.param_dtype != self.compute_dtype
+
+
+PRECISIONS = {
+    "fp64": Precision(torch.float64, torch.float64),
+    "fp32": Precision(torch.float32, torch.float32),
+    "bf16": Precision(torch.float32, torch.bfloat16),
+    "fp16": Precision(torch.float32, torch.float16),
+    "fp8": Precision(torch.float32, torch.bfloat16, "rowwise"),
+    "fp8-tensorwise": Precision(torch.float32, torch.bfloat16, "tensorwise"),
+}
+
+FIRST, LARGEST, SMALLEST = 2.0**16, 2.0**24, 1.0
+PATIENCE = 2000
+"""Steps without an overflow after which the scale is doubled (that of torch.amp.GradScaler)."""
+SCALE, STEPS = "engine.loss_scale", "engine.loss_scale_steps"
+
+
+class LossScale:
+    """Dynamic loss scale of float16 (Micikevicius et al. 2018, section 3.2): gradients too small for it are lifted into
+    its range, and a step whose gradients leave the range at the other end is skipped.
+
+    All ranks see the same norm of the gradients, so they hold the same scale.
+    """
+
+    def __init__(self, first: float = FIRST, patience: int = PATIENCE) -> None:
+        self.value, self._patience, self._steps = first, patience, 0
+
+    def update(self, finite: bool) -> None:
+        """Adapt the scale after a step, by whether its gradients were finite."""
+        self._steps = self._steps + 1 if finite else 0
+        if not finite:
+            self.value = max(self.value / 2, SMALLEST)
+        elif self._steps == self._patience:
+            self.value, self._steps = min(self.value * 2, LARGEST), 0
+
+    @property
+    def can_fall(self) -> bool:
+        """Whether an overflow may be the scale's fault: it isn't settled, or the gradients have grown."""
+        return self.value > SMALLEST
+
+    def state(self) -> dict[str, Tensor]:
+        """The scale and the finite steps since it last changed, as scalars, so that a resume scales alike."""
+        return {
+            SCALE: torch.tensor(self.value, dtype=torch.float64),
+            STEPS: torch.tensor(self._steps, dtype=torch.int64),
+        }
+
+    def load(self, state: Mapping[str, object]) -> None:
+        """Take over a saved scale; a checkpoint of another precision has none."""
+        value, steps = state.get(SCALE), state.get(STEPS)
+        if isinstance(value, Tensor) and isinstance(steps, Tensor):
+            self.value, self._steps = value.item(), int(steps)
+
 
 StateDict = dict[str, ShardedTensor | Tensor]
 """Blocks of global tensors, and tensors that are whole, by their names in a checkpoint."""
@@ -43,8 +109,8 @@ class LossFunction(Protocol):
 class LossTotals:
     """Per loss term its sum and count over a whole global batch, the same on every rank.
 
-    weights: term → its factor in the loss. values: gives the sums and then the counts, in the order of the weights. It
-    is asked when one of them is looked at: until then they may be under way on the device.
+    weights: term → its factor in the loss. values: returns the sums and then the counts, in the order of the weights.
+    It is called at the first look at one of them: until then they may be under way on the device.
     """
 
     def __init__(self, weights: Mapping[str, float], values: Callable[[], Sequence[float]]) -> None:
@@ -75,12 +141,9 @@ class LossTotals:
         return {term: total / max(self.target_counts[term], 1) for term, total in self.sums.items()}
 
 
-StepStats = LossTotals
-
-
 @dataclass(frozen=True)
 class ShardLocation:
-    """Where a rank's block of a parameter is: the parameter's name and global shape, and the block's offsets in it."""
+    """Location of a rank's block: the parameter's name and global shape, and the block's offsets in it."""
 
     name: str
     shape: tuple[int, ...]
@@ -160,18 +223,18 @@ class Stateful(Protocol):
         """Change the state by what was observed over the global batch; the same on all ranks."""
 
     def reset_counts(self) -> None:
-        """Begin to count anew."""
+        """Set the counts to zero."""
 
 
 @dataclass(frozen=True)
 class MemoryNeeds:
-    """Bytes that a step takes of this rank at least, besides the weights that it holds already."""
+    """Bytes that a step takes on this rank at least, besides the weights that it holds already."""
 
     gradients: int
     optimizer_state: int
     gathered: int
     block_inputs: int
-    """Of blocks: all that every way to recompute keeps of the activations."""
+    """Inputs of blocks: the activations that every recompute mode keeps."""
 
     @property
     def total(self) -> int:
@@ -181,10 +244,10 @@ class MemoryNeeds:
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """What an engine is built from.
+    """Everything that an engine is built from.
 
-    model: on the meta device, its plan laid; of a pipeline, this rank's stages only. layout: what laying the plan
-    returned. pipeline: how the whole model is cut into stages, where it is.
+    model: on the meta device, its plan laid; in a pipeline, this rank's stages only. layout: returned by `parallelize`.
+    pipeline: how the whole model is cut into stages, if it is.
     """
 
     config: Config
@@ -249,7 +312,7 @@ class Engine(Protocol):
         """This rank's blocks of all gradients, complete over every axis after `forward_backward`."""
 
     def zero_grad(self) -> None:
-        """Forget what `forward_backward` has left: gradients, and what stateful modules observed."""
+        """Drop the gradients of `forward_backward`, and what stateful modules observed."""
 
     def layer_statistics(self) -> dict[str, dict[str, Any]]:
         """After `forward_backward`: layer → "weight", "gradient" or "activation" → √mean x², and what else the layer's
@@ -260,11 +323,11 @@ class Engine(Protocol):
         place."""
 
     def weights_changed(self) -> None:
-        """To be called after `weights` were set from outside: whoever has copies of them looks again."""
+        """Update all copies of the weights, after `weights` were set from outside."""
 
     def state_dict(self) -> StateDict:
-        """All that a checkpoint holds of the engine, not copied: weights as model.NAME, the state of optimizers as
-        optimizer.NAME.KEY, and what else it keeps as engine.KEY."""
+        """Everything that a checkpoint holds of the engine, not copied: weights as model.NAME, the state of optimizers
+        as optimizer.NAME.KEY, and what else it keeps as engine.KEY."""
 
     def empty_state_dict(self, stored: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> StateDict:
         """Room for what a checkpoint holds (name → dtype, global shape): weights in place, fresh optimizer state."""
@@ -273,7 +336,7 @@ class Engine(Protocol):
         """Take over what `empty_state_dict` made and a checkpoint filled (the weights already are in place)."""
 
     def memory_needed(self, microbatches: int, block_input: int) -> MemoryNeeds:
-        """Of a step of so many micro-batches, each bytes large between two blocks."""
+        """Memory that one step needs. block_input: bytes of a micro-batch between two blocks."""
 
     def process_groups(self) -> Mapping[str, str]:
         """Name of each process group that the engine sends over → the axis, or axes, that its ranks lie on."""

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from megatfm.engines.interface import Arrays, LossFunction, LossTotals
 from megatfm.errors import MegatfmError
-from megatfm.ops.aligned import aligned
-from megatfm.ops.attention import cu_seqlens_from_documents
-from megatfm.ops.moved import moved
-from megatfm.parallel.context import split_batch
+from megatfm.ops.attention.varlen import cu_seqlens_from_documents
+from megatfm.ops.transfer import aligned, moved
+from megatfm.parallel.context_parallel import split_batch
 from megatfm.parallel.layout import ModelLayout
 from megatfm.parallel.mesh import Mesh
 
@@ -31,13 +30,13 @@ class DeferredReads:
 
     def defer(self, values: Tensor) -> Callable[[], list[float]]:
         """Float64 values [n] → what gives them, reading if that was not done."""
-        found: list[float] = []
-        self._waiting.append((values, found))
+        numbers: list[float] = []
+        self._waiting.append((values, numbers))
 
         def finish() -> list[float]:
-            if not found:
+            if not numbers:
                 self.read()
-            return found
+            return numbers
 
         return finish
 
@@ -156,19 +155,19 @@ def check_first_pass(passed: object) -> None:
 def local_batch(batch: Arrays, device: torch.device, layout: ModelLayout) -> dict[str, Tensor]:
     """A micro-batch on the device, of each row the tokens that are here."""
     if layout.context_parallel is not None:
-        # Cut before it is moved, so that the host has a copy of each field (see `megatfm.ops.moved`).
+        # Cut before it is moved, so that the host has a copy of each field (see `megatfm.ops.transfer`).
         return to_device(split_batch(to_device(batch, torch.device("cpu")), layout.context_parallel), device)
     return to_device(batch if device.type == "cpu" else with_starts(batch), device)
 
 
 def with_starts(batch: Arrays) -> Arrays:
     """And where documents begin, for kernels that are no CPU's: the host sees it, and need not wait for the device."""
-    found = {
+    cu_seqlens = {
         name.replace("documents", "cu_seqlens"): cu_seqlens_from_documents(np.asarray(values))
         for name, values in batch.items()
         if name in ("documents", "encoder_documents")
     }
-    return {**batch, **found}
+    return {**batch, **cu_seqlens}
 
 
 def to_device(batch: Arrays, device: torch.device) -> dict[str, Tensor]:

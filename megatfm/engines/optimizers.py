@@ -1,17 +1,121 @@
-"""Torch optimizers over the blocks that a rank holds, or over the whole tensors that it owns."""
+"""Optimizers over this rank's blocks, or over the whole tensors that it owns.
+
+A whole tensor has an owner among the ranks that hold its blocks. The owner keeps a full copy and the optimizer's state;
+gradients are sent to it and new weights back, each in one all-to-all: 2·(N−1)/N of the parameters' size per step.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatfm.engines.interface import NeedsShardLocations, OptimizerGroup, ShardLocation
-from megatfm.engines.whole_tensor import OwnedTensors
 from megatfm.errors import MegatfmError
-from megatfm.ops.aligned import aligned
+from megatfm.ops.transfer import aligned
 from megatfm.parallel.layout import Chunk
+
+
+class OwnedTensors:
+    """Full copies of the tensors that this rank owns.
+
+    local: name → this rank's block. boxes: name → the box of every rank of `group`, in group order; a box that
+    another rank of the group holds as well is sent by the first of them only.
+    """
+
+    def __init__(
+        self,
+        local: Mapping[str, Tensor],
+        boxes: Mapping[str, Sequence[Chunk]],
+        shapes: Mapping[str, Sequence[int]],
+        group: ProcessGroup,
+    ) -> None:
+        self.local, self.boxes, self.group = local, boxes, group
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.owners = _assign_owners(
+            {name: torch.Size(shape).numel() for name, shape in shapes.items()}, self.ranks
+        )
+        self.full = {
+            name: torch.zeros(tuple(shapes[name]), dtype=block.dtype, device=block.device)
+            for name, block in local.items()
+            if self.owners[name] == self.rank
+        }
+
+    def gather(self, blocks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Blocks held everywhere → the full tensors owned here."""
+        sent = [self._pack(blocks, owner) for owner in range(self.ranks)]
+        received = [[name for name in self.full if self._sends(name, source)] for source in range(self.ranks)]
+        sizes = [
+            sum(_numel(self.boxes[name][source]) for name in names) for source, names in enumerate(received)
+        ]
+        flat = self._exchange(sent, sizes)
+        full = {name: torch.empty_like(tensor) for name, tensor in self.full.items()}
+        for source, names in enumerate(received):
+            pieces = flat[source].split([_numel(self.boxes[name][source]) for name in names])
+            for name, piece in zip(names, pieces, strict=True):
+                _view(full[name], self.boxes[name][source]).copy_(piece.view(self.boxes[name][source][1]))
+        return full
+
+    def refresh(self) -> None:
+        """Set the full copies from the blocks, after the blocks were loaded."""
+        for name, tensor in self.gather(self.local).items():
+            self.full[name].copy_(tensor)
+
+    def scatter(self) -> None:
+        """Set all ranks' blocks from the owners' full copies."""
+        sent = []
+        for target in range(self.ranks):
+            parts = [
+                _view(tensor, self.boxes[name][target]).reshape(-1) for name, tensor in self.full.items()
+            ]
+            sent.append(self._cat(parts))
+        owned = [[name for name in self.local if self.owners[name] == owner] for owner in range(self.ranks)]
+        flat = self._exchange(sent, [sum(self.local[name].numel() for name in names) for names in owned])
+        for names, values in zip(owned, flat, strict=True):
+            pieces = values.split([self.local[name].numel() for name in names])
+            for name, piece in zip(names, pieces, strict=True):
+                self.local[name].copy_(piece.view_as(self.local[name]))
+
+    def _sends(self, name: str, rank: int) -> bool:
+        boxes = self.boxes[name]
+        return boxes.index(boxes[rank]) == rank
+
+    def _pack(self, blocks: Mapping[str, Tensor], owner: int) -> Tensor:
+        mine = [name for name in self.local if self.owners[name] == owner and self._sends(name, self.rank)]
+        return self._cat([blocks[name].reshape(-1) for name in mine])
+
+    def _cat(self, parts: list[Tensor]) -> Tensor:
+        first = next(iter(self.local.values()))
+        return torch.cat(parts) if parts else first.new_empty(0)
+
+    def _exchange(self, sent: list[Tensor], sizes: list[int]) -> tuple[Tensor, ...]:
+        if self.ranks == 1:
+            return tuple(sent)
+        flat = torch.cat(sent)
+        received = flat.new_empty(sum(sizes))
+        dist.all_to_all_single(received, flat, sizes, [part.numel() for part in sent], group=self.group)
+        return received.split(sizes)
+
+
+def _assign_owners(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """Assign an owner to each tensor: the largest first, to the rank that has least."""
+    load = [0] * ranks
+    owners = {}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        owners[name] = load.index(min(load))
+        load[owners[name]] += sizes[name]
+    return owners
+
+
+def _numel(box: Chunk) -> int:
+    return torch.Size(box[1]).numel()
+
+
+def _view(tensor: Tensor, box: Chunk) -> Tensor:
+    return tensor[tuple(slice(offset, offset + size) for offset, size in zip(*box, strict=True))]
+
 
 State = Mapping[str, Mapping[str, Tensor]]
 """Parameter name → key → tensor."""
@@ -29,25 +133,25 @@ class TorchOptimizer:
     def __init__(self, group: OptimizerGroup, tensors: Mapping[str, Tensor]) -> None:
         self.tensors, self.counters, self._stacked = dict(tensors), group.counters, group.stacked_names
         self._moments = group.state_dtype
-        made = group.parameter_groups(self.tensors)
+        groups = group.parameter_groups(self.tensors)
         self._parts = {name: self._split(name, tensor) for name, tensor in self.tensors.items()}
-        for names, options in made:
+        for names, options in groups:
             options["params"] = [part for name in names for part in self._parts[name]]
         # A rank may own nothing, and torch refuses an optimizer without parameters.
-        self.optimizer = group.build([options for _, options in made]) if made else None
+        self.optimizer = group.build([options for _, options in groups]) if groups else None
         # By torch's own protocol (`torch.amp.GradScaler`): `found_inf` on the device, of which a step makes no step.
         self.can_skip = self.optimizer is None or getattr(self.optimizer, "_step_supports_amp_scaling", False)
         self._counted: list[dict[str, Any]] = []  # counters as they were before the last step
-        groups = self.optimizer.param_groups if self.optimizer else []
+        built = self.optimizer.param_groups if self.optimizer else []
         self.options: dict[str, dict[str, Any]] = {
-            name: options for (names, _), options in zip(made, groups, strict=True) for name in names
+            name: options for (names, _), options in zip(groups, built, strict=True) for name in names
         }
 
     def step(self, gradients: Mapping[str, Tensor], lr: float, found_inf: Tensor | None = None) -> None:
         """Move the tensors; lr: before each group's own ratio. Does nothing where the rank owns no tensors.
 
         found_inf: with `can_skip` only, a float32 scalar on the device: 1, and nothing moves but counters, which
-        `not_taken` has to set back, as the host doesn't know; or 0.
+        `restore_counters` has to set back, as the host doesn't know; or 0.
         """
         if self.optimizer is None:
             return
@@ -70,7 +174,7 @@ class TorchOptimizer:
                     state[key] = aligned(value)
 
     def restore_counters(self) -> None:
-        """The last step was spoiled: counters are what they were."""
+        """Set counters back, after a step that was skipped on the device."""
         if self.optimizer is not None:
             for options, counted in zip(self.optimizer.param_groups, self._counted, strict=True):
                 options.update(counted)
@@ -85,7 +189,7 @@ class TorchOptimizer:
         state = dict(states[0])
         if name in self._stacked:  # a step count is that of all
             for key, first in states[0].items():
-                state[key] = torch.stack([each[key] for each in states]) if first.dim() else first
+                state[key] = torch.stack([part_state[key] for part_state in states]) if first.dim() else first
         if state:
             for key in self.counters:
                 state[key] = torch.tensor(self.options[name][key], dtype=torch.float64)
@@ -101,11 +205,11 @@ class TorchOptimizer:
                     self.options[name][key] = type(self.options[name][key])(values.pop(key).item())
             for i, part in enumerate(parts):
                 values = {key: self._in_dtype(value, part) for key, value in values.items()}
-                own = {key: (v[i] if v.dim() else v).clone() for key, v in values.items()}
-                self.optimizer.state[part] = own if name in self._stacked else values
+                part_values = {key: (v[i] if v.dim() else v).clone() for key, v in values.items()}
+                self.optimizer.state[part] = part_values if name in self._stacked else values
 
     def _in_dtype(self, value: Tensor, weight: Tensor) -> Tensor:
-        """A run may go on with moments in another precision than they were saved in."""
+        """Cast a moment: a run may go on with another precision of them than was saved."""
         if not value.dim() or not (self._moments or value.dtype == torch.bfloat16):
             return value
         return value.to(self._moments or weight.dtype)
@@ -136,8 +240,8 @@ class ElementwiseOptimizer:
         """Move the blocks in place by gradients [block] of the same names; found_inf: see `TorchOptimizer.step`."""
         self._torch.step(gradients, lr, found_inf)
 
-    def not_taken(self) -> None:
-        """The last step was spoiled."""
+    def restore_counters(self) -> None:
+        """Set counters back, after a step that was skipped on the device."""
         self._torch.restore_counters()
 
     def refresh(self) -> None:
@@ -188,27 +292,27 @@ class WholeTensorOptimizer:
         shapes: Mapping[str, Sequence[int]],
         ranks: ProcessGroup,
     ) -> None:
-        self._whole = OwnedTensors(local, boxes, shapes, ranks)
-        self._whole.refresh()
-        self._torch = TorchOptimizer(group, self._whole.full)
+        self._owned = OwnedTensors(local, boxes, shapes, ranks)
+        self._owned.refresh()
+        self._torch = TorchOptimizer(group, self._owned.full)
         self.can_skip = False  # no such optimizer can; and ranks must be of one mind about what is sent
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Whole tensors by name, of those alone that this rank owns."""
-        return self._whole.full
+        """The whole tensors that this rank owns, by name."""
+        return self._owned.full
 
     def step(self, gradients: Mapping[str, Tensor], lr: float, found_inf: Tensor | None = None) -> None:
         """Gather the gradients to the owners, move the tensors, and scatter them to their blocks. A collective."""
         assert found_inf is None, "it can't skip"
-        self._torch.step(self._whole.gather(gradients), lr)
-        self._whole.scatter()
+        self._torch.step(self._owned.gather(gradients), lr)
+        self._owned.scatter()
 
-    def not_taken(self) -> None:
-        """Never: it takes no step that is spoiled."""
+    def restore_counters(self) -> None:
+        """Nothing: no step is skipped on the device."""
 
     def refresh(self) -> None:
         """Copy the weights anew from their blocks."""
-        self._whole.refresh()
+        self._owned.refresh()
 
     def averaged(self) -> dict[str, Tensor]:
         """Nothing: the trained weights are those to evaluate and save."""

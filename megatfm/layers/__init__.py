@@ -1,1 +1,1 @@
-"""The parts that models are made of: one variant a file, entered by name. No part knows of ranks or groups."""
+"""Layers that models are built from, registered by name. No layer knows of ranks or process groups."""

@@ -1,13 +1,17 @@
-"""A transformer block: self-attention, in decoders of a memory cross-attention, and a feed-forward network."""
+"""Transformer blocks: self-attention, in decoders with a memory also cross-attention, and a feed-forward network."""
 
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
-from megatfm.layers.attention import ATTENTIONS, LayerCache
-from megatfm.layers.attention.patterns import PATTERNS, CrossAttentionPattern
-from megatfm.layers.extra import AuxiliaryCollector, BlockOutput
-from megatfm.layers.ffn import FFNS
+from megatfm.errors import UsageError
+from megatfm.layers import moe as moe  # registers itself among the feed-forward networks
+from megatfm.layers.attention import ATTENTIONS
+from megatfm.layers.attention.kv_cache import LayerCache
+from megatfm.layers.attention.patterns import PATTERNS
+from megatfm.layers.attention.patterns.local import CrossAttentionPattern
+from megatfm.layers.feed_forward import FFNS
 from megatfm.layers.initialisation import StackKind, initialiser
+from megatfm.layers.loss_terms import AuxiliaryCollector, AuxiliaryLoss, BlockOutput
 from megatfm.layers.residual import RESIDUALS
 from megatfm.layers.sequence import SequenceMetadata
 
@@ -42,7 +46,7 @@ class Block(nn.Module):
         memory_BSD: Tensor | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor | BlockOutput:
-        """[B, T, D], or an Extra; bias: what the stack shares among its layers, numbers for all pairs
+        """[B, T, D], or a BlockOutput; bias: what the stack shares among its layers, numbers for all pairs
         or a projection."""
         extras = AuxiliaryCollector()
         y_BTD = extras.unwrap(
@@ -50,8 +54,30 @@ class Block(nn.Module):
         )
         x_BTD = self.attn_residual.add(x_BTD, y_BTD, sequence)
         if memory_BSD is not None:
-            made = self.cross(self.cross_residual.input_norm(x_BTD), sequence, None, memory_BSD, cache)
-            y_BTD = extras.unwrap("cross", made)
+            output = self.cross(self.cross_residual.input_norm(x_BTD), sequence, None, memory_BSD, cache)
+            y_BTD = extras.unwrap("cross", output)
             x_BTD = self.cross_residual.add(x_BTD, y_BTD, sequence)
         y_BTD = extras.unwrap("ffn", self.ffn(self.ffn_residual.input_norm(x_BTD), sequence))
         return extras.wrap(self.ffn_residual.add(x_BTD, y_BTD, sequence))
+
+
+def auxiliary_losses(config: ModelConfig) -> dict[str, AuxiliaryLoss]:
+    """By name, what the parts of a config's blocks declare by `terms(config)`.
+
+    Raises UsageError where two declare one term differently.
+    """
+    losses: dict[str, AuxiliaryLoss] = {}
+    kinds = [config.type_config(kind) for kind in dict.fromkeys(config.layer_types)] or [config]
+    parts: list[tuple[ModelConfig, object]] = [(own, FFNS.get(own.ffn.name)) for own in kinds]
+    # Some families have an attention of their own.
+    named = ATTENTIONS.names()
+    parts += [(own, ATTENTIONS.get(own.attention.name)) for own in kinds if own.attention.name in named]
+    for own, part in parts:
+        declared = getattr(part, "terms", None)
+        for name, term in (declared(own) if declared else {}).items():
+            if losses.setdefault(name, term) != term:
+                raise UsageError(
+                    f"two parts of the model add a term {name!r} to the loss, one as {losses[name]}, one as {term}: "
+                    "give both the same weight, or one another name"
+                )
+    return losses

@@ -1,4 +1,4 @@
-"""Dropout in one place of a layer, keyed by row, token and place (see `megatfm.ops.dropout`)."""
+"""Dropout and stochastic depth, keyed by row, layer, site and token (see `megatfm.ops.keyed_random`)."""
 
 import zlib
 
@@ -7,19 +7,22 @@ from torch import Tensor, nn
 
 from megatfm.errors import UsageError
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops import dropout as keyed
+from megatfm.ops import keyed_random as keyed
 
 # B batch, T tokens, D channels, N heads
 
 
 class Dropout(nn.Module):
-    """Drops at `rate` in training. place: what it is called; two of one layer must not share a name."""
+    """Drop at `rate` in training. place: the name of the site; two of one layer must not share one."""
+
+    purpose = "dropout"
+    """Needs the keys, as errors say."""
 
     def __init__(self, rate: float, place: str) -> None:
         super().__init__()
         self.rate, self.site = rate, zlib.crc32(place.encode())
         self.part = 0
-        """Which of equal parts of the channels, or of the heads, x holds."""
+        """Index of the equal part of the channels, or of the heads, that x holds."""
 
     @property
     def active(self) -> bool:
@@ -34,12 +37,12 @@ class Dropout(nn.Module):
 
     def token_rng_keys(self, sequence: SequenceMetadata) -> Tensor:
         """int64 [B, T]. Raises UsageError where the batch brings no keys."""
-        return keyed.token_keys(rng_keys_of(sequence), self.site, sequence.indices)
+        return keyed.token_keys(rng_keys_of(sequence, self.purpose), self.site, sequence.indices)
 
     def head_rng_keys(
         self, sequence: SequenceMetadata, n_heads: int, part: int | None = None
     ) -> Tensor | None:
-        """int64 [B, N, T] for attention's probabilities; None when nothing is dropped. part: instead of its own."""
+        """int64 [B, N, T] for attention's probabilities; None when nothing is dropped. part: overrides `self.part`."""
         if not self.active:
             return None
         first = (self.part if part is None else part) * n_heads
@@ -50,7 +53,7 @@ class Dropout(nn.Module):
 class DropPath(nn.Module):
     """Stochastic depth (Huang et al. 2016): leaves out a sublayer for whole rows, at the sequence's `skip_rate`."""
 
-    tp_plan = (("", "keys of own tokens"),)
+    tp_plan = (("", "local_token_dropout"),)
 
     def __init__(self, place: str) -> None:
         super().__init__()
@@ -65,15 +68,15 @@ class DropPath(nn.Module):
 
     def token_rng_keys(self, sequence: SequenceMetadata) -> Tensor:
         """int64 [B, T], one for all tokens of a row."""
-        keys_B = keyed.fold_in(rng_keys_of(sequence), self.place)
+        keys_B = keyed.fold_in(rng_keys_of(sequence, "stochastic depth"), self.place)
         return keys_B[:, None].expand(sequence.positions.shape)
 
 
-def rng_keys_of(sequence: SequenceMetadata) -> Tensor:
-    """The keys that the batch brought."""
+def rng_keys_of(sequence: SequenceMetadata, purpose: str) -> Tensor:
+    """Return the batch's random keys. Raises UsageError if it has none; purpose: what needs them."""
     if sequence.rng_keys is None:
         raise UsageError(
-            "dropout and stochastic depth in training depend on keys, and the batch has none: pass keys, an int64 "
-            "tensor [batch] with another number for every row, or call model.eval()"
+            f"{purpose} in training needs random keys, and the batch has none: pass keys, an int64 tensor [batch] with "
+            "another number for every row, or call model.eval()"
         )
     return sequence.rng_keys

@@ -1,4 +1,4 @@
-"""What a batch brings, to vectors."""
+"""Input embeddings: fields of a batch to vectors."""
 
 from collections.abc import Callable
 
@@ -9,11 +9,10 @@ from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser, StackKind, initialiser
-from megatfm.layers.linear import Linear
+from megatfm.layers.linear import Embedding, Linear
 from megatfm.layers.norm import make_norm
 from megatfm.layers.position import POSITIONS
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.layers.table import Embedding
 from megatfm.registry import Registry
 
 # B batch, T tokens, E embedding width, D model width
@@ -21,7 +20,7 @@ from megatfm.registry import Registry
 EMBEDDINGS: Registry[Callable[[ModelConfig, Initialiser], nn.Module]] = Registry(
     "embedding (model.embedding.name)"
 )
-"""What is first made of a batch. Made as `embedding(config, initial)`: a module that makes vectors [B, T, E] of the
+"""Embeddings of a field of a batch. Made as `embedding(config, initial)`: a module that makes vectors [B, T, E] of the
 field of the batch that it `reads`, which is called as the embedding is unless it says otherwise; E is
 `config.embedding_width`. In a model its name is `embedding.NAME`. Positions, segments, norm, dropout and projection
 are not its concern."""
@@ -37,19 +36,19 @@ def tokens(config: ModelConfig, initial: Initialiser) -> Embedding:
 
 
 class InputEmbedding(nn.Module):
-    """What is read, positions and segments: summed, normed, dropped and, from E to D, projected, each where it is.
+    """Sum of an embedded field, positions and segments; then, as configured, norm, dropout and projection from E to D.
 
     shared: an embedding whose part that reads (a table of tokens) and, for `share_positions`, positions serve this one
     too. reads: the field of the batch that it is given.
     """
 
     tp_plan = (
-        ("tokens", "vocabulary embedding"),
-        ("positions", "sequence output"),
-        ("segments", "sequence output"),
-        ("norm", "sequence"),
-        ("dropout", "keys of own tokens"),
-        ("projection", "sequence"),
+        ("tokens", "vocab_parallel_embedding"),
+        ("positions", "split_output"),
+        ("segments", "split_output"),
+        ("norm", "sequence_parallel"),
+        ("dropout", "local_token_dropout"),
+        ("projection", "sequence_parallel"),
     )
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Where the tokens of a batch stand: what attention and position encodings need to know about a sequence."""
+"""Sequence metadata for attention and position encodings: positions, documents, prefixes and random keys."""
 
 import copy
 from collections.abc import Callable, Hashable
@@ -9,19 +9,18 @@ import torch
 from torch import Tensor
 
 from megatfm.ops.attention.varlen import uniform_cu_seqlens
-from megatfm.ops.dropout import fold_in
-from megatfm.ops.moved import is_on_host, to_host
+from megatfm.ops.keyed_random import fold_in
+from megatfm.ops.transfer import is_on_host, to_host
 
 # B batch, T queries, S keys
 
 T = TypeVar("T")
 
 ALL_QUERIES = slice(None)
-"""Of all queries."""
 
 
 class Pattern(Protocol):
-    """See `megatfm.layers.attention.patterns.Pattern`."""
+    """The one method of `AttentionPattern` that is called here."""
 
     def mask(
         self, sequence: "SequenceMetadata", first_head: int, n_heads: int, rows: slice = ...
@@ -34,7 +33,7 @@ class SequenceMetadata:
     positions: int64 [B, T], the position of each token in its document. documents: int64 [B, T] or None; tokens see
     one another only inside one document, and −1 marks padding. prefix: bool [B, T] or None, tokens that all of their
     document sees. rng_keys: int64 [B], on which dropout depends. past: number of tokens in the key-value cache before
-    these; cached_documents [B, past]: theirs. memory: the sequence of what cross-attention looks at. starts: int32,
+    these; past_documents [B, past]: theirs. memory: the sequence of what cross-attention looks at. starts: int32,
     where documents begin in rows laid end to end (`megatfm.ops.attention.cu_seqlens_from_documents`), for kernels
     that ask for it.
 
@@ -58,9 +57,9 @@ class SequenceMetadata:
         self._rng_keys, self._depth = rng_keys, -1
         self.cached_length, self.cached_documents, self.memory = past, past_documents, memory
         self.skip_rate: Tensor | None = None
-        """Of the layer at hand, a scalar: how often stochastic depth leaves a sublayer out; None: never."""
+        """The layer's drop path rate, a scalar: how often stochastic depth leaves a sublayer out; None: never."""
         self.n_evicted = 0
-        """Of the layer at hand, how many of the `past` tokens its cache has no more; they come after `_first`."""
+        """Cached tokens that the layer's cache has evicted; they come after the first `n_initial_kept`."""
         self.n_initial_kept = 0
         self.tokens: Tensor | None = None
         """int64 [B, T], the tokens themselves, where that is what the model reads."""
@@ -68,8 +67,7 @@ class SequenceMetadata:
 
     @property
     def rng_keys(self) -> Tensor | None:
-        """int64 [B], of the layer at hand. Mixed when they are asked for, so that nobody pays where nothing is
-        dropped."""
+        """int64 [B], hashed with the layer's depth on first access: they cost nothing where nothing is dropped."""
         if self._rng_keys is None or self._depth < 0:
             return self._rng_keys
         keys_B = self._rng_keys
@@ -81,9 +79,11 @@ class SequenceMetadata:
         self._rng_keys, self._depth = keys_B, -1
 
     def at_layer(self, depth: int, skip_rate: float = 0.0, *, n_compiled_layers: int = 0) -> Self:
-        """The same for one layer: its own random keys, everything else shared. n_compiled_layers: the number of
-        layers, where they are compiled: a depth would be one more thing for which they are compiled anew, so the
-        keys of all are mixed at once."""
+        """Return a copy for one layer: its own random keys, everything else shared.
+
+        n_compiled_layers: number of layers if blocks run under torch.compile. All layers' keys are then hashed at once,
+        because a depth as a Python int would cause one recompilation per layer.
+        """
         if self._rng_keys is None and not skip_rate:
             return self
         layer, keys_B = copy.copy(self), self._rng_keys
@@ -101,7 +101,7 @@ class SequenceMetadata:
         return layer
 
     def after_eviction(self, count: int, first: int = 0) -> Self:
-        """The same for a layer whose cache gave `count` keys: those of the `first` tokens, and of the last."""
+        """Return a copy for a layer whose cache gave `count` keys: those of the `first` tokens, and of the last."""
         forgotten = self.cached_length + self.positions.shape[1] - count
         if not forgotten:
             return self
@@ -111,8 +111,8 @@ class SequenceMetadata:
         return layer
 
     def on_host(self) -> "SequenceMetadata":
-        """The same in the host's memory, without tokens and random keys, for those who plan by its values: itself on a
-        CPU, and on a device without waiting where the batch was moved there (`megatfm.ops.moved`)."""
+        """Return a copy in host memory, without tokens and random keys, for plans by its values: itself on a CPU, and
+        on a device without waiting where the batch was moved there (`megatfm.ops.transfer`)."""
         return self if is_on_host(self.positions) else self.cached("on host", self._on_host)
 
     def _on_host(self) -> "SequenceMetadata":
@@ -125,7 +125,7 @@ class SequenceMetadata:
         return host
 
     def initial_tokens_end(self, count: int) -> int:
-        """In how many tokens the first `count` of every document lie, of all rows."""
+        """The least n such that the first n tokens of each row hold the first `count` of each of its documents."""
         if self.document_ids() is None:
             return count
         return self.cached(("until first", count), lambda: self._until_first(count))
@@ -138,7 +138,7 @@ class SequenceMetadata:
         return int((places_S * begins_BS).max()) + count
 
     def _kept(self, of_all: Tensor) -> Tensor:
-        """Of all tokens [·, past + T], in the last dim: of those whose keys are there."""
+        """Select the tokens whose keys are in the cache, from the last dim past + T."""
         if not self.n_initial_kept:
             return of_all[..., self.n_evicted :]
         return torch.cat(
@@ -147,37 +147,33 @@ class SequenceMetadata:
 
     @property
     def length(self) -> int:
-        """How many tokens rows have, those in a cache too."""
+        """Tokens of a row, cached ones too."""
         return self.cached_length + self.positions.shape[1]
 
     @property
     def is_full_sequence(self) -> bool:
-        """Whether the tokens that are here are all of their rows (see `Part`)."""
+        """Whether the tokens are all of their rows (see `SequenceShard`)."""
         return True
 
     @property
     def indices(self) -> Tensor:
-        """The places [T] of the tokens in their rows."""
+        """Token indices [T] in their rows."""
         return self.cached(
             "indices",
-            lambda: torch.arange(
-                self.cached_length, self.cached_length + self.positions.shape[1], device=self.positions.device
-            ),
+            lambda: torch.arange(self.cached_length, self.length, device=self.positions.device),
         )
 
     @property
     def key_indices(self) -> Tensor:
-        """The places [S] of all tokens that queries may look at, cached ones too."""
+        """Token indices [S] of all keys, cached ones too."""
         return self.cached(
             "key indices",
-            lambda: self._kept(
-                torch.arange(self.cached_length + self.positions.shape[1], device=self.positions.device)
-            ),
+            lambda: self._kept(torch.arange(self.length, device=self.positions.device)),
         )
 
     @property
     def prefix_mask(self) -> Tensor | None:
-        """Boolean [B, T], tokens that all of their document sees; None: none. It is over with the first pass."""
+        """Prefix tokens, visible to all of their document, bool [B, T]; None: none, and after the first cached pass."""
         return None if self.prefix is None or self.cached_length else self.prefix.bool()
 
     @property
@@ -187,19 +183,19 @@ class SequenceMetadata:
 
     @property
     def full_non_padding_mask(self) -> Tensor:
-        """Boolean [B, S]: the same of the whole rows."""
+        """Non-padding tokens of the full sequence, [B, S]."""
         return self.non_padding_mask
 
     @property
     def max_documents_per_row(self) -> int:
-        """How many documents there are at most in one of the whole rows; 1 where there are none."""
+        """The most documents in one full row; 1 where rows are not packed."""
         documents = self.documents
         if documents is None:
             return 1
         return self.cached("most documents", lambda: max(int(to_host(documents).max()) + 1, 1))
 
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What all layers share, e.g. the rotary table: made at the first call with `key`."""
+        """Return what all layers share, e.g. the rotary table; `make` is called the first time for each key."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]  # type: ignore[return-value]
@@ -207,7 +203,7 @@ class SequenceMetadata:
     def mask(
         self, pattern: Pattern, first_head: int = 0, n_heads: int = 1, rows: slice | None = None
     ) -> Tensor | None:
-        """Boolean [B or 1, n or 1, T, S], true where a query may look; None where the pattern's `plain` says the same.
+        """Boolean [B or 1, n or 1, T, S], true where a query may look; None where `builtin_mask` says the same.
 
         One object serves all layers, so that each mask is made once. A padding token sees padding. The heads are those
         of patterns that differ by head. rows: of some of the queries alone, and made anew.
@@ -218,14 +214,14 @@ class SequenceMetadata:
         return self.cached(key, lambda: pattern.mask(self, first_head, n_heads))
 
     def uniform_cu_seqlens(self) -> Tensor:
-        """Where documents begin in rows laid end to end, int32 [C + 1]."""
+        """Begins of documents in rows laid end to end, and the end, int32 [C + 1]."""
         if self.cu_seqlens is not None:
             return self.cu_seqlens
         rows, length = self.positions.shape
         return self.cached("row starts", lambda: uniform_cu_seqlens(rows, length, self.positions.device))
 
     def unique_relative_positions(self) -> Tensor:
-        """key − query in tokens: each distance once, int64 [T + S − 1] (`megatfm.ops.attention.distances`)."""
+        """key − query in tokens: each distance once, int64 [T + S − 1] (`megatfm.ops.attention.relative_bias`)."""
         queries, keys = self.indices, self.key_indices
         first, count = self.n_evicted - self.length + 1, len(queries) + len(keys) - 1
         return self.cached(
@@ -253,25 +249,25 @@ class SequenceMetadata:
         return None if numbers is None else (numbers[0][:, rows, None] == numbers[1][:, None, :])[:, None]
 
     def positions_in_document(self) -> tuple[Tensor, Tensor]:
-        """How many tokens of the same document come before each query [B, T] and each key [B, S]."""
+        """Number of tokens of the same document before each query [B, T] and each key [B, S]."""
         return self.cached("document places", self._document_places)
 
     def document_lengths(self) -> Tensor:
-        """How many tokens the document of each query has so far, [B, T]."""
+        """Number of tokens that each query's document has so far, [B, T]."""
         return self.cached("document lengths", self._document_lengths)
 
     def document_spans(self) -> list[tuple[int | None, int, int]]:
-        """Documents of whole rows: row, begin and end; the row is None where there is one document in each."""
+        """Row, begin and end of each document; the row is None where every row is one document."""
         if self.document_ids() is None:
             return [(None, 0, self.length)]
         return self.cached("runs", self._runs)
 
     def _runs(self) -> list[tuple[int | None, int, int]]:
-        made: list[tuple[int | None, int, int]] = []
+        spans: list[tuple[int | None, int, int]] = []
         for row, places_T in enumerate(self.on_host().positions_in_document()[0]):
             starts = [*(places_T == 0).nonzero()[:, 0].tolist(), len(places_T)]
-            made += [(row, begin, end) for begin, end in pairwise(starts)]
-        return made
+            spans += [(row, begin, end) for begin, end in pairwise(starts)]
+        return spans
 
     def _document_lengths(self) -> Tensor:
         places_BS = self.positions_in_document()[1]
@@ -305,3 +301,96 @@ class SequenceMetadata:
         if past is None:
             past = self.positions.new_zeros(len(self.positions), self.cached_length)
         return torch.cat([past, self._documents()], dim=1)
+
+
+class SequenceShard(SequenceMetadata):
+    """A shard of a sequence: queries at `places` int64 [T], ascending, keys from the full sequence or `with_keys_at`.
+
+    All methods give the same values as on the full sequence, so masks, biases and dropout do not depend on sharding.
+    """
+
+    def __init__(self, row: SequenceMetadata, places: Tensor, memory: SequenceMetadata | None = None) -> None:
+        super().__init__(
+            row.positions[:, places],
+            None if row.documents is None else row.documents[:, places],
+            rng_keys=row.rng_keys,
+            memory=memory,
+        )
+        self.full_sequence, self.token_indices = row, places
+        self.key_token_indices: Tensor | None = None
+
+    @property
+    def full_non_padding_mask(self) -> Tensor:
+        return self.full_sequence.non_padding_mask
+
+    @property
+    def max_documents_per_row(self) -> int:
+        return self.full_sequence.max_documents_per_row
+
+    def _on_host(self) -> SequenceMetadata:
+        memory = None if self.memory is None else self.memory.on_host()
+        host = type(self)(self.full_sequence.on_host(), to_host(self.token_indices), memory)
+        host.key_token_indices = None if self.key_token_indices is None else to_host(self.key_token_indices)
+        return host
+
+    def full_row(self) -> SequenceMetadata:
+        """The full sequence, with the random keys of the layer at hand."""
+        row = copy.copy(self.full_sequence)
+        row.rng_keys = self.rng_keys
+        return row
+
+    def with_keys_at(self, key: Hashable, places: Tensor) -> Self:
+        """Return a copy with keys at these token indices alone. key: by which layers that look there share it."""
+        part = copy.copy(self)
+        part.key_token_indices, part._made = places, self.cached(("looking at", key), dict)
+        return part
+
+    def with_queries_at(self, key: Hashable, places: Tensor) -> Self:
+        """Other queries of the same rows, with the layer's random keys. key: by which all layers share them."""
+        part = copy.copy(self.cached(("at", key), lambda: type(self)(self.full_sequence, places)))
+        part.rng_keys = self.rng_keys
+        return part
+
+    @property
+    def length(self) -> int:
+        return self.full_sequence.length
+
+    @property
+    def is_full_sequence(self) -> bool:
+        return False
+
+    @property
+    def indices(self) -> Tensor:
+        return self.token_indices
+
+    @property
+    def key_indices(self) -> Tensor:
+        return self.full_sequence.indices if self.key_token_indices is None else self.key_token_indices
+
+    def unique_relative_positions(self) -> Tensor:
+        """[2L − 1], those of the full sequence: the tokens here don't stand next to one another."""
+        return self.full_sequence.unique_relative_positions()
+
+    @property
+    def prefix_mask(self) -> Tensor | None:
+        prefix_BS = self.full_sequence.prefix_mask
+        return None if prefix_BS is None else prefix_BS[:, self.key_indices]
+
+    def document_ids(self, *, of_memory: bool = False) -> tuple[Tensor, Tensor] | None:
+        numbers = self.full_sequence.document_ids()
+        if of_memory:
+            assert self.memory is not None
+            keys = self.memory.documents
+            if isinstance(self.memory, SequenceShard):
+                keys = self.memory.full_sequence.documents
+            return None if keys is None else (self._documents(), keys)
+        if numbers is None:
+            return None
+        return numbers[0][:, self.token_indices], numbers[1][:, self.key_indices]
+
+    def _document_lengths(self) -> Tensor:
+        return self.full_sequence.document_lengths()[:, self.token_indices]
+
+    def _document_places(self) -> tuple[Tensor, Tensor]:
+        of_q, of_k = self.full_sequence.positions_in_document()
+        return of_q[:, self.token_indices], of_k[:, self.key_indices]

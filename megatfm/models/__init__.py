@@ -3,11 +3,10 @@
 from torch import nn
 
 from megatfm.config import ModelConfig
-from megatfm.models.base import MODELS, Model, Output
-from megatfm.models.electra import Discriminator, Electra
-from megatfm.models.mup import lr_scales
-from megatfm.models.transformer import Decoder, Encoder, EncoderDecoder
-from megatfm.models.xlnet import XLNet
+from megatfm.models import electra as electra
+from megatfm.models import xlnet as xlnet
+from megatfm.models.base import MODELS, Model, lr_scales
+from megatfm.models.transformer import Decoder
 
 
 def build(config: ModelConfig) -> nn.Module:
@@ -15,16 +14,4 @@ def build(config: ModelConfig) -> nn.Module:
     return MODELS.get(config.family)(config)
 
 
-__all__ = [
-    "MODELS",
-    "Decoder",
-    "Discriminator",
-    "Electra",
-    "Encoder",
-    "EncoderDecoder",
-    "Model",
-    "Output",
-    "XLNet",
-    "build",
-    "lr_scales",
-]
+__all__ = ["MODELS", "Decoder", "Model", "build", "lr_scales"]

@@ -1,15 +1,18 @@
-"""The base of all model families: which fields of a batch they read, their additional heads, their pipeline stages."""
+"""The base of all model families: the fields of a batch that they read, their additional heads and pipeline stages; the
+dtype of loaded weights and muP's learning rates."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
-from megatfm.layers.boundary import SpanBoundaryHead as SpanBoundaryHead  # so that it is registered
-from megatfm.layers.extra import BlockOutput, add_by_name
-from megatfm.layers.head import HEADS
-from megatfm.layers.table import Embedding
+from megatfm.errors import UsageError
+from megatfm.layers.linear import Embedding
+from megatfm.layers.loss_terms import BlockOutput, add_by_name
+from megatfm.layers.output_head import HEADS
+from megatfm.layers.output_head import SpanBoundaryHead as SpanBoundaryHead
 from megatfm.registry import Registry, did_you_mean
 from megatfm.split_points import SplitPoint
 
@@ -52,7 +55,7 @@ class Model(nn.Module):
     Call `add_heads` and `accept` in the constructor, and `read` first in `forward`.
     """
 
-    cp_plan = "alone"
+    cp_plan = "local"
 
     split_points: Sequence[SplitPoint]
 
@@ -64,7 +67,7 @@ class Model(nn.Module):
         self.target_fields: tuple[tuple[str, ...], ...] = (("targets",),)
 
     def add_heads(self, table: Embedding | None) -> None:
-        """Add the heads of `config.heads` as modules of their names. table: the embedding of tokens."""
+        """Add the heads of `config.extra_heads` as modules of their names. table: the embedding of tokens."""
         for name, section in self.config.extra_heads.items():
             self.add_module(name, HEADS.get(section.name)(self.config, section, table))
         self.extra_heads = list(self.config.extra_heads)
@@ -170,3 +173,42 @@ def unpack(block: nn.Module, result: Any, losses: Mapping[str, Tensor]) -> tuple
         for path, counts in result.counts.items():
             block.get_submodule(path).accumulate_counts(counts)  # type: ignore[operator]
     return result.y, add_by_name(losses, result.losses)
+
+
+DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
+
+
+def working_dtype(requested: str | torch.dtype, stored: torch.dtype) -> torch.dtype:
+    """Return the dtype of a loaded model's parameters: the requested one, or for "auto" the stored one, up to float32.
+
+    Raises UsageError for what is neither.
+    """
+    if requested == "auto":
+        return torch.float32 if stored == torch.float64 or not stored.is_floating_point else stored
+    dtype = DTYPES.get(requested, requested) if isinstance(requested, str) else requested
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES.values():
+        raise UsageError(f"dtype = {requested!r}: choose one of auto, {', '.join(DTYPES)}")
+    return dtype
+
+
+def take(into: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a stored value as the module computes with it: parameters in `dtype`, buffers in their own."""
+    return value.to(dtype if isinstance(into, nn.Parameter) else into.dtype)
+
+
+def lr_scales(model: nn.Module, config: ModelConfig) -> dict[str, float]:
+    """Return parameter name → factor on the learning rate; 1 where a name is missing.
+
+    Under muP with Adam, matrices whose inputs grow with the width learn by base_width / d_model more slowly (Yang et
+    al. 2022, table 8): those of attention, feed-forward networks, experts and routers. Tables, vectors, matrices of
+    fixed inputs (latents, a head's channels) and the output head, whose output is scaled down instead, learn as fast at
+    every width. A matrix's initial weights tell which it is.
+    """
+    if config.mup is None:
+        return {}
+    ratios = {
+        f"{path}.{key}": initial.width_ratio
+        for path, module in model.named_modules()
+        for key, initial in getattr(module, "initial", {}).items()
+    }
+    return {name: ratios[name] for name, _ in model.named_parameters() if ratios.get(name, 1.0) != 1.0}

@@ -9,16 +9,16 @@ from torch import Tensor, nn
 
 from megatfm.config import GQAAttentionConfig, ModelConfig
 from megatfm.errors import UsageError
-from megatfm.layers.activation import ACTIVATIONS
 from megatfm.layers.embedding import InputEmbedding
-from megatfm.layers.extra import add_by_name
+from megatfm.layers.feed_forward import ACTIVATIONS
 from megatfm.layers.initialisation import initialiser
 from megatfm.layers.linear import Linear
+from megatfm.layers.loss_terms import add_by_name
 from megatfm.models.base import MODELS, Model, Output, names_below, sequence_fields, view_of
 from megatfm.models.stack import Stack, make_sequence
 from megatfm.models.transformer import Encoder
 from megatfm.ops.cross_entropy import IGNORE
-from megatfm.ops.dropout import fold_in, token_keys, uniform
+from megatfm.ops.keyed_random import fold_in, token_keys, uniform
 from megatfm.split_points import CarrySpec, SplitPoint
 
 # B batch, T tokens, M masked tokens, D model width, V vocabulary
@@ -145,7 +145,7 @@ class Discriminator(Model):
     Then it may have other heads, and `lm_head.name = "none"` leaves the log-odds out.
     """
 
-    tp_plan = (("dense", "sequence"), ("verdict", "sequence, gathered"))
+    tp_plan = (("dense", "sequence_parallel"), ("verdict", "gather_output_replicated"))
 
     encoder: Stack | None
 

@@ -9,15 +9,14 @@ from torch import Tensor, nn
 from megatfm.config import ModelConfig
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers import initialisation
-from megatfm.layers.attention import KVCache
+from megatfm.layers.attention.kv_cache import KVCache
 from megatfm.layers.attention.linformer import layerwise_projection, shares_projection
 from megatfm.layers.block import Block
 from megatfm.layers.embedding import InputEmbedding
 from megatfm.layers.initialisation import initialiser
 from megatfm.layers.norm import make_norm
-from megatfm.layers.part import SequenceShard
 from megatfm.layers.position import POSITIONS
-from megatfm.layers.sequence import SequenceMetadata
+from megatfm.layers.sequence import SequenceMetadata, SequenceShard
 from megatfm.models.base import needed, unpack, view_of
 from megatfm.split_points import CarrySpec, SplitPoint
 
@@ -28,9 +27,9 @@ class Stack(nn.Module):
     """Tokens to hidden vectors. kind: selects depth, initial weights and causality. embedding: left out, it has
     one of its own."""
 
-    tp_plan = (("norm", "sequence"),)
+    tp_plan = (("norm", "sequence_parallel"),)
 
-    cp_plan = "alone"
+    cp_plan = "local"
 
     def __init__(
         self,

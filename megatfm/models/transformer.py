@@ -6,12 +6,12 @@ from typing import Self
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
-from megatfm.layers.attention import KVCache
+from megatfm.layers.attention.kv_cache import KVCache
 from megatfm.layers.block import Block
 from megatfm.layers.embedding import InputEmbedding
-from megatfm.layers.extra import BlockOutput, add_by_name
-from megatfm.layers.head import LMHead
+from megatfm.layers.loss_terms import BlockOutput, add_by_name
 from megatfm.layers.norm import make_norm
+from megatfm.layers.output_head import LMHead
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models.base import (
     MODELS,
@@ -25,7 +25,7 @@ from megatfm.models.base import (
     view_of,
 )
 from megatfm.models.stack import FullRow, Stack, make_sequence
-from megatfm.ops.targets import shifted_targets
+from megatfm.ops.cross_entropy import shifted_targets
 from megatfm.split_points import SplitPoint
 
 # B batch, T tokens, S tokens of the encoder, D model width, V vocabulary
@@ -170,7 +170,7 @@ class EncoderDecoder(Model):
     Additional heads read the decoder's hidden vectors.
     """
 
-    tp_plan = (("memory", "enter output"),)
+    tp_plan = (("memory", "gather_output"),)
     is_causal, takes_cache, has_encoder = True, True, True
 
     encoder: Stack | None
@@ -286,8 +286,8 @@ class FutureHead(nn.Module):
     depth: of the block, after those of the stack.
     """
 
-    tp_plan = (("final_norm", "sequence"),)
-    cp_plan = "alone"
+    tp_plan = (("final_norm", "sequence_parallel"),)
+    cp_plan = "local"
 
     def __init__(self, config: ModelConfig, depth: int) -> None:
         super().__init__()

@@ -16,11 +16,11 @@ from megatfm.cost import Cost, TokenCounts, total_cost
 from megatfm.layers.attention.two_stream import LocalAndFull, QueryStream, TwoStreamAttention
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.embedding import InputEmbedding
-from megatfm.layers.extra import AuxiliaryCollector, BlockOutput
-from megatfm.layers.ffn import FFNS
-from megatfm.layers.head import LMHead
+from megatfm.layers.feed_forward import FFNS
 from megatfm.layers.initialisation import initialiser
+from megatfm.layers.loss_terms import AuxiliaryCollector, BlockOutput
 from megatfm.layers.norm import make_norm
+from megatfm.layers.output_head import LMHead
 from megatfm.layers.position import POSITIONS
 from megatfm.layers.residual import RESIDUALS
 from megatfm.layers.sequence import SequenceMetadata
@@ -131,13 +131,13 @@ class QueryEmbedding(nn.Module):
 class TwoStreamStack(nn.Module):
     """Embedding and blocks. The content stream ends before the last block, where only queries go on."""
 
-    cp_plan = "alone"
+    cp_plan = "local"
 
     tp_plan = (
-        ("query", "sequence output"),
-        ("query_dropout", "keys of own tokens"),
-        ("norm", "sequence"),
-        ("dropout", "keys of own tokens"),
+        ("query", "split_output"),
+        ("query_dropout", "local_token_dropout"),
+        ("norm", "sequence_parallel"),
+        ("dropout", "local_token_dropout"),
     )
 
     def __init__(self, config: ModelConfig, embedding: InputEmbedding) -> None:

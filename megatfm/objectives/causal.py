@@ -1,4 +1,5 @@
-"""Next-token prediction, also of several tokens ahead, for decoders and for encoder-decoders."""
+"""Left to right: next-token prediction, also of several tokens ahead, and prefix language modelling, each for decoders
+and for encoder-decoders."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,10 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatfm.config import CausalObjective, ModelConfig
-from megatfm.data import DocumentChunk
-from megatfm.keyed import PieceKey
-from megatfm.objectives.registry import (
+from megatfm import rng
+from megatfm.config import CausalObjective, ModelConfig, PrefixObjective
+from megatfm.data.sequences import DocumentChunk
+from megatfm.objectives.base import (
     ENCODER_DECODER,
     OBJECTIVES,
     Batch,
@@ -17,10 +18,13 @@ from megatfm.objectives.registry import (
     Objective,
     SpecialTokens,
     TokenArray,
+    max_piece_tokens,
+    prefix_lm_example,
+    randint_below,
+    seq2seq_example,
 )
-from megatfm.objectives.two_sides import seq2seq_example
-from megatfm.ops.cross_entropy import IGNORE
-from megatfm.ops.targets import shifted_targets
+from megatfm.ops.cross_entropy import IGNORE, shifted_targets
+from megatfm.rng import PieceKey
 
 
 class Causal(Objective):
@@ -59,7 +63,7 @@ class Causal(Objective):
         return {"tokens": framed[:-1], "targets": framed[1:]}
 
     def build_many(self, documents: Sequence[TokenArray]) -> Example:
-        """`build` of many documents, one after another, in their own type."""
+        """Return `build_example` of many documents, one after another, in their own type."""
         added = np.min_scalar_type(max(self.special.bos, self.special.eos))
         stored = np.result_type(*{document.dtype for document in documents}, added)
         bos = np.array([self.special.bos], stored)
@@ -76,7 +80,7 @@ class Causal(Objective):
 
 
 class EncoderDecoderCausal(Objective):
-    """A text from its first token on by an encoder-decoder, whose encoder reads only EOS (Raffel et al. 2020, 3.2)."""
+    """Next-token prediction by an encoder-decoder, whose encoder reads only EOS (Raffel et al. 2020, 3.2)."""
 
     model_families = ("encoder_decoder",)
     predicts_tokens = True
@@ -100,14 +104,89 @@ class EncoderDecoderCausal(Objective):
     def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
         return seq2seq_example(np.zeros(0, np.int64), piece.tokens, self.special)
 
-    def target_counts(self, batch: Batch) -> dict[str, Tensor]:
-        return {"span": (batch["targets"] != IGNORE).sum()}
-
 
 @OBJECTIVES.register("causal")
 def causal(
     special: SpecialTokens, config: CausalObjective, model: ModelConfig, row_lengths: tuple[int, ...]
 ) -> Objective:
-    """Next-token prediction, as the model's family does it."""
+    """Return next-token prediction for the model's family."""
     chosen = EncoderDecoderCausal if model.family == "encoder_decoder" else Causal
+    return chosen(special, config, model, row_lengths)
+
+
+class PrefixLM(Objective):
+    """Prefix language modelling by a decoder, [BOS, d…] → [d…, EOS] (Liu et al. 2018; Raffel et al. 2020, 3.2.1).
+
+    BOS and a uniform number of tokens, 0 to all, are the prefix that all see.
+    """
+
+    model_families = ("decoder",)
+    predicts_tokens = True
+    loss_weights: Mapping[str, float]
+
+    def __init__(
+        self,
+        special: SpecialTokens,
+        config: PrefixObjective,
+        model: ModelConfig,
+        row_lengths: tuple[int, ...],
+    ) -> None:
+        self.special, self.loss_weights = special, {"causal": 1.0}
+        self.max_tokens = max_piece_tokens(lambda n: n + 1, row_lengths[:1], config.name)
+
+    def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+        return np.where(n_tokens > 0, n_tokens + 1, 0)
+
+    def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
+        tokens = piece.tokens
+        cut = randint_below(len(tokens) + 1, rng.uniform(1, *key, "prefix"))[0]
+        return prefix_lm_example(np.append(self.special.bos, tokens[:cut]), tokens[cut:], self.special)
+
+
+class PrefixSeq2Seq(Objective):
+    """Prefix language modelling by an encoder-decoder: the start of a text for the encoder, its end for the decoder,
+    each of at least one token and with EOS.
+
+    The cut is uniform among those with which both sides fit their rows, and the same in every epoch, since it decides
+    the lengths. A piece is no longer than the longer row, so that a good part of all cuts fits.
+    """
+
+    model_families = ("encoder_decoder",)
+    predicts_tokens = True
+    loss_weights: Mapping[str, float]
+    field_prefixes = ENCODER_DECODER
+
+    def __init__(
+        self,
+        special: SpecialTokens,
+        config: PrefixObjective,
+        model: ModelConfig,
+        row_lengths: tuple[int, ...],
+    ) -> None:
+        self.special, self.loss_weights = special, {"span": 1.0}
+        self.max_inputs, self.max_targets = max(row_lengths[0] - 1, 1), max(row_lengths[-1] - 1, 1)
+        longest = max(self.max_inputs, self.max_targets)
+        self.max_tokens = max_piece_tokens(lambda n: np.where(n > 1, n, 0), [longest], config.name)
+
+    def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+        cuts = self._cuts(n_tokens, keys)
+        return np.where(n_tokens[:, None] > 1, np.stack([cuts + 1, n_tokens - cuts + 1], axis=1), 0)
+
+    def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
+        tokens = piece.tokens
+        cut = int(self._cuts(np.array([len(tokens)]), key.without_epoch)[0])
+        return seq2seq_example(tokens[:cut], tokens[cut:], self.special)
+
+    def _cuts(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+        least = np.maximum(n_tokens - self.max_targets, 1)
+        most = np.minimum(n_tokens - 1, self.max_inputs)
+        return least + randint_below(np.maximum(most - least + 1, 1), rng.to_unit_interval(keys))
+
+
+@OBJECTIVES.register("prefix")
+def prefix(
+    special: SpecialTokens, config: PrefixObjective, model: ModelConfig, row_lengths: tuple[int, ...]
+) -> Objective:
+    """Return prefix language modelling for the model's family."""
+    chosen = PrefixSeq2Seq if model.family == "encoder_decoder" else PrefixLM
     return chosen(special, config, model, row_lengths)

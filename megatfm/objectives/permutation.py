@@ -6,23 +6,23 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatfm import keyed
+from megatfm import rng
 from megatfm.config import ModelConfig, PermutationObjective
-from megatfm.data import DocumentChunk
-from megatfm.keyed import PieceKey
-from megatfm.objectives.masking import masking_key, randint_below
-from megatfm.objectives.registry import (
+from megatfm.data.sequences import DocumentChunk
+from megatfm.objectives.base import (
     OBJECTIVES,
     Batch,
     Example,
+    Floats,
+    Ints,
     Objective,
     SpecialTokens,
+    masking_key,
     max_piece_tokens,
+    randint_below,
 )
 from megatfm.ops.cross_entropy import IGNORE
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
+from megatfm.rng import PieceKey
 
 
 @OBJECTIVES.register("permutation")
@@ -50,10 +50,7 @@ class Permutation(Objective):
         row_lengths: tuple[int, ...],
     ) -> None:
         self.config = config
-        self.cls, self.sep = (
-            special.require_token("cls", config.name),
-            special.require_token("sep", config.name),
-        )
+        self.cls, self.sep = special.require_frame(config.name)
         self.loss_weights = {"permutation": 1.0}
         self.max_tokens = max_piece_tokens(lambda n: n + 3, row_lengths[:1], config.name)
         # A context is met in the middle the more often the longer it is.
@@ -68,7 +65,7 @@ class Permutation(Objective):
         tokens = piece.tokens
         n = len(tokens)
         contexts = n // self.config.tokens_per_prediction + 2
-        random = keyed.uniform(2 * contexts + 2 + n, *masking_key(key, "permutation"))
+        random = rng.uniform(2 * contexts + 2 + n, *masking_key(key, "permutation"))
         chosen = self.choose_tokens(n, random[2 : 2 * contexts + 2], float(random[0]))
         cut = 1 + int(randint_below(n - 1, float(random[1])))
         # Numbers in the sequence: after the first mark, one more.
@@ -85,9 +82,6 @@ class Permutation(Objective):
         fields["segments"][cut + 1 :] = 1
         fields["segments"][-1] = 2
         return fields
-
-    def target_counts(self, batch: Batch) -> dict[str, Tensor]:
-        return {"permutation": (batch["targets"] != IGNORE).sum()}
 
     def n_tokens(self, batch: Batch) -> Tensor:
         """Tokens of the content, and the queries of what is predicted."""

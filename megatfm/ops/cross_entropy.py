@@ -65,7 +65,7 @@ def cross_entropy(
     vocab_start: int = 0,
     all_gather: AllGather | None = None,
 ) -> Tensor:
-    """The same in chunks of tokens, so that tokens × vocabulary logits never exist at once.
+    """Cross-entropy in chunks of tokens, so that tokens × vocabulary logits never exist at once.
 
     The gradients that are wanted are made in the forward pass, where the logits were (as in Liger, Hsu et al. 2024),
     and only scaled in the backward pass. chunk: tokens; None: as memory allows. For a vocabulary in parts, `weight_WD`
@@ -83,7 +83,7 @@ def cross_entropy(
 
 
 def default_chunk(hidden_MD: Tensor, rows: int) -> int:
-    """How many tokens' logits over so many rows of the vocabulary are held at once. Each chunk passes once over the
+    """Number of tokens whose logits over so many rows of the vocabulary are held at once. Each chunk passes over the
     gradient of the weights, so few large ones cost less; on a CPU 1,024 tokens are enough for that not to matter."""
     if hidden_MD.device.type == "cpu":
         return 1024
@@ -153,7 +153,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """total + left @ right in float32 or better, without passing over the total more often than needed."""
+    """total + left @ right, summed in float32 or better, in one pass over the total where dtypes allow.
+
+    A product of bfloat16 is rounded to bfloat16 before it is added, and the first is kept as it is.
+    """
     if total is None:
         return left @ right
     if total.dtype == right.dtype == _precise(right):
@@ -177,8 +180,8 @@ def _to_gradient(
         return in_place(
             logits, targets_M, ignore=IGNORE, softcap=variant.softcap, smoothing=variant.smoothing
         ).sum()
-    whole = all_gather is not None or logits.device.type != "cpu"
-    step = len(logits) if whole else max(1, AT_ONCE // logits.shape[1])
+    all_at_once = all_gather is not None or logits.device.type != "cpu"
+    step = len(logits) if all_at_once else max(1, AT_ONCE // logits.shape[1])
     losses = []
     for rows, targets in zip(logits.split(step), targets_M.split(step), strict=True):
         values = rows.to(_precise(rows))
@@ -197,7 +200,7 @@ def _kernel(logits: Tensor) -> Callable[..., Tensor] | None:
     """Triton's, where there are a GPU and Triton."""
     if logits.device.type != "cuda" or logits.dtype == torch.float64 or not has_triton():
         return None
-    from megatfm.ops.softmax_kernel import to_gradients
+    from megatfm.ops.cross_entropy_triton import to_gradients
 
     return to_gradients
 
@@ -223,13 +226,13 @@ def _chunk(
         logits *= variant.softcap
     largest = logits.amax(1, keepdim=True)
     logits -= largest
-    own = [largest, logits.gather(1, local) * held, held.to(logits.dtype)]
+    local_statistics = [largest, logits.gather(1, local) * held, held.to(logits.dtype)]
     if variant.smoothing:
-        own += [logits.sum(1, keepdim=True), torch.full_like(largest, logits.shape[1])]
+        local_statistics += [logits.sum(1, keepdim=True), torch.full_like(largest, logits.shape[1])]
     exponentials = logits.exp_()
     # Each part has taken off its own largest logit, so all that they have to tell each other fits into one message.
     largest_P, target_P, held_P, *rest_P, sums_P = all_gather(
-        torch.stack([*own, exponentials.sum(1, keepdim=True)])
+        torch.stack([*local_statistics, exponentials.sum(1, keepdim=True)])
     ).unbind(1)
     top = largest_P.amax(0)
     below_P = largest_P - top
@@ -254,3 +257,12 @@ def _chunk(
 
 def _precise(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def shifted_targets(targets_BT: Tensor, documents_BT: Tensor | None, n: int) -> Tensor:
+    """The targets `n` tokens further on in the same document, −100 where there is none, [B, T]."""
+    ahead = torch.full_like(targets_BT, IGNORE)
+    ahead[:, :-n] = targets_BT[:, n:]
+    if documents_BT is not None:
+        ahead[:, :-n][documents_BT[:, n:] != documents_BT[:, :-n]] = IGNORE
+    return ahead

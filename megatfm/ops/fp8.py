@@ -84,8 +84,8 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, rowwise: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.rowwise = rowwise
-        made = product(x.reshape(-1, x.shape[-1]), weight, rowwise, E4M3, use_fast_accum=True)
-        return made.view(*x.shape[:-1], weight.shape[0])
+        out = product(x.reshape(-1, x.shape[-1]), weight, rowwise, E4M3, use_fast_accum=True)
+        return out.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -106,5 +106,5 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, rowwise
 
     Where a micro-batch's vectors are no multiple of 16, the gradient to the weight is made in x's own dtype.
     """
-    made: Tensor = _Linear.apply(x, weight, rowwise)
-    return made if bias is None else made + bias
+    out: Tensor = _Linear.apply(x, weight, rowwise)
+    return out if bias is None else out + bias

@@ -24,15 +24,15 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     dtype = torch.promote_types(tensors[0].dtype, torch.float32)
     if tensors[0].device.type != "cpu":
         return torch.stack(foreach_norm(list(tensors), 2, dtype)).double().square().sum()
-    norms, rests = [], []
+    norms, remainders = [], []
     for tensor in tensors:
-        flat, whole = tensor.reshape(-1), tensor.numel() // PIECE * PIECE
-        if whole:
-            norms.append(torch.linalg.vector_norm(flat[:whole].view(-1, PIECE), dim=1, dtype=dtype))
-        if whole < len(flat):
-            rests.append(flat[whole:])
-    if rests:
-        norms.append(torch.stack(foreach_norm(rests, 2, dtype)))
+        flat, n_full = tensor.reshape(-1), tensor.numel() // PIECE * PIECE
+        if n_full:
+            norms.append(torch.linalg.vector_norm(flat[:n_full].view(-1, PIECE), dim=1, dtype=dtype))
+        if n_full < len(flat):
+            remainders.append(flat[n_full:])
+    if remainders:
+        norms.append(torch.stack(foreach_norm(remainders, 2, dtype)))
     if not norms:
         return torch.zeros((), dtype=torch.float64)
     return (norms[0] if len(norms) == 1 else torch.cat(norms)).double().square().sum()

@@ -41,5 +41,5 @@ def keeps_graph() -> bool:
 
 def has_amx_tiles() -> bool:
     """Whether the CPU has matrix units that multiply bfloat16."""
-    found: bool = torch.cpu._is_amx_tile_supported()
-    return found
+    is_supported: bool = torch.cpu._is_amx_tile_supported()
+    return is_supported

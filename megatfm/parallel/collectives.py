@@ -12,6 +12,7 @@ torch 2.4 to 2.13, while those of the Python wrappers change.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -22,13 +23,13 @@ _ops = torch.ops._c10d_functional
 
 
 _SCATTERED_SUM = dist.ReduceScatterOptions()
-_SUM = dist.AllreduceOptions()  # the sum is what torch takes if nothing is said
-_use_functional: ContextVar[bool] = ContextVar("kept", default=False)
+_SUM = dist.AllreduceOptions()  # sum is torch's default
+_use_functional: ContextVar[bool] = ContextVar("use_functional", default=False)
 
 
 @contextmanager
 def use_functional_collectives() -> Iterator[None]:
-    """Within, collectives are operators that return what they made, so that their results can be kept."""
+    """Have collectives be operators that return new tensors, so that recomputation can keep their results."""
     token = _use_functional.set(True)
     try:
         yield
@@ -41,7 +42,7 @@ def _functional() -> bool:
 
 
 def _dim_to_front(x: Tensor, dim: int) -> Tensor:
-    """With `dim` before the others. A move that moves nothing would stand in a compiled graph all the same."""
+    """Move `dim` to the front. A move that changes nothing would still be in a compiled graph."""
     return (x.movedim(dim, 0) if dim else x).contiguous()
 
 
@@ -49,11 +50,11 @@ def _gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """All-gather along `dim`."""
     first = _dim_to_front(x, dim)  # no copy for a single row
     if _functional():
-        whole = _ops.wait_tensor(_ops.all_gather_into_tensor(first, group.size(), group.group_name))
+        gathered = _ops.wait_tensor(_ops.all_gather_into_tensor(first, group.size(), group.group_name))
     else:
-        whole = first.new_empty((group.size() * first.shape[0], *first.shape[1:]))
-        group._allgather_base(whole, first).wait()
-    return whole.movedim(0, dim) if dim else whole
+        gathered = first.new_empty((group.size() * first.shape[0], *first.shape[1:]))
+        group._allgather_base(gathered, first).wait()
+    return gathered.movedim(0, dim) if dim else gathered
 
 
 def _reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
@@ -78,7 +79,7 @@ def all_reduce_no_grad(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def all_gather_no_grad(x: Tensor, group: ProcessGroup) -> Tensor:
-    """What every rank has, stacked [ranks, ...], outside autograd."""
+    """Stack every rank's tensor, [ranks, ...], outside autograd."""
     return _gather(x[None], 0, group)
 
 
@@ -145,8 +146,8 @@ def copy_to_group(x: Tensor, group: ProcessGroup) -> Tensor:
     return _Copy.apply(x, group)
 
 
-def _exchange(x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
-    """All-to-all of rows: so many sent to, and so many received from each rank."""
+def all_to_all_no_grad(x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+    """All-to-all of rows, outside autograd. sent, received: how many go to, and come from, each rank."""
     first = x.contiguous()
     if _functional():
         arrived: Tensor = _ops.wait_tensor(_ops.all_to_all_single(first, received, sent, group.group_name))
@@ -160,16 +161,16 @@ class _ExchangeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, sent, received, group):  # type: ignore[no-untyped-def]
         ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _exchange(x, sent, received, group)
+        return all_to_all_no_grad(x, sent, received, group)
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        return _exchange(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
+        return all_to_all_no_grad(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
 
 
 def all_to_all(x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
-    """Rows sorted by the rank that they go to → rows sorted by the rank that they come from; how many go to and come
-    from each. Adjoint: the same the other way round."""
+    """Rows sorted by the rank that they go to → rows sorted by the rank that they come from. sent, received: how many
+    go to, and come from, each rank. Adjoint: the same the other way round."""
     return _ExchangeRows.apply(x, sent, received, group)
 
 
@@ -178,13 +179,11 @@ class _AsyncAllToAll:
 
     def __init__(self, sent: list[int], received: list[int], group: ProcessGroup) -> None:
         self._sent, self._received, self._group = sent, received, group
-        self._rows: tuple[
-            Tensor, ...
-        ] = ()  # those that leave, which must stay as they are, and those that come
+        self._buffers: tuple[Tensor, ...] = ()  # rows sent, which must stay as they are, and rows received
         self._work: dist.Work | None = None
 
-    def start(self, x: Tensor, *, back: bool = False) -> Tensor:
-        """What will have arrived once `arrive` has waited for it."""
+    def start(self, x: Tensor, *, back: bool = False) -> None:
+        """Start to send rows. back: along the way that gradients take."""
         sent, received = (self._received, self._sent) if back else (self._sent, self._received)
         first = x.contiguous()
         if _functional():
@@ -192,43 +191,42 @@ class _AsyncAllToAll:
         else:
             coming = first.new_empty((sum(received), *first.shape[1:]))
             self._work = self._group.alltoall_base(coming, first, received, sent)
-        self._rows = first, coming
-        return coming
+        self._buffers = first, coming
 
     def wait(self) -> Tensor:
-        """What has come, to be read."""
-        _, coming = self._rows
+        """Wait for the rows that `start` asked for."""
+        _, coming = self._buffers
         if self._work is None:
             coming = _ops.wait_tensor(coming)
         else:
             self._work.wait()
-        self._rows, self._work = (), None
+        self._buffers, self._work = (), None
         return coming
 
 
 class _Start(torch.autograd.Function):
-    """Gives the rows themselves, as their gradient is what `_Wait` gives on the way back."""
+    """Returns the rows themselves: their gradient is what `_Wait` starts to send back."""
 
     @staticmethod
-    def forward(ctx, x, journey):  # type: ignore[no-untyped-def]
-        ctx.journey = journey
-        journey.start(x)
+    def forward(ctx, x, exchange):  # type: ignore[no-untyped-def]
+        ctx.exchange = exchange
+        exchange.start(x)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, _):  # type: ignore[no-untyped-def]
-        return ctx.journey.wait(), None
+        return ctx.exchange.wait(), None
 
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, _, journey):  # type: ignore[no-untyped-def]
-        ctx.journey = journey
-        return journey.wait()
+    def forward(ctx, _, exchange):  # type: ignore[no-untyped-def]
+        ctx.exchange = exchange
+        return exchange.wait()
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        return ctx.journey.start(gradient, back=True), None
+        return ctx.exchange.start(gradient, back=True), None
 
 
 def all_to_all_overlapped(
@@ -238,12 +236,12 @@ def all_to_all_overlapped(
     received: list[int],
     group: ProcessGroup,
 ) -> Tensor:
-    """The same as `all_to_all`, with something else computed while rows are on their way. Autograd goes through what
-    was computed in between while their gradients are."""
-    journey = _AsyncAllToAll(sent, received, group)
-    left = _Start.apply(x, journey)
+    """`all_to_all` that calls `meanwhile` while rows are on their way. The backward pass of what that computed runs
+    while their gradients are."""
+    exchange = _AsyncAllToAll(sent, received, group)
+    left = _Start.apply(x, exchange)
     meanwhile()
-    return _Wait.apply(left, journey)
+    return _Wait.apply(left, exchange)
 
 
 class _GatherReplicated(torch.autograd.Function):
@@ -261,3 +259,60 @@ class _GatherReplicated(torch.autograd.Function):
 def all_gather_replicated(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Sharded along `dim` → replicated, with a replicated gradient. Adjoint: taking the own shard."""
     return _GatherReplicated.apply(x, dim, group)
+
+
+@dataclass(frozen=True)
+class TensorParallelGroup:
+    """The tensor-parallel group, and what moves activations between the residual stream and weights that are cut.
+
+    With sequence parallelism, the residual stream is sharded by tokens (see `styles.py`); without, replicated.
+    """
+
+    group: ProcessGroup
+    sequence_parallel: bool
+
+    @property
+    def rank(self) -> int:
+        """This process's rank within the group."""
+        return dist.get_rank(self.group)
+
+    def gather_input(self, x: Tensor) -> Tensor:
+        """Residual stream → replicated input of cut weights."""
+        if self.sequence_parallel:
+            return _in_rows(all_gather(x.flatten(0, 1), 0, self.group), x)
+        return copy_to_group(x, self.group)
+
+    def reduce_output(self, x: Tensor) -> Tensor:
+        """Partial output of cut weights → residual stream."""
+        if self.sequence_parallel:
+            return _in_rows(reduce_scatter(x.flatten(0, 1), 0, self.group), x)
+        return reduce_from_group(x, self.group)
+
+    def gather_replicated(self, x: Tensor) -> Tensor:
+        """Residual stream → replicated, for what every rank computes alike."""
+        if self.sequence_parallel:
+            return _in_rows(all_gather_replicated(x.flatten(0, 1), 0, self.group), x)
+        return x
+
+    def split_tokens(self, x: Tensor) -> Tensor:
+        """Replicated → residual stream; every rank keeps its part of the tokens."""
+        if self.sequence_parallel:
+            return _in_rows(x.flatten(0, 1).chunk(self.group.size())[self.rank], x)
+        return x
+
+    def row_sums(self, x_BTX: Tensor) -> Tensor:
+        """Residual stream → sums [B, X] over this rank's tokens of each row."""
+        if not self.sequence_parallel:
+            return x_BTX.sum(1)
+        rows, length = x_BTX.shape[:2]
+        first = self.rank * rows * length
+        numbers = torch.arange(first, first + rows * length, device=x_BTX.device)
+        precise = torch.promote_types(x_BTX.dtype, torch.float32)
+        sums_BX = torch.zeros(rows, x_BTX.shape[2], dtype=precise, device=x_BTX.device)
+        rows_N = numbers // (length * self.group.size())
+        return sums_BX.index_add(0, rows_N, x_BTX.flatten(0, 1).to(precise)).to(x_BTX.dtype)
+
+
+def _in_rows(x: Tensor, like: Tensor) -> Tensor:
+    """Tokens [N, ...] in as many rows as another tensor has."""
+    return x.unflatten(0, (len(like), -1))

@@ -1,14 +1,18 @@
-"""The layout table: where each parameter's elements are, and over which axes its gradient is still to be summed.
+"""The layout of a model on its ranks: where each parameter's elements are, and over which axes gradients are summed.
 
 What the axes of a model cut off are plain local tensors. The data axes may cut these once more (ZeRO); what a rank
-holds in the end is always one box of the global tensor.
+holds in the end is always one box of the global tensor. At the end stands how other rooms reach into a laid-out model:
+its blocks, and a module's replaced forward.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
 
 from megatfm.errors import UsageError
-from megatfm.parallel.context_exchange import ContextParallel
+from megatfm.parallel.context_parallel import ContextParallel
 from megatfm.parallel.mesh import DENSE_DATA_AXES, DataAxes
 
 Chunk = tuple[tuple[int, ...], tuple[int, ...]]
@@ -28,9 +32,9 @@ class Shard:
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """Where one parameter or buffer is.
+    """Layout of one parameter or buffer.
 
-    shape: global. shards: by the axes of the model, each inside what those before it leave; none: whole on every rank.
+    shape: global. shards: by the axes of the model, in the order in which they are applied; empty: on every rank whole.
     partial_axes: axes whose ranks have only their share of the gradient each, to be summed after the backward pass.
     data_axes: the axes over which ranks hold the same block and see other rows. fsdp_dim: where ZeRO 2 and 3 cut it.
     """
@@ -45,9 +49,9 @@ class TensorLayout:
     def __post_init__(self) -> None:
         for i, cut in enumerate(self.shards):
             size = self._narrowed(i)[1][cut.dim]
-            each = -(-size // cut.count)
+            per_rank = -(-size // cut.count)
             outer = -(-self.shape[cut.dim] // size)
-            if cut.uneven and each * (cut.count - 1) >= size:
+            if cut.uneven and per_rank * (cut.count - 1) >= size:
                 fits = next(t for t in range(cut.count, 0, -1) if -(-size // t) * (t - 1) < size)
                 raise UsageError(
                     f"parallel.{cut.axis} = {cut.count} leaves ranks without a part of {self.name} {list(self.shape)}: "
@@ -56,7 +60,7 @@ class TensorLayout:
             if not cut.uneven and size % cut.count:
                 raise UsageError(
                     f"parallel.{cut.axis} = {cut.count} does not divide dim {cut.dim} of {self.name} "
-                    f"{list(self.shape)}: the next size that fits is {each * cut.count * outer}"
+                    f"{list(self.shape)}: the next size that fits is {per_rank * cut.count * outer}"
                 )
 
     @property
@@ -70,27 +74,26 @@ class TensorLayout:
 
     @property
     def region(self) -> Chunk:
-        """What this rank holds, before the data axes cut it."""
+        """The block on this rank, before the data axes cut it."""
         return self._narrowed(len(self.shards))
 
     def subregion(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Chunk:
-        """The global box of a block of what this rank holds (ZeRO's part of it)."""
-        own = self.region[0]
-        return tuple(a + b for a, b in zip(own, offsets, strict=True)), sizes
+        """The global box of a block within `region` (ZeRO's part of it)."""
+        return tuple(a + b for a, b in zip(self.region[0], offsets, strict=True)), sizes
 
     def _narrowed(self, cuts: int) -> Chunk:
-        """What the first cuts leave."""
+        """The block that the first `cuts` shards leave."""
         offsets, sizes = [0] * len(self.shape), list(self.shape)
         for cut in self.shards[:cuts]:
-            each = -(-sizes[cut.dim] // cut.count)
-            first = each * cut.index
+            per_rank = -(-sizes[cut.dim] // cut.count)
+            first = per_rank * cut.index
             offsets[cut.dim] += first
-            sizes[cut.dim] = min(each, sizes[cut.dim] - first)
+            sizes[cut.dim] = min(per_rank, sizes[cut.dim] - first)
         return tuple(offsets), tuple(sizes)
 
 
 class ModelLayout(Mapping[str, TensorLayout]):
-    """The placements of all parameters of a model, by their global names."""
+    """Layouts of all parameters of a model, by their global names."""
 
     def __init__(
         self,
@@ -102,11 +105,11 @@ class ModelLayout(Mapping[str, TensorLayout]):
     ) -> None:
         self._placements = dict(placements)
         self.buffers = dict(buffers or {})
-        """Those of the buffers, which are not trained."""
+        """Layouts of the buffers, which are not trained."""
         self.state = {name: self.buffers[name] for name in state}
-        """Of these the ones that a checkpoint holds: state of modules, which doesn't follow from the config."""
+        """Layouts of the buffers that a checkpoint holds: state of modules, which doesn't follow from the config."""
         self.context_parallel = contexts
-        """How rows are cut over ranks, where they are."""
+        """How rows are split over ranks; None where they are not."""
         self.table = table
         """The plan as it was applied, for people."""
 
@@ -118,3 +121,15 @@ class ModelLayout(Mapping[str, TensorLayout]):
 
     def __len__(self) -> int:
         return len(self._placements)
+
+
+def transformer_blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the layers of all stacks: what is compiled, gathered and recomputed as one."""
+    for path, module in model.named_modules():
+        if path.rpartition(".")[0].rpartition(".")[2] == "layers":
+            yield module
+
+
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Have `module(*inputs)` run `forward(*inputs)`, with the module's hooks around it; no other module changes."""
+    vars(module)["forward"] = forward

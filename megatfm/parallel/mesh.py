@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatfm import ranks
+from megatfm import object_collectives
 from megatfm.config import ParallelConfig
-from megatfm.config.base import nearest_divisor
+from megatfm.config.section import nearest_divisor
 from megatfm.errors import UsageError
 
 T = TypeVar("T")
@@ -24,7 +24,7 @@ them parts of rows; pipeline ranks, which talk least, are farthest apart."""
 EXPERT_SHARD, EXPERT = "edp", "ep"
 EXPERT_AXES = (EXPERT_SHARD, EXPERT)
 EXPERT_FOLD_AXES = (SHARD, CONTEXT)
-"""The axes that experts see otherwise: as EXPERT_SHARD × EXPERT. Ranks along EXPERT hold different experts and send
+"""The axes that are EXPERT_SHARD × EXPERT for experts. Ranks along EXPERT hold different experts and send
 each other their tokens; ranks along EXPERT_SHARD hold the same ones, and ZeRO cuts these over them. TENSOR may be one
 of them as well (`parallel.expert_tp`)."""
 ALL_AXES = (PIPELINE, REPLICATE, SHARD, *EXPERT_AXES, CONTEXT, TENSOR)
@@ -56,22 +56,22 @@ class DataAxes:
 
 @dataclass(frozen=True)
 class RowReaders:
-    """The ranks that rows are cut over: each reads some of the rows, and tells the others
-    (`megatfm.data.ReaderGroup`)."""
+    """Context-parallel ranks that read the same rows: each reads some, and broadcasts them to the others
+    (`megatfm.data.loader.ReaderGroup`)."""
 
     rank: int
     count: int
     group: ProcessGroup
 
     def broadcast(self, local_rows: T, n_readers: int) -> list[T]:
-        """What the first so many ranks have, on all of them."""
-        return ranks.broadcast_each(local_rows, n_readers, self.group)
+        """The rows of the first `n_readers` ranks, on all ranks."""
+        return object_collectives.broadcast_each(local_rows, n_readers, self.group)
 
 
 DENSE_DATA_AXES = DataAxes(SHARD, REPLICATE, CONTEXT)
-"""Of whatever every data rank computes with."""
+"""Data axes of all parameters but experts on different ranks."""
 EXPERT_DATA_AXES = DataAxes(EXPERT_SHARD, REPLICATE)
-"""Of experts that lie on different ranks."""
+"""Data axes of experts on different ranks."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,8 @@ class Mesh:
     def group(self, axis: str) -> ProcessGroup:
         """The ranks that differ from this one along that axis alone, itself included."""
         if axis == EXPERT and self.size(EXPERT_SHARD) == 1:
-            nontrivial = [each for each in axes_folded_into_ep(self.expert_tp) if self.size(each) > 1]
+            folded = axes_folded_into_ep(self.expert_tp)
+            nontrivial = [folded_axis for folded_axis in folded if self.size(folded_axis) > 1]
             if len(nontrivial) == 1:  # the same ranks, so the same group
                 return self.group(nontrivial[0])
         return self._mesh_with(axis).get_group(axis)
@@ -137,24 +138,25 @@ class Mesh:
 
     @property
     def shard_axes(self) -> tuple[str, ...]:
-        """Axes over which the blocks of a tensor may lie: those who share out tensors that an optimizer needs whole."""
+        """Axes over which a parameter may be sharded. The ranks along them divide whole-tensor optimizer work
+        (Muon)."""
         return (SHARD, TENSOR) if self.expert_mesh is None else (SHARD, CONTEXT, TENSOR)
 
     @property
     def reduction_order(self) -> tuple[str, ...]:
-        """All axes, as what is summed over several goes through them one by one."""
+        """Order in which a sum over several axes is reduced, the same on all ranks."""
         return (*self.loss_axes, *(axis for axis in self._axes if axis not in self.loss_axes))
 
     def fsdp_mesh(self, data: DataAxes) -> DeviceMesh:
-        """The axes that FSDP2 may see: copies × shard, or shard alone."""
+        """The mesh that FSDP2 gets: copies × shard, or shard alone."""
         mesh = self._mesh_with(data.shard)
         copies = tuple(axis for axis in sort_axes(data.replicate_axes) if self.size(axis) > 1)
         if not copies:
             return mesh[data.shard]
         if copies == (data.replicate,):
             return mesh[*copies, data.shard]
-        whole = mesh[copies]._flatten("_".join(copies)) if len(copies) > 1 else mesh[copies[0]]
-        return DeviceMesh._concatenate([whole, mesh[data.shard]])
+        replicas = mesh[copies]._flatten("_".join(copies)) if len(copies) > 1 else mesh[copies[0]]
+        return DeviceMesh._concatenate([replicas, mesh[data.shard]])
 
     def all_reduce_(self, tensor: Tensor, axes: Sequence[str]) -> None:
         """Sum a tensor in place over the ranks of some axes."""
@@ -163,8 +165,8 @@ class Mesh:
                 dist.all_reduce(tensor, group=self.group(axis))
 
     def flat_group(self, axes: Sequence[str]) -> ProcessGroup:
-        """The ranks of several axes as one group, made once; the axis's own where only one has several. Axes of experts
-        beside those that these fold are all of those."""
+        """One process group over several axes, made once. If only one axis has more than one rank, that axis's group.
+        Expert axes combined with the axes that they are folded from stand for all of these."""
         outer, of_experts = set(axes).difference(EXPERT_AXES), set(axes).intersection(EXPERT_AXES)
         if of_experts and not outer.isdisjoint(axes_folded_into_ep(self.expert_tp)):
             outer |= set(axes_folded_into_ep(self.expert_tp))
@@ -201,10 +203,10 @@ class Mesh:
 
     def gather_objects(self, item: Any, axes: Sequence[str]) -> list[Any]:
         """The items of all ranks of `flat_group(axes)`, in its order."""
-        return ranks.all_gather(item, self.flat_group(axes))
+        return object_collectives.all_gather(item, self.flat_group(axes))
 
     def describe(self) -> str:
-        """The sizes of the axes in words, a pipeline's, contexts' and experts' only where they divide anything."""
+        """The sizes of the axes in words; pp, cp and ep only where they divide anything."""
         sizes = describe_sizes({axis: self.size(axis) for axis in AXES})
         return sizes if self.expert_mesh is None else f"{sizes}, experts over {self.size(EXPERT)} of them"
 
@@ -241,8 +243,7 @@ def axis_sizes(config: ParallelConfig, world_size: int) -> dict[str, int]:
     """Size of each axis, dp_shard = −1 filled in. Raises UsageError when the product is not the world size."""
     fixed = config.pp * config.dp_replicate * config.cp * config.tp
     shard = world_size // fixed if config.dp_shard == -1 else config.dp_shard
-    each = config.pp, config.dp_replicate, shard, config.cp, config.tp
-    sizes = dict(zip(AXES, each, strict=True))
+    sizes = dict(zip(AXES, (config.pp, config.dp_replicate, shard, config.cp, config.tp), strict=True))
     if math.prod(sizes.values()) != world_size:
         wanted = describe_sizes({k: size for k, size in sizes.items() if k != SHARD or config.dp_shard != -1})
         step = fixed if config.dp_shard == -1 else fixed * shard

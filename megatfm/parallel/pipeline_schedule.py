@@ -1,24 +1,25 @@
-"""Pipeline schedules: which rank does what in which order, and what their order is worth.
+"""Pipeline schedules: which rank runs which pass of which stage, in which order.
 
 | Schedule | Stages a rank | Source |
 |---|---|---|
 | gpipe | 1 | all forward, then all backward (Huang et al. 2019) |
-| 1f1b | 1 | one forward, one backward (Narayanan et al. 2019; Fan et al. 2021): a rank holds at most p micro-batches |
+| 1f1b | 1 | one forward, one backward (Narayanan et al. 2019; Fan et al. 2021): p micro-batches at most on a rank |
 | interleaved | v, in a loop | Narayanan et al. 2021 |
 | interleaved-zero-bubble | v, in a loop | weights' gradients fill the gaps (Qi et al. 2023) |
 | zbv | 2, in a V | Qi et al. 2024 |
 | dualpipev | 2, in a V | DeepSeek-AI 2024, its V form |
 
 The last four orders are torch's. An order for more micro-batches than there are stays one when the actions of those
-beyond are left out, so each schedule takes any number of micro-batches.
+beyond are left out, so each schedule takes any number of micro-batches. `engines/pipeline.py` carries orders out.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
-from megatfm.parallel.torch_stage import FakeStage, torch_pipeline_order
+from torch import nn
 
 Kind = Literal["F", "B", "I", "W", "send F", "recv F", "send B", "recv B"]
 """Forward; backward, whole (B) or in two parts: of the input (I) and later of the weights (W); transfers."""
@@ -70,7 +71,7 @@ def _one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> list[
 def _torch_orders(schedule: str, ranks: int, virtual: int, microbatches: int) -> Schedule:
     from torch.distributed.pipelining import schedules
 
-    made, at_least = {
+    schedule_class, at_least = {
         "interleaved": (schedules.ScheduleInterleaved1F1B, 1),
         "interleaved-zero-bubble": (schedules.ScheduleInterleavedZeroBubble, 1),
         "zbv": (schedules.ScheduleZBVZeroBubble, 1),
@@ -84,23 +85,50 @@ def _torch_orders(schedule: str, ranks: int, virtual: int, microbatches: int) ->
         for stage, rank in enumerate(stage_to_rank(schedule, ranks, virtual))
         if rank == 0
     ]
-    planned = torch_pipeline_order(made, stages, fitting)
-    found: Schedule = []
+    order = torch_pipeline_order(schedule_class, stages, fitting)
+    actions_by_rank: Schedule = []
     for rank in range(ranks):
-        steps = [part for step in planned[rank] if step is not None for part in (step.sub_actions or (step,))]
-        found.append(
+        steps = [part for step in order[rank] if step is not None for part in (step.sub_actions or (step,))]
+        actions_by_rank.append(
             [
                 Action(step.stage_index, step.computation_type.value, step.microbatch_index)
                 for step in steps
                 if step.microbatch_index is not None and step.microbatch_index < microbatches
             ]
         )
-    return found
+    return actions_by_rank
+
+
+@dataclass
+class FakeStage:
+    """Stands in for a stage of torch.distributed.pipelining, of which none is ever made: torch's schedules ask a stage
+    for its index before they plan, and its reduction of gradients for its module. torch writes on it where others are.
+
+    `tests/unit/parallel/test_torch_stage.py` says with which version of torch they ask for more.
+    """
+
+    submod: nn.Module = field(default_factory=nn.Identity)
+    stage_index: int = 0
+    num_stages: int = 1
+    group_size: int = 1
+    group_rank: int = 0
+
+
+def torch_pipeline_order(schedule: Any, stages: list[FakeStage], microbatches: int) -> Any:
+    """Rank → its actions, by one of torch's schedules for several stages on a rank. stages: those of rank 0."""
+    return schedule(stages, microbatches).pipeline_order
+
+
+def reduce_gradients(module: nn.Module) -> None:
+    """Have FSDP2 reduce the gradients of a module's last backward passes, without scaling them. A collective."""
+    from torch.distributed.pipelining import PipelineStage
+
+    PipelineStage.perform_reduce_grad(FakeStage(module), 1)  # type: ignore[arg-type]
 
 
 def add_send_recv(actions_by_rank: Schedule, rank_of: Sequence[int]) -> Schedule:
-    """The same with sends and receives: each receive stands where its sender sends if all ranks go step by step, so
-    that two ranks meet the transfers between them in the same order, which NCCL needs.
+    """Add sends and receives: each receive stands where its sender sends if all ranks go step by step, so that two
+    ranks meet the transfers between them in the same order, which NCCL needs.
 
     Raises ValueError for orders in which a pass waits for ever.
     """
@@ -134,7 +162,7 @@ def _done(action: Action) -> tuple[int, str, int]:
 
 
 def _needs(action: Action, stages: int) -> list[tuple[int, str, int]]:
-    """What must be done before, by anyone."""
+    """Passes that must be done before, by any rank."""
     stage, kind, i = action
     if kind == "F":
         return [(stage - 1, "F", i)] if stage else []
@@ -143,34 +171,22 @@ def _needs(action: Action, stages: int) -> list[tuple[int, str, int]]:
     return [(stage, "F", i), *([(stage + 1, "B", i)] if stage + 1 < stages else [])]
 
 
-@dataclass(frozen=True)
-class Busy:
-    """One rank's time, in a simulated step: from its first pass to its last, and how long it computes."""
+BackwardPart = Literal["inputs", "weights"]
 
-    first: float
-    last: float
-    seconds: float
+_UNDER_WAY: list[BackwardPart] = []
+"""A variable of the process, not of a thread: on a GPU, autograd runs functions in threads of its own."""
 
 
-def simulate(order_of: Schedule, rank_of: Sequence[int], seconds: Mapping[str, float]) -> list[Busy]:
-    """Each rank's time where transfers take none. seconds: of a pass of each kind, {"F": …, "B": …, "I": …, "W": …}."""
-    free, starts = [0.0] * len(order_of), [float("inf")] * len(order_of)
-    ends: dict[tuple[int, str, int], float] = {}
-    left = [deque(order) for order in order_of]
-    while any(left):
-        for rank, queue in enumerate(left):
-            while queue and ends.keys() >= set(_needs(queue[0], len(rank_of))):
-                action = queue.popleft()
-                start = max([free[rank], *(ends[need] for need in _needs(action, len(rank_of)))])
-                starts[rank] = min(starts[rank], start)
-                free[rank] = ends[_done(action)] = start + seconds[action.kind]
-    return [
-        Busy(first, last, sum(seconds[action.kind] for action in order))
-        for first, last, order in zip(starts, free, order_of, strict=True)
-    ]
+@contextmanager
+def under_way(part: BackwardPart) -> Iterator[None]:
+    """Mark calls of autograd as one part of a backward pass in two, for functions that compute both parts at once."""
+    _UNDER_WAY.append(part)
+    try:
+        yield
+    finally:
+        _UNDER_WAY.pop()
 
 
-def bubble(times: Sequence[Busy]) -> float:
-    """Of all ranks' time from the first pass of any to the last, the share in which they wait."""
-    whole = len(times) * (max(rank.last for rank in times) - min(rank.first for rank in times))
-    return 1 - sum(rank.seconds for rank in times) / whole
+def current_part() -> BackwardPart | None:
+    """The part that is under way; None in a backward pass that is not split."""
+    return _UNDER_WAY[-1] if _UNDER_WAY else None

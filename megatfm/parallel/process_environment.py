@@ -56,12 +56,12 @@ def ranks_here(environment: Mapping[str, str]) -> int | None:
     counts, node = environment.get("SLURM_STEP_TASKS_PER_NODE", ""), environment.get("SLURM_NODEID", "")
     if not _is_step(environment) or not node.isdecimal():
         return None
-    each = [  # e.g. 2(x3),1
+    ranks_by_node = [  # e.g. 2(x3),1
         int(count)
         for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?(?:,|$)", counts)
         for _ in range(int(times or 1))
     ]
-    return each[int(node)] if int(node) < len(each) else None
+    return ranks_by_node[int(node)] if int(node) < len(ranks_by_node) else None
 
 
 def _is_step(environment: Mapping[str, str]) -> bool:

@@ -1,21 +1,28 @@
-"""While ranks meet, nobody watches them yet: a thread sees those of this machine that a signal has stopped.
+"""While ranks meet: ranks that a signal has stopped (SIGSTOP) are named, and end, long before the others give up.
 
-Meeting waits inside torch's or MPI's own code, where only the end of the process interrupts it.
+Meeting waits inside torch's or MPI's own code, where only the end of the process interrupts it. Two watch: a thread in
+each rank (`StartupWatch`) sees the ranks on its machine, and a small process beside each rank (the sentinel), forked
+before torch is imported, sees that one where it is alone on its machine. The sentinel tells the others in the store
+where they meet, then ends the rank, which its launcher sees.
 """
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import threading
+import time
 from collections import Counter
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import psutil
 
 from megatfm.errors import EXIT_FAILED, EXIT_REQUEUE, MegatfmError
-from megatfm.parallel import sentinel
 from megatfm.parallel.process_environment import ProcessEnvironment, read_process_environment
 
 LOOK_SECONDS = 0.2
@@ -23,20 +30,30 @@ STOPPED_POLLS = 100
 """Looks in a row that find a rank stopped until it counts as lost: twenty seconds in which this process ran itself."""
 SIGNALLED_POLLS = 50
 """The same for a signal that asks this rank to stop, while the others are still missing: they may be just behind."""
+SENTINEL_POLLS = 125
+"""The same for a sentinel: five seconds more than ranks on the same machine wait, which can say it themselves."""
+SERVE_SECONDS = 20.0
+"""For rank 0, at whose address the others try to meet: they try again every few seconds."""
+STOPPED_KEY = "megatfm/stopped"
+"""Key in the store under which it stands which rank is stopped."""
+WORLD_SIZES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 ASKS_TO_STOP = {signal.SIGUSR1, signal.SIGTERM}
+
+_started: list[tuple[int, int]] = []
+"""Process ids of sentinels, and what to close for them to end."""
 
 
 class StartupWatch:
-    """While entered, ends this process when a rank beside it stays stopped, or when it is asked to stop for long."""
+    """Ends this process, while entered, when a rank beside it stays stopped, or when it is asked to stop for long."""
 
     def __init__(self, env: ProcessEnvironment) -> None:
-        self._place = env
+        self._env = env
         self._over = threading.Event()
         self._ending = threading.Lock()  # they have met, or it ends this process: not both
         self._thread = threading.Thread(target=self._watch, name="megatfm-startup-watch", daemon=True)
 
     def __enter__(self) -> Self:
-        if self._place.world_size > 1:
+        if self._env.world_size > 1:
             self._thread.start()
         return self
 
@@ -45,16 +62,16 @@ class StartupWatch:
     ) -> None:
         with self._ending:
             self._over.set()
-        sentinel.end()
+        end_sentinel()
 
     def _watch(self) -> None:
         stopped, asked = Counter[int](), 0
         while not self._over.wait(LOOK_SECONDS):
-            stopped = Counter({rank: stopped[rank] + 1 for rank in stopped_here(self._place)})
+            stopped = Counter({rank: stopped[rank] + 1 for rank in stopped_here(self._env)})
             if gone := [rank for rank, looks in stopped.items() if looks > STOPPED_POLLS]:
                 self._end(
                     EXIT_FAILED,
-                    f"error: rank {gone[0]} of {self._place.world_size} on {socket.gethostname()} is stopped "
+                    f"error: rank {gone[0]} of {self._env.world_size} on {socket.gethostname()} is stopped "
                     "(SIGSTOP), and was not continued while the others waited to meet it",
                 )
             asked += bool(signal.sigpending() & ASKS_TO_STOP)
@@ -71,13 +88,81 @@ class StartupWatch:
 
 
 def stopped_here(env: ProcessEnvironment) -> list[int]:
-    """Ranks of the same run that were started by the process that started this one, and are stopped by a signal."""
-    found = []
+    """Ranks of the same run, started by the process that started this one, that a signal has stopped."""
+    ranks = []
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process(os.getppid()).children():
             with contextlib.suppress(psutil.Error, MegatfmError):
                 if process.status() == psutil.STATUS_STOPPED:
                     other = read_process_environment(process.environ())
                     if (other.launcher, other.world_size) == (env.launcher, env.world_size):
-                        found.append(other.rank)
-    return found
+                        ranks.append(other.rank)
+    return ranks
+
+
+def start_sentinel(environment: Mapping[str, str] = os.environ) -> None:
+    """Fork a sentinel, where the environment speaks of other ranks. To be called before there are threads."""
+    if _started or all(environment.get(size, "1") in ("", "1") for size in WORLD_SIZES):
+        return
+    reading, writing = os.pipe()
+    watched = os.getpid()
+    if process := os.fork():
+        os.close(reading)
+        _started.append((process, writing))
+        return
+    try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # it ends with the rank, not before
+        os.close(writing)
+        with contextlib.suppress(MegatfmError):  # the rank says it
+            _run_sentinel(watched, reading, read_process_environment(environment))
+    finally:
+        os._exit(0)
+
+
+def end_sentinel() -> None:
+    """End the sentinel, once all ranks have met."""
+    while _started:
+        process, writing = _started.pop()
+        os.close(writing)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(process, 0)
+
+
+def is_stopped(process: int) -> bool:
+    """Whether a signal has stopped a process (always False but on Linux)."""
+    try:
+        return Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
+    except (OSError, IndexError):
+        return False
+
+
+def _run_sentinel(rank: int, line: int, env: ProcessEnvironment) -> None:
+    """Watch until the rank closes its end of the line, as its death does, too."""
+    looks = 0
+    while looks <= SENTINEL_POLLS:
+        if env.world_size == 1 or select.select([line], [], [], LOOK_SECONDS)[0]:
+            return
+        looks = looks + 1 if is_stopped(rank) else 0
+    text = (
+        f"rank {env.rank} of {env.world_size} on {socket.gethostname()} is stopped (SIGSTOP), and was not "
+        "continued while the others waited to meet it"
+    )
+    os.write(2, f"error: {text}\n".encode())
+    _announce(env, text)
+    if is_stopped(rank):
+        os.kill(rank, signal.SIGKILL)
+
+
+def _announce(env: ProcessEnvironment, text: str) -> None:
+    """Write it to the store. mpirun and torchrun's agents, which have other ways to meet, see that the rank ends."""
+    if env.address is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return
+    import torch.distributed as dist
+
+    with contextlib.suppress(dist.DistError, RuntimeError):
+        store = dist.TCPStore(
+            env.address, env.port, None, env.rank == 0, timedelta(seconds=10), wait_for_workers=False
+        )
+        store.set(STOPPED_KEY, text)
+        if env.rank == 0:
+            time.sleep(SERVE_SECONDS)

@@ -3,15 +3,13 @@
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 
-from megatfm.atomic import atomic_write
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.report.chart import Chart, Line, chart, format_number, smooth
-from megatfm.report.run import Curve, Run
-from megatfm.report.settings import leaves, text
-from megatfm.report.template import format_duration, page
+from megatfm.files import atomic_write
+from megatfm.report.charts import Chart, Line, chart, format_number, smooth
+from megatfm.report.page import format_duration, render_page
+from megatfm.report.run import Curve, Run, leaves, text, unique_names
 
 IGNORED_SETTINGS = ("name", "run_dir", "log.", "resume.", "checkpoint.")
 """Settings that say where a run writes, and not what it computes."""
@@ -20,7 +18,7 @@ MISSING = "–"
 
 @dataclass(frozen=True)
 class Results:
-    """What runs reached: a row for each, of as many cells as there are columns."""
+    """Results of runs: a row of cells for each, one for each column."""
 
     columns: list[str]
     rows: list[list[str]]
@@ -60,6 +58,24 @@ class Comparison:
         columns += ["tokens/s", "MFU", "time", "commit"]
         return Results(columns, [self._row(run, sets) for run in self.runs])
 
+    def notes(self) -> list[str]:
+        """Why a column is left out, and what could not be read."""
+        notes = [
+            f"{name}: {note}" for name, run in zip(self.names, self.runs, strict=True) for note in run.notes
+        ]
+        if self._has_unlike_peaks:
+            peaks = "; ".join(
+                f"{name}: {run.environment.get('peak', 'not recorded')}"
+                for name, run in zip(self.names, self.runs, strict=True)
+            )
+            notes.append(f"MFU is left out, since the runs measure it against unlike peaks: {peaks}")
+        return notes
+
+    @property
+    def _has_unlike_peaks(self) -> bool:
+        """Whether utilizations are shares of different peaks, as of two processors, or two measurements of one."""
+        return len({run.environment.get("peak") for run in self.runs if run.curve("mfu").finite}) > 1
+
     def _row(self, run: Run, sets: Sequence[str]) -> list[str]:
         losses = run.curve("loss").finite
         speeds, seconds = run.curve("tokens_per_second").finite, run.curve("step_seconds").finite
@@ -75,7 +91,8 @@ class Comparison:
                 cells.append(f"{values[-1]:.4f}" if values else MISSING)
         cells.append(format_number(statistics.median(speeds)) if speeds else MISSING)
         used = run.curve("mfu").finite
-        cells.append(f"{100 * statistics.median(used):.3g} %" if used else MISSING)
+        comparable = used and not self._has_unlike_peaks
+        cells.append(f"{100 * statistics.median(used):.3g} %" if comparable else MISSING)
         cells.append(format_duration(sum(seconds)) if seconds else MISSING)
         return [*cells, str(run.environment.get("commit", MISSING))[:12]]
 
@@ -110,31 +127,17 @@ class Comparison:
         return chart(title, unit, lines, from_zero=from_zero)
 
 
-def unique_names(folders: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths that tell them apart."""
-    whole = [folder.absolute().parts for folder in folders]
-    for length in count(1):
-        names = ["/".join(parts[-length:]) for parts in whole]
-        if len(set(names)) == len(set(whole)) or length > max(map(len, whole)):
-            return names
-    raise AssertionError("some length is enough")
-
-
 def write_comparison(comparison: Comparison, path: str | Path) -> Path:
     """Write the page, one file without any outside reference. Raises MegatfmError if it can't be written."""
     path = Path(path)
-    content = page(
+    content = render_page(
         "compare.html",
         comparison.runs,
         names=comparison.names,
         results=comparison.results(),
         differences=comparison.differences(),
         charts=comparison.charts(),
-        notes=[
-            f"{name}: {note}"
-            for name, run in zip(comparison.names, comparison.runs, strict=True)
-            for note in run.notes
-        ],
+        notes=comparison.notes(),
     )
     try:
         atomic_write(path, content)

@@ -1,27 +1,32 @@
-"""What the report says, and its writing."""
+"""The report of a run: one HTML file of its numbers, curves, samples, data, settings and history."""
 
+import base64
+import hashlib
 import math
 import re
 import shlex
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from megatfm.atomic import atomic_write
-from megatfm.errors import MegatfmError
-from megatfm.report.chart import Chart, Level, Line, Mark, chart, format_number, smooth
-from megatfm.report.heat import expert_load_maps
-from megatfm.report.layers import layer_charts
-from megatfm.report.run import Curve, Run
-from megatfm.report.settings import flatten, non_default_settings, sections
-from megatfm.report.template import format_bytes, format_duration, page
+from jinja2 import Environment, FunctionLoader, StrictUndefined
+from markupsafe import Markup
 
-SAMPLES, MARKS = 24, 200
+from megatfm.errors import MegatfmError
+from megatfm.files import atomic_write
+from megatfm.report.charts import format_number
+from megatfm.report.run import Run, flatten, non_default_settings, sections, unique_names
+from megatfm.report.run_charts import baselines, charts, expert_load_maps, time_shares
+from megatfm.version import __version__
+
+MAX_SAMPLES = 24
 """The last so many are shown."""
-EVENT_KINDS = ("stopped", "resumed", "skipped", "rolled back", "spike", "failed")
-GIB = 2**30
+N_AXIS_SAMPLES = 400
+"""So many steps are enough to turn any step into tokens and time, in between by straight lines."""
 
 
 @dataclass(frozen=True)
@@ -33,33 +38,38 @@ class Headline:
     note: str = ""
 
 
-def write_report(folder: str | Path) -> Path:
+def write_report(folder: str | Path, others: Sequence[str | Path] = ()) -> Path:
     """Write `report.html` into a run directory, whatever the run has reached, and return its path.
 
-    The page is one file without any outside reference. Raises UsageError when `folder` is not a run.
+    others: runs whose curves lie behind this one's. The page is one file without any outside reference. Raises
+    UsageError when a folder is not a run.
     """
-    run = Run(Path(folder))
+    run, behind = Run(Path(folder)), [Run(Path(other)) for other in others]
     path = run.folder / "report.html"
     try:
-        atomic_write(path, render(run))
+        atomic_write(path, render(run, behind))
     except OSError as error:
         raise MegatfmError(f"can't write {path}: {error.strerror}; free space or mend its rights") from error
     return path
 
 
-def render(run: Run) -> str:
+def render(run: Run, others: Sequence[Run] = ()) -> str:
     """The page of a run as text."""
     differing = non_default_settings(run.config)
-    return page(
+    _, *names = unique_names([run.folder, *(other.folder for other in others)])
+    behind = dict(zip(names, others, strict=True))
+    notes = [*run.notes, *(f"{name}: {note}" for name, other in behind.items() for note in other.notes)]
+    return render_page(
         "report.html",
-        [run],
+        [run, *others],
         name=run.config.get("name", run.folder.name),
         subtitle=subtitle(run.config),
         status=status(run),
         headline=headline(run),
-        charts=charts(run),
+        charts=charts(run, behind),
+        times=time_shares(run),
         maps=expert_load_maps(run),
-        samples=group_by_prompt(run.samples[-SAMPLES:]),
+        samples=group_by_prompt(run.samples[-MAX_SAMPLES:]),
         corpora=run.corpora(),
         preps=[
             (name, prep_steps(prep), [*prep.get("notes", []), *prep.get("skipped_files", [])])
@@ -71,7 +81,7 @@ def render(run: Run) -> str:
         environment=list(flatten(run.environment)),
         events=run.events,
         resume=resume_command(run),
-        notes=run.notes,
+        notes=notes,
     )
 
 
@@ -88,22 +98,22 @@ def group_by_prompt(samples: Sequence[Mapping[str, Any]]) -> list[tuple[str, lis
 
 
 def resume_command(run: Run) -> str:
-    """What to type to go on, on as many processes and machines as the run had."""
+    """Command that resumes the run, on as many processes and machines as it had."""
     folder, known = shlex.quote(str(run.folder)), run.environment
     # A run of before this was noted: the axes of the plan's mesh that have ranks of their own.
     axes = re.findall(r"\b(?:dp_replicate|dp_shard|tp|pp|cp) (\d+)\b", run.plan.partition("\n")[0])
     processes = _count(known.get("processes")) or math.prod(map(int, axes))
     machines = _count(known.get("machines")) or 1
-    each = -(-processes // machines)
+    per_machine = -(-processes // machines)
     if processes == 1:
         return f"megatfm train {folder}"
     if known.get("launcher") == "srun":
         flag = "--nproc" if known.get("gpu", "none") == "none" else "--gpus-per-node"
-        return f"megatfm launch {folder} --slurm --nodes {machines} {flag} {each}"
+        return f"megatfm launch {folder} --slurm --nodes {machines} {flag} {per_machine}"
     if known.get("launcher") == "mpirun":
         return f"mpirun -n {processes} megatfm train {folder}"
     if machines > 1:  # on each of them
-        return f"torchrun --nnodes {machines} --nproc-per-node {each} … -m megatfm train {folder}"
+        return f"torchrun --nnodes {machines} --nproc-per-node {per_machine} … -m megatfm train {folder}"
     return f"megatfm launch {folder} --nproc {processes}"
 
 
@@ -126,7 +136,7 @@ def subtitle(config: Mapping[str, Any]) -> str:
 
 
 def status(run: Run) -> str:
-    """How far the run is."""
+    """Progress of the run in words."""
     due = run.config.get("train", {}).get("steps")
     if not run.last_step:
         return "no step yet"
@@ -176,102 +186,8 @@ def headline(run: Run) -> list[Headline]:
     return facts
 
 
-def baselines(run: Run, name: str) -> list[Level]:
-    """What other compressors reach on a validation set, in bits per byte."""
-    table = run.baselines.get(name)
-    return [Level(key, value) for key, value in table.items()] if isinstance(table, Mapping) else []
-
-
-def charts(run: Run) -> list[Chart]:
-    """The curves that the run has, the loss first."""
-
-    def evaluated(key: str) -> list[Line]:
-        curves = ((name, run.curve("evaluation", name, key)) for name in run.evaluated)
-        return [Line(name, curve, 2 + i % 5, "dots") for i, (name, curve) in enumerate(curves)]
-
-    def smoothed(name: str, curve: Curve) -> list[Line]:
-        return [Line(name, curve, kind="thin"), Line(name, smooth(curve), kind="smooth")]
-
-    terms = [Line(name, smooth(run.curve("terms", name)), 1 + i % 6) for i, name in enumerate(run.terms)]
-    levels = [level for name in run.evaluated for level in baselines(run, name)]
-    drawn = (
-        chart("Loss", "nats per token", [*smoothed("training", run.curve("loss")), *evaluated("loss")]),
-        chart("Terms of the loss", "mean over their targets", terms),
-        chart("Bits per byte", "held-out text", evaluated("bits_per_byte"), levels=levels),
-        chart("Gradient norm", "before clipping", smoothed("gradient norm", run.curve("grad_norm"))),
-        chart("Learning rate", "", [Line("learning rate", run.curve("lr"))], from_zero=True),
-        chart(
-            "Speed",
-            "tokens per second",
-            smoothed("speed", run.curve("tokens_per_second")),
-            from_zero=True,
-        ),
-        chart(
-            "Utilization (MFU)",
-            f"% of {run.environment.get('peak', 'what the devices could do')}",
-            [
-                Line("with all of attention", smooth(scale(run.curve("mfu"), 100)), kind="smooth"),
-                Line("without its masked half", smooth(scale(run.curve("mfu_causal"), 100)), 2, "smooth"),
-            ],
-            from_zero=True,
-        ),
-        chart("Waiting for data", "% of the step", smoothed("wait", data_wait_share(run)), from_zero=True),
-        chart("Memory", "GiB", [Line("memory", scale(run.curve("memory_bytes"), 1 / GIB))], from_zero=True),
-        mixture_chart(run),
-        *layer_charts(run),
-    )
-    return [replace(drawing, marks=marks(run, drawing.x_range)) for drawing in drawn if drawing]
-
-
-def marks(run: Run, x_range: tuple[float, float]) -> list[Mark]:
-    """Where the run was stopped, resumed, went back or left something out."""
-    first, last = x_range
-    found: dict[tuple[str, int], Mark] = {}
-    for event in run.events:
-        step, kind = event.get("step"), event.get("event")
-        if isinstance(step, int) and kind in EVENT_KINDS and first <= step <= last:
-            at = 1000 * (step - first) / (last - first)
-            found[str(kind), step] = Mark(at, step, str(kind), str(event.get("detail", "")))
-    return list(found.values())[-MARKS:]
-
-
-def mixture_chart(run: Run) -> Chart | None:
-    """Which part of the rows each corpus of a mixture has, over the steps."""
-    data, tokens = run.config.get("data", {}), run.curve("tokens")
-    sources = data.get("mixture")
-    if not isinstance(sources, Mapping) or not tokens.steps:
-        return None
-    phases = [(0.0, {name: float(source["weight"]) for name, source in sources.items()})]
-    phases += [(float(change["tokens"]), change["weights"]) for change in data.get("mixture_changes", [])]
-
-    def share(name: str, seen: float) -> float:
-        weights = [weights for begins, weights in phases if begins <= seen][-1]
-        return 100 * float(weights.get(name, 0)) / sum(map(float, weights.values()))
-
-    def curve(name: str) -> Curve:
-        return Curve(tokens.steps, [share(name, seen) for seen in tokens.values])
-
-    lines = [Line(name, curve(name), 1 + i % 6) for i, name in enumerate(sources)]
-    return chart("Mixture", "% of the rows", lines, from_zero=True)
-
-
-def data_wait_share(run: Run) -> Curve:
-    """Data wait as a part of the step, in percent."""
-    wait, whole = run.curve("data_wait_seconds"), run.curve("step_seconds")
-    seconds = dict(zip(whole.steps, whole.values, strict=True))
-    parts = [
-        (s, 100 * v / seconds[s]) for s, v in zip(wait.steps, wait.values, strict=True) if seconds.get(s)
-    ]
-    return Curve([step for step, _ in parts], [part for _, part in parts])
-
-
-def scale(curve: Curve, factor: float) -> Curve:
-    """The curve in another unit: `factor` is how many of that make one of its own."""
-    return Curve(curve.steps, [value * factor for value in curve.values])
-
-
 def prep_steps(prep: Mapping[str, Any]) -> list[tuple[str, str, str, str, str]]:
-    """What each step of `megatfm prep` passed on, changed and dropped, as `prep.json` counts it."""
+    """Rows of a table: documents and bytes that each step of `megatfm prep` passed on, changed and dropped."""
     return [
         (
             step["step"],
@@ -284,3 +200,82 @@ def prep_steps(prep: Mapping[str, Any]) -> list[tuple[str, str, str, str, str]]:
         )
         for step in prep.get("steps", [])
     ]
+
+
+# --- pages of one file ----------------------------------------------------------------------------------------------
+
+
+def render_page(template: str, runs: Iterable[Run], **values: Any) -> str:
+    """A template of this room filled in. runs: those whose curves it shows, in the order of `Line.run`.
+
+    Everything is escaped: samples, names and paths are other people's text. Only our own script may run, by its hash.
+    """
+    script = _file("report.js")
+    environment = Environment(
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        loader=FunctionLoader(_file),
+    )
+    environment.filters |= {
+        "number": format_number,
+        "size": format_bytes,
+        "duration": format_duration,
+        "clock": format_utc,
+    }
+    return environment.get_template(template).render(
+        axes=[axis_samples(run) for run in runs],
+        version=__version__,
+        now=time.time(),
+        style=Markup(_file("report.css")),
+        script=Markup(script),
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        **values,
+    )
+
+
+def _file(name: str) -> str:
+    return (resources.files("megatfm.report") / name).read_text(encoding="utf-8")
+
+
+def axis_samples(run: Run) -> list[list[float]]:
+    """Steps, tokens and hours of training at some steps of a run, evenly spread; the script joins them."""
+    tokens = dict(zip(*_columns(run, "tokens"), strict=True))
+    hours, total = dict[int, float](), 0.0
+    for step, seconds in zip(*_columns(run, "step_seconds"), strict=True):
+        total += seconds / 3600
+        hours[step] = total
+    steps = sorted(tokens.keys() & hours.keys())
+    chosen = steps[:: max(1, len(steps) // N_AXIS_SAMPLES)]
+    chosen += steps[-1:] if chosen and chosen[-1] != steps[-1] else []
+    return [[0, *chosen], [0, *(tokens[step] for step in chosen)], [0, *(round(hours[s], 6) for s in chosen)]]
+
+
+def _columns(run: Run, name: str) -> tuple[list[int], list[float]]:
+    curve = run.curve(name)
+    pairs = [pair for pair in zip(curve.steps, curve.values, strict=True) if pair[1] < float("inf")]
+    return [step for step, _ in pairs], [value for _, value in pairs]
+
+
+def format_bytes(count: float) -> str:
+    """Bytes as people write them."""
+    for limit, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count >= limit:
+            return f"{count / limit:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
+def format_duration(seconds: float) -> str:
+    """Seconds as people write them: 41 s, 3.3 min, 5.2 h, 3.2 days."""
+    for limit, unit in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= limit:
+            return f"{seconds / limit:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def format_utc(seconds: Any) -> str:
+    """A moment in UTC; an empty text when it is not a time."""
+    if not isinstance(seconds, int | float):
+        return ""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))

@@ -1,22 +1,28 @@
-// Axes to choose, and a reading line with the values of all curves under the pointer. The page works without it.
-const axes = JSON.parse(document.querySelector("main").dataset.axes);
+// Draws the charts from their data, along axes to choose, with a reading line for the values under the pointer.
+const main = document.querySelector("main");
+const axes = JSON.parse(main.dataset.axes);
 const units = ["step", "tokens", "hours"];
 const form = document.querySelector(".controls");
 const view = { x: 0, logx: false, y: "" };
 
-// A step of a run as tokens or hours, between the knots by straight lines.
+// A step of a run as tokens or hours, between the samples by straight lines.
 function along(run, step) {
   if (view.x === 0) return step;
   const [steps, values] = [axes[run][0], axes[run][view.x]];
   if (steps.length < 2) return step;
-  let i = steps.findIndex((knot) => knot >= step);
+  let i = steps.findIndex((sample) => sample >= step);
   if (i < 1) i = i === 0 ? 1 : steps.length - 1;
   const share = (step - steps[i - 1]) / (steps[i] - steps[i - 1]);
   return values[i - 1] + share * (values[i] - values[i - 1]);
 }
 
-const short = (value) => value.toLocaleString("en", { notation: Math.abs(value) >= 1e4 ? "compact" : "standard", maximumSignificantDigits: 4 });
+const short = (value) => {
+  const size = Math.abs(value);
+  if (size && size < 1e-3) return value.toExponential(2).replace(/\.?0+e/, "e");
+  return value.toLocaleString("en", { notation: size >= 1e4 ? "compact" : "standard", maximumSignificantDigits: 4 });
+};
 
+// Round numbers between two limits, 1, 2 or 5 times a power of ten apart; `log`: the limits are logarithms.
 function ticks(low, high, about, log) {
   if (log) {
     const factors = high - low > 3 ? [1] : [1, 2, 5];
@@ -33,110 +39,128 @@ function ticks(low, high, about, log) {
   return found;
 }
 
-function recorded(path) {
-  const [gaps, values] = [path.dataset.steps.split(" "), path.dataset.values.split(" ")];
-  let step = 0;
-  return [...path.getAttribute("d").matchAll(/[ML]/g)].map(([letter], i) => ({ down: letter === "L", step: (step += +gaps[i]), value: +values[i] }));
-}
+const extent = (values) => values.reduce(([a, b], v) => [Math.min(a, v), Math.max(b, v)], [Infinity, -Infinity]);
 
-for (const plot of document.querySelectorAll(".plot")) {
-  const svg = plot.querySelector("svg");
-  const drawnLog = plot.dataset.log !== undefined;
-  // Points of the paths as they were recorded; `down`: joined to the one before.
-  const curves = [...svg.querySelectorAll("path[data-name], path.marks")].map((path) => ({
-    path, name: path.dataset.name, colour: path.classList[1], run: +(path.dataset.run ?? 0),
-    read: path.dataset.name !== undefined && !path.classList.contains("thin"),
-    data: recorded(path),
-    points: [],
-  }));
+class Plot {
+  constructor(element) {
+    this.element = element;
+    this.svg = element.querySelector("svg");
+    this.chart = JSON.parse(element.dataset.chart);
+    this.curves = this.chart.lines.map((line) => this.curve(line));
+    this.cursor = element.appendChild(document.createElement("div"));
+    this.output = element.appendChild(document.createElement("output"));
+    this.cursor.className = "cursor";
+    element.addEventListener("pointermove", (event) => this.read(event));
+    element.addEventListener("pointerleave", () => element.classList.remove("reading"));
+    this.draw();
+  }
 
-  const draw = () => {
-    const log = view.y === "" ? drawnLog : view.y === "log";
+  path(name, d) {
+    const path = this.svg.appendChild(document.createElementNS("http://www.w3.org/2000/svg", "path"));
+    path.setAttribute("class", name);
+    if (d) path.setAttribute("d", d);
+    return path;
+  }
+
+  label(name, side, at, text) {
+    const span = this.element.appendChild(document.createElement("span"));
+    [span.className, span.textContent, span.style[side]] = [name, text, `${at / 10}%`];
+  }
+
+  curve({ name, colour, kind, run, steps, values }) {
+    let step = 0;
+    const data = values.map((value, i) => ({ step: (step += steps[i]), value }));
+    return { name, colour: `c${colour}`, kind, run, data, points: [] };
+  }
+
+  draw() {
+    const { chart, curves } = this, log = view.y === "" ? chart.log : view.y === "log";
     const right = (run, step) => (view.logx ? Math.log10(along(run, step)) : along(run, step));
-    const up = (value) => (log ? Math.log10(value) : value);
-    for (const curve of curves)
-      curve.points = curve.data.map((p) => ({ ...p, x: right(curve.run, p.step), y: up(p.value) }))
-        .filter((p) => Number.isFinite(p.x) && Number.isFinite(p.y));
+    const up = (value) => (value === null ? NaN : log ? Math.log10(value) : value);
+    for (const curve of curves) {
+      curve.points = [];
+      let down = false; // joined to the point before
+      for (const { step, value } of curve.data) {
+        const point = { step, value, x: right(curve.run, step), y: up(value), down };
+        down = Number.isFinite(point.x) && Number.isFinite(point.y);
+        if (down) curve.points.push(point);
+      }
+    }
     const every = curves.flatMap((curve) => curve.points);
+    this.svg.replaceChildren();
+    this.element.querySelectorAll("span").forEach((old) => old.remove());
     if (!every.length) return;
-    const levels = [...plot.querySelectorAll("[data-value]")].map((item) => up(+item.dataset.value)).filter(Number.isFinite);
-    const extent = (values) => values.reduce(([a, b], v) => [Math.min(a, v), Math.max(b, v)], [Infinity, -Infinity]);
-    let [left, end] = extent(every.map((p) => p.x)), [bottom, top] = extent([...every.map((p) => p.y), ...levels]);
-    if (plot.dataset.zero !== undefined && !log) bottom = Math.min(0, bottom);
+    const levels = chart.levels.map(([name, value, text]) => ({ name, text, y: up(value) })).filter((level) => Number.isFinite(level.y));
+    let [left, end] = extent(every.map((p) => p.x)), [bottom, top] = extent([...every, ...levels].map((p) => p.y));
+    if (chart.zero && !log) bottom = Math.min(0, bottom);
     const margin = 0.05 * (top - bottom) || 0.5 * Math.abs(top) || 1;
-    bottom -= plot.dataset.zero !== undefined && bottom === 0 ? 0 : margin;
+    bottom -= chart.zero && bottom === 0 ? 0 : margin;
     top += margin;
     if (end === left) end = left + 1;
     const px = (x) => (1000 * (x - left)) / (end - left), py = (y) => 1000 * (1 - (y - bottom) / (top - bottom));
-    for (const curve of curves) {
-      for (const p of curve.points) [p.px, p.py] = [px(p.x), py(p.y)];
-      curve.path.setAttribute("d", curve.points.map((p, i) =>
-        p.down && i ? `L${p.px.toFixed(1)},${p.py.toFixed(1)}` : `M${p.px.toFixed(1)},${p.py.toFixed(1)}h0`).join(""));
-    }
-    for (const mark of svg.querySelectorAll(".mark")) {
-      const at = px(right(0, +mark.dataset.step));
-      mark.setAttribute("d", at >= 0 && at <= 1000 ? `M${at.toFixed(1)},0v1000` : "");
-    }
-    for (const level of plot.querySelectorAll("[data-value]")) {
-      const at = py(up(+level.dataset.value));
-      if (level.tagName === "path") level.setAttribute("d", `M0,${at.toFixed(1)}h1000`);
-      else level.style.top = `${at / 10}%`;
-    }
-    plot.querySelectorAll("span.x, span.y, path.grid").forEach((old) => old.remove());
-    const label = (kind, side, at, text) => {
-      const span = plot.appendChild(document.createElement("span"));
-      [span.className, span.textContent, span.style[side]] = [kind, text, `${at / 10}%`];
-    };
     for (const tick of ticks(bottom, top, 5, log)) {
-      const grid = document.createElementNS("http://www.w3.org/2000/svg", "path");
-      grid.setAttribute("class", "grid");
-      grid.setAttribute("d", `M0,${py(up(tick)).toFixed(1)}h1000`);
-      svg.prepend(grid);
-      label("y", "top", py(up(tick)), short(tick));
+      this.path("grid", `M0,${py(up(tick)).toFixed(1)}h1000`);
+      this.label("y", "top", py(up(tick)), short(tick));
     }
-    ticks(left, end, 6, view.logx).forEach((tick, i) =>
-      label("x", "left", px(view.logx ? Math.log10(tick) : tick), (i ? "" : `${units[view.x]} `) + short(tick)));
-  };
-  plot.redraw = draw;
-  const asDrawn = () => {
-    for (const curve of curves)
-      curve.points = [...curve.path.getAttribute("d").matchAll(/[ML]([\d.-]+),([\d.-]+)/g)]
-        .map((m, i) => ({ ...curve.data[i], px: +m[1], py: +m[2] }));
-  };
-  asDrawn();
+    ticks(left, end, 6, view.logx).filter((tick) => view.x || Number.isInteger(tick)).forEach((tick, i) =>
+      this.label("x", "left", px(view.logx ? Math.log10(tick) : tick), (i ? "" : `${units[view.x]} `) + short(tick)));
+    this.drawLevels(levels.map((level) => ({ ...level, at: py(level.y) })));
+    for (const [step, kind, text] of chart.events) {
+      const at = px(right(0, step));
+      if (!(at >= 0 && at <= 1000)) continue;
+      const title = document.createElementNS("http://www.w3.org/2000/svg", "title");
+      title.textContent = `${kind} at step ${step}: ${text}`;
+      this.path(`mark ${kind.replace(" ", "-")}`, `M${at.toFixed(1)},0v1000`).append(title);
+    }
+    for (const curve of [...curves].sort((a, b) => (b.kind === "other") - (a.kind === "other"))) {
+      for (const p of curve.points) [p.px, p.py] = [px(p.x), py(p.y)];
+      const dot = (p) => `M${p.px.toFixed(1)},${p.py.toFixed(1)}h0`; // under round caps a dot, also for a lone point
+      const d = curve.points.map((p) => (p.down ? `L${p.px.toFixed(1)},${p.py.toFixed(1)}` : dot(p))).join("");
+      this.path(`${curve.kind} ${curve.colour}`, d).dataset.name = curve.name;
+      if (curve.kind === "dots") this.path(`marks ${curve.colour}`, curve.points.map(dot).join(""));
+    }
+  }
 
-  const line = plot.appendChild(document.createElement("div"));
-  const box = plot.appendChild(document.createElement("output"));
-  line.className = "cursor";
-  plot.addEventListener("pointermove", (event) => {
-    const edge = plot.getBoundingClientRect();
+  // Levels that lie closer than a line of text share a label.
+  drawLevels(levels) {
+    const groups = [];
+    for (const level of levels.sort((a, b) => a.at - b.at)) {
+      this.path("level", `M0,${level.at.toFixed(1)}h1000`);
+      if (groups.length && level.at - groups.at(-1)[0].at < 100) groups.at(-1).push(level);
+      else groups.push([level]);
+    }
+    for (const group of groups)
+      this.label("level", "top", group[0].at, group.map(({ name, text }) => `${name} ${text}`).join(" · "));
+  }
+
+  read(event) {
+    const edge = this.element.getBoundingClientRect();
     const x = (1000 * (event.clientX - edge.left)) / edge.width;
-    const shown = curves.filter((curve) => curve.read && curve.points.length);
-    const near = shown.map(({ points }) =>
-      points.reduce((best, p) => (Math.abs(p.px - x) < Math.abs(best.px - x) ? p : best)));
-    if (!near.length) return;
-    const at = near.reduce((best, p) => (Math.abs(p.px - x) < Math.abs(best.px - x) ? p : best));
-    const run = shown[near.indexOf(at)].run;
-    line.style.left = `${at.px / 10}%`;
-    box.style[at.px > 500 ? "left" : "right"] = "auto";
-    box.style[at.px > 500 ? "right" : "left"] = `calc(${at.px > 500 ? 100 - at.px / 10 : at.px / 10}% + .6rem)`;
+    const shown = this.curves.filter((curve) => curve.kind !== "raw" && curve.points.length);
+    if (!shown.length) return;
+    const nearest = (points) => points.reduce((best, p) => (Math.abs(p.px - x) < Math.abs(best.px - x) ? p : best));
+    const near = shown.map(({ points }) => nearest(points)), at = nearest(near), run = shown[near.indexOf(at)].run;
+    const before = at.px > 500, place = `calc(${(before ? 1000 - at.px : at.px) / 10}% + .6rem)`;
+    this.cursor.style.left = `${at.px / 10}%`;
+    [this.output.style.left, this.output.style.right] = before ? ["auto", place] : [place, "auto"];
     const where = view.x ? `, ${short(along(run, at.step))} ${units[view.x]}` : "";
-    box.replaceChildren(`step ${Math.round(at.step).toLocaleString("en")}${where}`, ...shown.map(({ name, colour }, i) => {
-      const row = document.createElement("span");
+    this.output.replaceChildren(`step ${Math.round(at.step).toLocaleString("en")}${where}`, ...shown.map(({ name, colour }, i) => {
+      const row = document.createElement("b");
       row.className = colour;
       row.textContent = `${shown.length > 1 ? `${name} ` : ""}${near[i].value.toLocaleString("en", { maximumSignificantDigits: 6 })}`;
       return row;
     }));
-    plot.classList.add("reading");
-  });
-  plot.addEventListener("pointerleave", () => plot.classList.remove("reading"));
+    this.element.classList.add("reading");
+  }
 }
+
+const plots = [...document.querySelectorAll(".plot")].map((element) => new Plot(element));
 
 if (form) {
   form.hidden = false;
   const choose = () => {
     [view.x, view.logx, view.y] = [+form.x.value, form.logx.checked, form.y.value];
-    document.querySelectorAll(".plot").forEach((plot) => plot.redraw());
+    for (const plot of plots) plot.draw();
   };
   form.addEventListener("change", choose);
   if (location.hash.startsWith("#axes=")) { // #axes=tokens,logx,log: a link to a view

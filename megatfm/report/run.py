@@ -1,4 +1,4 @@
-"""Reading a run directory, finished or not: whatever is there, and a note on what could not be read."""
+"""Reads a run directory, finished or not: whatever is there, with a note on what could not be read."""
 
 import json
 import math
@@ -6,12 +6,16 @@ import tomllib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from megatfm.config import Config
 from megatfm.config.key_migrations import migrate
-from megatfm.data.manifest import MANIFEST, Manifest
-from megatfm.data.store import CachedRemoteStorage, ShardCacheConfig, open_storage
+from megatfm.corpus.manifest import MANIFEST, Manifest
+from megatfm.corpus.storage import CachedRemoteStorage, ShardCacheConfig, open_storage
 from megatfm.errors import MegatfmError, UsageError
 
 
@@ -30,7 +34,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a corpus folder says of itself; `problem` instead, when it can't be read now."""
+    """Facts of a corpus folder's manifest; `problem` instead where it can't be read now."""
 
     name: str
     folder: str
@@ -88,7 +92,7 @@ class Run:
         return [_corpus(name, str(folder)) for name, folder in named]
 
     def prep(self) -> dict[str, dict[str, Any]]:
-        """What `megatfm prep` noted beside each training corpus, where it is still there."""
+        """prep.json of each training corpus, where it is still there."""
         noted: dict[str, dict[str, Any]] = {}
         for name, place in self._trained_on():
             store = open_storage(place, ShardCacheConfig())
@@ -167,6 +171,16 @@ class Run:
         return {path: Curve(*column) for path, column in columns.items()}
 
 
+def unique_names(folders: Sequence[Path]) -> list[str]:
+    """The shortest ends of the paths that tell them apart."""
+    paths = [folder.absolute().parts for folder in folders]
+    for length in count(1):
+        names = ["/".join(parts[-length:]) for parts in paths]
+        if len(set(names)) == len(set(paths)) or length > max(map(len, paths)):
+            return names
+    raise AssertionError("some length is enough")
+
+
 def _json(text: str) -> Any:
     try:
         return json.loads(text)
@@ -215,3 +229,60 @@ def _corpus(name: str, folder: str) -> Corpus:
         disk_bytes=sum(shard.bytes for shard in shards),
         shards=len(shards),
     )
+
+
+# --- settings: as sections for people, those that differ from the defaults apart --------------------------------------
+
+Settings = list[tuple[str, list[tuple[str, str]]]]
+
+
+def sections(config: Mapping[str, Any]) -> Settings:
+    """The config as titled lists of keys and values; keys outside a section come first."""
+    alone = {key: value for key, value in config.items() if not isinstance(value, Mapping)}
+    tables = {key: value for key, value in config.items() if isinstance(value, Mapping) and value}
+    return [("run", list(flatten(alone))), *((key, list(flatten(table))) for key, table in tables.items())]
+
+
+def non_default_settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Settings of a resolved config that differ from the defaults; None where this version can't read it.
+
+    A section that differs keeps its `name`, without which its keys say little.
+    """
+    try:
+        read = Config.model_validate(config)
+    except ValidationError:
+        return None
+    kept = read.model_dump(mode="json", exclude_defaults=True)
+    _restore_names(kept, read.model_dump(mode="json"))
+    return kept
+
+
+def _restore_names(kept: dict[str, Any], whole: Mapping[str, Any]) -> None:
+    for key, value in kept.items():
+        if isinstance(value, dict) and isinstance(whole[key], Mapping):
+            _restore_names(value, whole[key])
+            if value and "name" in whole[key] and "name" not in value:
+                kept[key] = {"name": whole[key]["name"], **value}
+
+
+def flatten(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Dotted keys and readable values of nested tables."""
+    return ((key, text(value)) for key, value in leaves(table))
+
+
+def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of nested tables."""
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def text(value: Any) -> str:
+    """A setting as people read it; of numbers every digit, so that unlike ones look unlike."""
+    if isinstance(value, bool | str):
+        return str(value).lower() if isinstance(value, bool) else value
+    if isinstance(value, int):
+        return f"{value:,}"
+    return repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False, default=str)

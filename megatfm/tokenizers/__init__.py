@@ -1,11 +1,10 @@
 """Tokenizers: train one, read one from elsewhere, encode and decode."""
 
-from megatfm.tokenizers.files import TOKENIZER_FILENAMES, find_tokenizer_file, load, tokenizer_files
+from megatfm.tokenizers.base import Tokenizer
 from megatfm.tokenizers.hugging_face import HuggingFaceTokenizer
-from megatfm.tokenizers.interface import Tokenizer
+from megatfm.tokenizers.loading import TOKENIZER_FILENAMES, find_tokenizer_file, load, tokenizer_files
 from megatfm.tokenizers.sentence_piece import SentencePieceTokenizer
-from megatfm.tokenizers.train import train_sentencepiece
-from megatfm.tokenizers.train_json import train_byte_bpe, train_wordpiece
+from megatfm.tokenizers.training import train_byte_bpe, train_sentencepiece, train_wordpiece
 
 __all__ = [
     "TOKENIZER_FILENAMES",

@@ -10,11 +10,18 @@ import numpy as np
 import tokenizers
 from blake3 import blake3
 from numpy.typing import NDArray
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from megatfm.errors import UsageError
-from megatfm.tokenizers.interface import Tokenizer, check_unicode
-from megatfm.tokenizers.reserved import ReservedTokenEscaper
-from megatfm.tokenizers.special import ROLES, Special, find_special_tokens
+from megatfm.tokenizers.base import (
+    ROLES,
+    SPACE_MARK,
+    ReservedTokenEscaper,
+    Special,
+    Tokenizer,
+    check_unicode,
+    find_special_tokens,
+)
 
 # The library's own threads can't be told how many they are, and warn whenever a process forks. They are therefore
 # left off, unless the user wants them, and texts are shared among threads of ours.
@@ -22,7 +29,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 CONFIG = "tokenizer_config.json"
 _KINDS = {"WordPiece": "wordpiece", "Unigram": "unigram", "WordLevel": "word-level"}
-_SPACE_MARK = "\u2581"
 # Processors of BERT's and RoBERTa's files name the tokens around a text by their role.
 _FRAMES = ("BertProcessing", "RobertaProcessing")
 
@@ -171,8 +177,8 @@ class HuggingFaceTokenizer(Tokenizer):
             *self._components("normalizer"),
             *self._components("decoder"),
         ]
-        if any(_SPACE_MARK in json.dumps(mark, ensure_ascii=False) for mark in marks):
-            return lambda piece: piece.startswith((_SPACE_MARK, *" \t\n\r\f\v"))
+        if any(SPACE_MARK in json.dumps(mark, ensure_ascii=False) for mark in marks):
+            return lambda piece: piece.startswith((SPACE_MARK, *" \t\n\r\f\v"))
         return None
 
 
@@ -242,3 +248,68 @@ def _to_bytes(piece: str) -> bytes:
     if all(character in _BYTES for character in piece):
         return bytes(_BYTES[character] for character in piece)
     return piece.encode()
+
+
+# Files older than tokenizer.json: BERT's vocab.txt; GPT-2's and RoBERTa's vocab.json with merges.txt.
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+END_OF_TEXT = "<|endoftext|>"
+ROBERTA = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
+CONVERT_HINT = (
+    "transformers' AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) makes a tokenizer.json"
+)
+
+
+def wordpiece_json(vocabulary: bytes, config: bytes | None, name: str) -> bytes:
+    """The tokenizer.json that transformers makes of a vocab.txt; config: the tokenizer_config.json beside it.
+
+    Raises UsageError if it is no WordPiece.
+    """
+    try:
+        pieces = vocabulary.decode("utf-8").split("\n")
+        tokenizer_config = json.loads(config) if config else {}
+    except ValueError as error:
+        raise UsageError(f"{name}: not a vocabulary, a piece a line in UTF-8: {error}") from None
+    ids = {piece.rstrip("\r"): number for number, piece in enumerate(pieces) if piece.strip()}
+    if missing := [piece for piece in SPECIAL if piece not in ids]:
+        raise UsageError(f"{name}: no WordPiece: it has no {missing[0]}: {CONVERT_HINT}")
+    tokenizer = tokenizers.Tokenizer(models.WordPiece(vocab=ids, unk_token="[UNK]"))
+    lower = tokenizer_config.get("do_lower_case", True)
+    tokenizer.normalizer = normalizers.BertNormalizer(
+        lowercase=lower,
+        strip_accents=tokenizer_config.get("strip_accents"),
+        handle_chinese_chars=tokenizer_config.get("tokenize_chinese_chars", True),
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", ids["[SEP]"]), ("[CLS]", ids["[CLS]"]))
+    tokenizer.decoder = decoders.WordPiece(prefix="##")
+    tokenizer.add_special_tokens(list(SPECIAL))
+    return tokenizer.to_str(pretty=True).encode()
+
+
+def byte_bpe_json(vocabulary: bytes, merges: bytes, config: bytes | None, name: str) -> bytes:
+    """The tokenizer.json that transformers makes of GPT-2's or RoBERTa's vocab.json and merges.txt.
+
+    config: the tokenizer_config.json beside them. Raises UsageError if they are no byte-level BPE of one of these two.
+    """
+    try:
+        ids = json.loads(vocabulary)
+        tokenizer_config = json.loads(config) if config else {}
+        lines = [
+            line for line in merges.decode("utf-8").split("\n") if line and not line.startswith("#version")
+        ]
+        pairs = [(first, second) for first, second in (line.rstrip("\r").split(" ") for line in lines)]
+        tokenizer = tokenizers.Tokenizer(models.BPE(vocab=ids, merges=pairs, fuse_unk=False))
+    except Exception as error:  # the library raises its own bare Exception for what doesn't fit together
+        raise UsageError(f"{name}: not the vocabulary and merges of a BPE: {error}") from None
+    is_roberta = all(piece in ids for piece in ROBERTA)
+    has_bytes = set(pre_tokenizers.ByteLevel.alphabet()) <= ids.keys()
+    if not has_bytes or not (is_roberta or END_OF_TEXT in ids):
+        raise UsageError(f"{name}: neither GPT-2's nor RoBERTa's byte-level BPE: {CONVERT_HINT}")
+    prefix_space = bool(tokenizer_config.get("add_prefix_space", False))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(ROBERTA) if is_roberta else [END_OF_TEXT])
+    if is_roberta:
+        ends = ("</s>", ids["</s>"]), ("<s>", ids["<s>"])
+        tokenizer.post_processor = processors.RobertaProcessing(*ends, add_prefix_space=prefix_space)
+    return tokenizer.to_str(pretty=True).encode()

@@ -1,6 +1,6 @@
 """A SentencePiece model: our own as a lossless map between text and ids, others as they are."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,14 +9,15 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from megatfm.errors import UsageError
-from megatfm.tokenizers.interface import Tokenizer, check_unicode
-from megatfm.tokenizers.proto import fields
-from megatfm.tokenizers.reserved import ReservedTokenEscaper
-from megatfm.tokenizers.special import find_special_tokens, special_token_names
+from megatfm.tokenizers.base import (
+    SPACE_MARK,
+    ReservedTokenEscaper,
+    Tokenizer,
+    check_unicode,
+    find_special_tokens,
+    special_token_names,
+)
 
-# SentencePiece writes a space in a piece as U+2581, so a U+2581 of the text would come back as a space. Such a
-# character is therefore spelled in byte pieces, as SentencePiece itself spells every rare character.
-SPACE_MARK = "\u2581"
 _BYTE = "<0x{:02X}>"
 # Kinds by the model_type of sentencepiece_model.proto. The first says no more because it was the only one once.
 _KINDS = {1: "sentencepiece-unigram", 2: "sentencepiece", 3: "sentencepiece-word", 4: "sentencepiece-char"}
@@ -26,7 +27,11 @@ _TRAINER, _NORMALIZER = 2, 3  # numbers of the messages that tell how a model wa
 def encode_between_metaspaces(
     texts: Sequence[str], encode: Callable[[list[str]], Sequence[NDArray[np.int32]]], mark: NDArray[np.int32]
 ) -> list[NDArray[np.int32]]:
-    """The ids of texts: what lies between U+2581s is encoded, all at once, and each of these is `mark`."""
+    """Return the ids of texts: what lies between U+2581s is encoded, all at once, and each of these is `mark`.
+
+    SentencePiece writes a space in a piece as U+2581, so a U+2581 of the text would come back as a space. It is
+    therefore spelled in byte pieces, as SentencePiece itself spells every rare character.
+    """
     parts = iter(encode([part for text in texts for part in text.split(SPACE_MARK)]))
     found = []
     for text in texts:
@@ -130,6 +135,48 @@ class SentencePieceTokenizer(Tokenizer):
             spelled = [self._sp.piece_to_id(_BYTE.format(byte)) for byte in character.encode()]
             ids += [token] if token != self._sp.unk_id() else spelled
         return ids
+
+
+# Just enough of protobuf's wire format for the files of SentencePiece. The protobuf package would do, were it not that
+# its version must fit the one that SentencePiece was built with.
+VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
+"""Wire types (protobuf.dev/programming-guides/encoding)."""
+
+
+def read_varint(data: bytes, at: int) -> tuple[int, int]:
+    """Read the integer at `at`, seven bits to a byte, and where it ends."""
+    value, shift = 0, 0
+    while data[at] & 0x80:
+        value |= (data[at] & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+    return value | data[at] << shift, at + 1
+
+
+def as_varint(value: int) -> bytes:
+    """Encode what `read_varint` reads."""
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*encoded, value])
+
+
+def fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Yield number and value of each field of a message, in its order; numbers of fixed width are left as bytes."""
+    at = 0
+    while at < len(message):
+        tag, at = read_varint(message, at)
+        number, kind = tag >> 3, tag & 7
+        if kind == VARINT:
+            value, at = read_varint(message, at)
+            yield number, value
+            continue
+        if kind == BYTES:
+            size, at = read_varint(message, at)
+        else:
+            size = {FIXED64: 8, FIXED32: 4}[kind]
+        yield number, message[at : at + size]
+        at += size
 
 
 def _settings(model: bytes) -> dict[str, Any]:

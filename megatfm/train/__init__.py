@@ -1,1 +1,1 @@
-"""Training: the loop and what it needs besides model, data and engine."""
+"""Training: the trainer, and what it needs besides model, data, engine, optimizers and tracking."""

@@ -1,6 +1,5 @@
-"""From a config to an engine."""
+"""Building the engine of a config: model, plan, optimizers, precision."""
 
-import time
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
@@ -12,15 +11,16 @@ from megatfm.engines.interface import PRECISIONS, Engine, EngineSetup
 from megatfm.engines.registry import ENGINES
 from megatfm.errors import UsageError
 from megatfm.models import build
-from megatfm.models.fp8 import check_sharded_shapes, convert_to_fp8
+from megatfm.models.float8 import check_sharded_shapes, convert_to_fp8
+from megatfm.object_collectives import run_on_rank_0_raising
 from megatfm.objectives import target_fraction
 from megatfm.ops.fp8 import multiplies_fp8
+from megatfm.optim.parameters import optimizer_groups
 from megatfm.parallel.mesh import PIPELINE, TENSOR, Mesh
-from megatfm.parallel.pipeline_cut import Pipeline, prune_to_stages, split_into_stages
-from megatfm.parallel.plan import parallelize
-from megatfm.ranks import run_on_rank_0_raising
+from megatfm.parallel.parallelize import parallelize
+from megatfm.parallel.pipeline_stages import Pipeline, prune_to_stages, split_into_stages
 from megatfm.registry import did_you_mean
-from megatfm.train.optimizers import optimizer_groups
+from megatfm.tracking.hardware import time_matmul
 
 ASYNC_TP = "async tp  what blocks gather for products, and scatter of them, over tp goes in pieces\n"
 """A line of the plan, where that is so."""
@@ -28,6 +28,7 @@ ASYNC_TP = "async tp  what blocks gather for products, and scatter of them, over
 
 def build_engine(config: Config, mesh: Mesh, device: torch.device, precision: str) -> Engine:
     """Build the model on the meta device, lay the plan over it, and shard, place and initialise it."""
+    ENGINES.check(config, precision)
     with torch.device("meta"):
         model = build_model(config)
     fp8_scaling = PRECISIONS[precision].fp8
@@ -80,14 +81,14 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def split_model(config: Config, model: nn.Module, mesh: Mesh) -> Pipeline:
-    """Cut the model, of which this rank keeps its own stages."""
+    """Split the model into stages, and keep those of this rank."""
     pipeline = plan_pipeline_split(config, model)
     prune_to_stages(model, pipeline.stages_of(mesh.rank(PIPELINE)))
     return pipeline
 
 
 def plan_pipeline_split(config: Config, model: nn.Module) -> Pipeline:
-    """Where a config cuts its model, which stays whole."""
+    """Plan where a config splits its model into pipeline stages; the model is left as it is."""
     parallel, data = config.parallel, config.data
     return split_into_stages(
         model,
@@ -117,18 +118,8 @@ def choose_precision(name: str, device: torch.device) -> str:
 
 
 def bf16_is_faster(device: torch.device) -> bool:
-    """On GPUs, by what they can: there a product that is small enough to try takes no longer than asking for it."""
+    """Return whether products are faster in bf16; by capability on GPUs, where a small one takes no longer than its
+    launch."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     return time_matmul(torch.bfloat16, device) < time_matmul(torch.float32, device)
-
-
-def time_matmul(dtype: torch.dtype, device: torch.device) -> float:
-    """The best of several timings of one product of the size of a small model's."""
-    left, right = (torch.ones(1024, 512, dtype=dtype, device=device) for _ in range(2))
-    best = float("inf")
-    for _ in range(8):
-        start = time.perf_counter()
-        (left @ right.T).sum().item()
-        best = min(best, time.perf_counter() - start)
-    return best

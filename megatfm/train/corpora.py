@@ -10,35 +10,28 @@ from numpy.typing import NDArray
 
 from megatfm import tokenizers
 from megatfm.config import Config
-from megatfm.data import (
-    BatchSchedule,
-    Corpus,
-    Interleave,
-    Mixture,
-    PackedDataset,
-    Phase,
-    Quarantine,
-    RowDataset,
-    ShardCacheConfig,
-    SizedRowDataset,
-    Stage,
-    choose_interleave,
-    source_seed,
-)
+from megatfm.corpus.corpus import Corpus
+from megatfm.corpus.storage import ShardCacheConfig
+from megatfm.data.dataset import PackedDataset, RowDataset, SizedRowDataset
+from megatfm.data.documents import Quarantine
+from megatfm.data.loader import DataLoader
+from megatfm.data.mixture import Mixture, Phase, source_seed
+from megatfm.data.order import BatchSchedule, Interleave, Stage, choose_interleave
 from megatfm.errors import UsageError
 from megatfm.objectives import Objective, SpecialTokens, build_objective, reads_text
+from megatfm.parallel.mesh import Mesh
 from megatfm.tokenizers import Tokenizer
 from megatfm.version import __version__
 
 FEW_STREAMS = 16
-"""With fewer streams, batches are of little variety."""
+"""Fewest streams with which batches are varied."""
 NO_TOKENIZER = "none"
-"""In the place of a tokenizer's hash, where there is none."""
+"""Stands for a tokenizer's hash where there is none."""
 
 
 @dataclass(frozen=True)
 class Corpora:
-    """What a run reads: rows in training order, and in stored order for each validation set.
+    """Corpora of a run: rows in training order, and in stored order for each validation set.
 
     tokenizer: None where the rows are no text.
     """
@@ -52,7 +45,7 @@ class Corpora:
 
     @property
     def tokenizer_hash(self) -> str:
-        """What a checkpoint says of the tokenizer; "none" for a corpus that goes without."""
+        """Hash of the tokenizer, as checkpoints hold it; "none" for a corpus without one."""
         return self.tokenizer.hash if self.tokenizer else NO_TOKENIZER
 
     @property
@@ -62,9 +55,23 @@ class Corpora:
 
     @property
     def warnings(self) -> list[str]:
-        """What of the corpora is not read as one would think, in lines for the log."""
+        """List for the log what of the corpora is not read as one would expect."""
         notes = [note for rows in (self.train, *self.validation.values()) for note in rows.warnings]
         return [*notes, *filter(None, [self.stream_note])]
+
+    def train_loader(self, config: Config, mesh: Mesh, step: int, position: int) -> DataLoader:
+        """Return a rank's batches after a step, from a position of the training rows on."""
+        return DataLoader(
+            self.train,
+            global_batch=self.batch_schedule,
+            micro_batch=config.train.micro_batch,
+            data_rank=mesh.data_rank,
+            data_ranks=mesh.data_ranks,
+            position=position,
+            step=step,
+            workers=config.data.workers,
+            readers=mesh.row_readers,
+        )
 
 
 def open_tokenizer(config: Config) -> tuple[Config, Tokenizer | None]:
@@ -93,7 +100,7 @@ def open_tokenizer(config: Config) -> tuple[Config, Tokenizer | None]:
 
 
 def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
-    """What objectives need to know of a tokenizer."""
+    """Return a tokenizer's ids and roles that objectives need."""
     return SpecialTokens(
         bos=tokenizer.bos,
         eos=tokenizer.eos,
@@ -136,7 +143,8 @@ def open_corpora(config: Config, tokenizer: Tokenizer | None) -> Corpora:
 
 
 def note_few_streams(config: Config) -> str:
-    """What is to be said where a batch has no divisor near the number of places that a corpus is best read in."""
+    """Return a note for the log if the batch has no divisor near the number of streams that a corpus is best read
+    in."""
     batch, streams = config.train.global_batch, choose_interleave(config.train.global_batch).streams
     if config.data.read_streams or streams >= FEW_STREAMS:
         return ""
@@ -164,7 +172,7 @@ def open_corpus(config: Config, path: str) -> Corpus:
 
 
 def batch_schedule(config: Config) -> BatchSchedule:
-    """How many rows each step takes, from `data.rampup` and `train.global_batch`.
+    """Return how many rows each step takes, from `data.rampup` and `train.global_batch`.
 
     Raises UsageError if a stage's batch does not divide into micro-batches, or its sequences into their shards.
     """
@@ -250,7 +258,8 @@ class _CorpusOpener:
         return choose_interleave(self.config.train.global_batch, self.config.data.read_streams)
 
     def _plan_name(self) -> str | None:
-        """What besides corpus, row lengths and seed decides the plan; a plugin's objective may change unnoticed."""
+        """Return a cache key of all that decides the plan besides corpus, row lengths and seed; None with plugins,
+        whose objectives may change unnoticed."""
         config = self.config
         if config.plugins:
             return None

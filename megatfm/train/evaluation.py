@@ -10,7 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from megatfm.config import Config
-from megatfm.data import IGNORE_INDEX, DataLoader, SizedRowDataset
+from megatfm.data.dataset import SizedRowDataset
+from megatfm.data.loader import DataLoader
+from megatfm.data.sequences import IGNORE_INDEX
 from megatfm.engines.interface import Engine
 from megatfm.objectives import Objective
 from megatfm.train.corpora import Corpora
@@ -38,18 +40,10 @@ def evaluate(
     byte_lengths [vocabulary]: bytes of text that each id stands for; None: not known. max_rows: 0 for all.
     on_batch: called at each batch.
     """
-    data_ranks, measured = engine.mesh.data_ranks, byte_lengths if objective.likelihood_term else None
+    measured = byte_lengths if objective.likelihood_term else None
     stop = min(max_rows or len(rows), len(rows))
     n_bytes = torch.zeros(1, dtype=torch.float64, device=engine.device)
-    with DataLoader(
-        rows,
-        global_batch=micro_batch * data_ranks,
-        micro_batch=micro_batch,
-        data_rank=engine.mesh.data_rank,
-        data_ranks=data_ranks,
-        end_position=stop,
-        readers=engine.mesh.row_readers,
-    ) as loader:
+    with _loader(engine, rows, micro_batch, stop) as loader:
 
         def batches() -> Iterator[dict[str, NDArray[Any]]]:
             for microbatches in loader:
@@ -69,6 +63,55 @@ def evaluate(
     if result.terms:
         found["terms"] = result.terms
     return found | {"tokens": result.target_counts[next(iter(objective.loss_weights))], "rows": stop}
+
+
+def loss_by_position(
+    engine: Engine,
+    rows: SizedRowDataset,
+    objective: Objective,
+    *,
+    n_buckets: int,
+    n_rows: int,
+    micro_batch: int,
+    on_batch: Callable[[], None] = lambda: None,
+) -> list[float]:
+    """Mean loss on each of `n_buckets` equally long stretches of the row, over the first `n_rows` rows.
+
+    One pass for each, with the targets of all other places ignored, so that every engine and layout can do it. NaN for
+    a stretch without a target. Needs an objective whose first term is the text's likelihood.
+    """
+    term = objective.likelihood_term
+    assert term is not None
+    losses = []
+    for bucket in range(n_buckets):
+        with _loader(engine, rows, micro_batch, min(n_rows, len(rows))) as loader:
+
+            def batches(
+                loader: DataLoader = loader, bucket: int = bucket
+            ) -> Iterator[dict[str, NDArray[Any]]]:
+                for microbatches in loader:
+                    on_batch()
+                    for batch in microbatches:
+                        targets = batch["targets"]
+                        of_bucket = np.arange(targets.shape[1]) * n_buckets // targets.shape[1] == bucket
+                        yield {**batch, "targets": np.where(of_bucket, targets, IGNORE_INDEX)}
+
+            result = engine.evaluate(batches(), objective)
+        count = result.target_counts[term]
+        losses.append(result.sums[term] / count if count else math.nan)
+    return losses
+
+
+def _loader(engine: Engine, rows: SizedRowDataset, micro_batch: int, end_position: int) -> DataLoader:
+    return DataLoader(
+        rows,
+        global_batch=micro_batch * engine.mesh.data_ranks,
+        micro_batch=micro_batch,
+        data_rank=engine.mesh.data_rank,
+        data_ranks=engine.mesh.data_ranks,
+        end_position=end_position,
+        readers=engine.mesh.row_readers,
+    )
 
 
 def summary(result: Mapping[str, Any]) -> str:
@@ -96,4 +139,14 @@ def evaluate_sets(
             on_batch=on_batch,
         )
         log.info("step %d  %s: %s", step, name, summary(results[name]))
+        if (n_buckets := config.evaluate.position_buckets) and corpora.objective.likelihood_term:
+            results[name]["loss_by_position"] = loss_by_position(
+                engine,
+                rows,
+                corpora.objective,
+                n_buckets=n_buckets,
+                n_rows=max(1, results[name]["rows"] // n_buckets),
+                micro_batch=config.train.micro_batch,
+                on_batch=on_batch,
+            )
     return results

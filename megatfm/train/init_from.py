@@ -13,17 +13,17 @@ from pydantic import JsonValue
 from megatfm import checkpoint
 from megatfm.engines.interface import Engine
 from megatfm.errors import UsageError
-from megatfm.ranks import run_on_rank_0_raising
+from megatfm.object_collectives import run_on_rank_0_raising
 from megatfm.registry import did_you_mean
 
 Shapes = Mapping[str, tuple[int, ...]]
 MAX_LISTED = 6
-"""So many names of a kind are listed, and the others counted."""
+"""Names of a kind that are listed; the others are counted."""
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a model takes over from a checkpoint, what stays as it was drawn, and what it leaves there; by name."""
+    """Names and shapes that a model loads from a checkpoint, that keep their initial values, and that are not used."""
 
     source: Path
     loaded: Shapes
@@ -32,7 +32,7 @@ class LoadReport:
 
     @property
     def has_missing(self) -> bool:
-        """Whether some parameters are not in the checkpoint and stay as they were drawn."""
+        """Return whether some parameters are not in the checkpoint and stay as they were drawn."""
         return bool(self.missing)
 
     def __str__(self) -> str:
@@ -54,8 +54,8 @@ class LoadReport:
 
 
 def origin_of(source: Path, tokenizer: str) -> JsonValue:
-    """What a checkpoint knows of the folder that its model came from, for the run's own to keep; None if the run has
-    another tokenizer (its hash). A collective."""
+    """Return a checkpoint's record of the folder that its model came from; None if the run has another tokenizer (its
+    hash). A collective."""
     state = run_on_rank_0_raising(lambda: dict(checkpoint.read_state(source)))
     return state.get("origin") if state.get("tokenizer") == tokenizer else None
 
@@ -75,15 +75,15 @@ def load_weights(engine: Engine, path: str | Path, only: Sequence[str] = ()) -> 
         if name.startswith("model.")
     }
     wanted = {name: p.shape for name, p in {**engine.layout, **engine.layout.state}.items()}
-    takeover = match_weights(wanted, stored, only, source)
-    weights = {f"model.{name}": box for name, box in engine.weights().items() if name in takeover.loaded}
+    report = match_weights(wanted, stored, only, source)
+    weights = {f"model.{name}": box for name, box in engine.weights().items() if name in report.loaded}
     checkpoint.load(source, weights, cast=True)
     engine.weights_changed()
-    return takeover
+    return report
 
 
 def match_weights(wanted: Shapes, stored: Shapes, only: Sequence[str], source: Path) -> LoadReport:
-    """Which of a model's weights come from a checkpoint: all, or those whose names match a pattern of `only`.
+    """Match a model's weights with a checkpoint's: all, or those whose names match a pattern of `only`.
 
     Raises UsageError that says what of them is not there, and which patterns would do.
     """
@@ -141,12 +141,12 @@ def _top_modules(shapes: Shapes) -> set[str]:
 
 
 def _loadable_patterns(wanted: Shapes, stored: Shapes) -> list[str]:
-    """Patterns of the parts of a model that are in a checkpoint, whole and with the same shapes."""
-    parts: dict[str, bool] = {}
+    """Return patterns of a model's modules that are completely in a checkpoint, with the same shapes."""
+    modules: dict[str, bool] = {}
     for name, shape in wanted.items():
-        part = name.partition(".")[0]
-        parts[part] = parts.get(part, True) and stored.get(name) == shape
-    return [f"{part}.*" for part, fits in parts.items() if fits]
+        module = name.partition(".")[0]
+        modules[module] = modules.get(module, True) and stored.get(name) == shape
+    return [f"{module}.*" for module, fits in modules.items() if fits]
 
 
 def _count(shapes: Shapes) -> str:

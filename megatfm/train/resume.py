@@ -1,4 +1,4 @@
-"""What a checkpoint remembers of its run besides tensors, and what of it may differ on resume."""
+"""The checkpoint that a run continues from: which one, and what of the run may differ from when it was saved."""
 
 import contextlib
 import logging
@@ -11,28 +11,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import JsonValue, ValidationError
+import torch
+from pydantic import ValidationError
 
 from megatfm import checkpoint
-from megatfm.checkpoint.folder import damage_together, list_checkpoints
-from megatfm.checkpoint.nodes import LocalCheckpoint, NodeTopology, find_latest_local, remove_local_after
+from megatfm.checkpoint.directory import check_checkpoint_on_all_ranks, list_checkpoints
+from megatfm.checkpoint.local import LocalCheckpoint, NodeTopology, find_latest_local, remove_local_after
 from megatfm.config import Config
+from megatfm.config.foreign_keys import reject_renamed_keys
 from megatfm.config.key_migrations import migrate
 from megatfm.config.model import factor_at
 from megatfm.config.model_parts import WIDTH_POWERS
-from megatfm.config.moved import reject_renamed_keys
 from megatfm.engines.interface import PRECISIONS
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.ranks import run_on_rank_0_raising
-from megatfm.train.record.decisions import DecisionLog
-from megatfm.train.record.machine import HardwareByRank, diff_hardware
-from megatfm.train.record.run_directory import RunDirectory
-from megatfm.version import __version__
+from megatfm.object_collectives import all_gather, run_on_rank_0_raising
+from megatfm.parallel.layout import ModelLayout
+from megatfm.tracking.hardware import HardwareByRank, diff_hardware
+from megatfm.tracking.run_directory import RunDirectory
+from megatfm.train.resilience import DecisionLog
 
 log = logging.getLogger("megatfm")
 
 LARGEST = 2**63 - 1
-"""Of a step, a count of tokens or a position: what 64 bits hold."""
+"""Upper bound of a step, a count of tokens or a position: what 64 bits hold."""
 LOCAL_ID = "local-id"
 ALLOWABLE_CHANGES = {
     "data": ("data.",),
@@ -44,11 +45,17 @@ ALLOWABLE_CHANGES = {
     "batch": ("config.train.global_batch",),
 }
 """Group of `resume.allow` → prefixes of the facts that it covers. Facts in no group may change freely."""
+KEY_OF_FACT = {
+    "data.warmup": "data.rampup",
+    "data.streams": "data.read_streams",
+    "data.mixture_block": "data.mixture_block_rows",
+}
+"""Fact, by its name in checkpoints → config key, where that has another name now."""
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint that a run continues from; `held`, if the nodes have it among themselves.
+    """The checkpoint that a run continues from; local: set if the nodes hold it among themselves.
 
     The state's config is as this version would have saved it, whatever version did (`current_config`).
     """
@@ -83,7 +90,7 @@ class ResumePoint:
 
 
 def current_config(stored: Any) -> Any:
-    """A stored config with today's keys, and the defaults of those that its version didn't have.
+    """Return a stored config with today's keys, and the defaults of those that its version didn't have.
 
     What this version can't read stays as it was stored, so that the differences can be listed.
     """
@@ -97,35 +104,35 @@ def current_config(stored: Any) -> Any:
 def find_resume_point(
     folder: Path, nodes: NodeTopology | None = None, decisions: DecisionLog | None = None
 ) -> ResumePoint | None:
-    """The newest checkpoint whose every byte is right: rank 0 looks what there is, all read a part. A collective.
+    """Return the newest checkpoint whose every byte is right; each rank reads a part of it. A collective.
 
     Where the nodes have folders of their own, these are looked into, too; what they hold of a future that a rollback of
-    `decisions` has left is removed. Raises what `checkpoint.latest` raises, on every rank.
+    `decisions` has left is removed. Raises what `checkpoint.find_latest_intact` raises, on every rank.
     """
 
     path = checkpoint.find_latest_intact(folder)
     shared = run_on_rank_0_raising(lambda: ResumePoint(path, checkpoint.read_state(path)) if path else None)
-    held = find_latest_local(nodes) if nodes else None
-    if nodes and held and decisions:
+    local = find_latest_local(nodes) if nodes else None
+    if nodes and local and decisions:
         decisions.read()
-        data = held.metadata(nodes.folder).state.get("data")
+        data = local.metadata(nodes.folder).state.get("data")
         position = data.get("position") if isinstance(data, Mapping) else None
-        back = decisions.left_behind(held.step, position) if isinstance(position, int) else None
+        back = decisions.left_behind(local.step, position) if isinstance(position, int) else None
         if back is not None:
             log.warning(
                 "step %d on the nodes is not used: the run went back to step %d after it was saved",
-                held.step,
+                local.step,
                 back,
             )
             remove_local_after(nodes, back)
-            held = find_latest_local(nodes)
-    if nodes is None or held is None or (shared and shared.step >= held.step):
+            local = find_latest_local(nodes)
+    if nodes is None or local is None or (shared and shared.step >= local.step):
         return shared
-    return ResumePoint(nodes.folder / f"step-{held.step:08d}", held.metadata(nodes.folder).state, held)
+    return ResumePoint(nodes.folder / f"step-{local.step:08d}", local.metadata(nodes.folder).state, local)
 
 
 def branch_point(words: str) -> ResumePoint:
-    """The checkpoint that `RUN@STEP` means: rank 0 looks, all check its files. A collective. Raises as `find` does."""
+    """Return the checkpoint that `RUN@STEP` means, all files verified. A collective. Raises as `find_resume_point`."""
 
     def look() -> Path:
         run, _, step = words.rpartition("@")
@@ -144,13 +151,13 @@ def branch_point(words: str) -> ResumePoint:
         return path
 
     path = run_on_rank_0_raising(look)
-    if (reason := damage_together(path)) is not None:
+    if (reason := check_checkpoint_on_all_ranks(path)) is not None:
         raise MegatfmError(f"train.branch_from = {words!r}: {path.name} can't be used: {reason}")
     return run_on_rank_0_raising(lambda: ResumePoint(path, checkpoint.read_state(path)))
 
 
 def discover_nodes(config: Config, run: RunDirectory) -> NodeTopology | None:
-    """Who shares a node-local folder with whom, if the run has such. A collective.
+    """Return which ranks share a node-local folder, if the run has such. A collective.
 
     The folder bears a name that is drawn once per run directory: what another run left there is not this one's.
     """
@@ -176,34 +183,6 @@ def discover_nodes(config: Config, run: RunDirectory) -> NodeTopology | None:
             "disk, in which every variable is set"
         )
     return NodeTopology.discover(folder / f"{config.name}-{run_on_rank_0_raising(name)}", None)
-
-
-def run_state(
-    config: Config,
-    *,
-    step: int,
-    tokens: int,
-    precision: str,
-    tokenizer: str,
-    data: Mapping[str, Any],
-    loss_guard: Mapping[str, Any],
-    machines: HardwareByRank,
-    origin: JsonValue = None,
-) -> dict[str, Any]:
-    """The JSON state of a checkpoint. `data` is the loader's state, `trouble` what is remembered of the losses,
-    `machines` what `machine.of_all_ranks` found, `origin` what is kept of a folder that the weights came from."""
-    return {
-        **({} if origin is None else {"origin": origin}),
-        "step": step,
-        "tokens": tokens,
-        "precision": precision,
-        "tokenizer": tokenizer,
-        "data": dict(data),
-        "trouble": dict(loss_guard),
-        "machines": dict(machines),
-        "config": config.model_dump(mode="json"),
-        "megatfm": __version__,
-    }
 
 
 def check_compatible(
@@ -248,7 +227,8 @@ def check_compatible(
         if group in unknown:
             changed[group] = [f"{group}: none there"]
         else:
-            line = f"{key.removeprefix('config.')}: {saved.get(key)!s:.200} → {after.get(key)!s:.200}"
+            name = KEY_OF_FACT.get(key, key).removeprefix("config.")
+            line = f"{name}: {saved.get(key)!s:.200} → {after.get(key)!s:.200}"
             changed.setdefault(group, []).append(line)
     allowed = [line for group, lines in changed.items() if group in allow for line in lines]
     refused = {group: lines for group, lines in changed.items() if group not in allow}
@@ -269,42 +249,61 @@ def check_compatible(
 
 
 def _precision_change(found: ResumePoint, now: Mapping[str, Any], instead: str) -> list[str]:
-    """What is to be said of another precision. Raises UsageError where its weights and state have another type."""
+    """Describe another precision for the log. Raises UsageError where its weights and state have another type."""
     was, now_is = found.state["precision"], now["precision"]
     if was == now_is:
         return []
     if was in PRECISIONS and PRECISIONS[was].param_dtype != PRECISIONS[now_is].param_dtype:
-        kept, wanted = (str(PRECISIONS[each].param_dtype).removeprefix("torch.") for each in (was, now_is))
+        stored, current = (str(PRECISIONS[name].param_dtype).removeprefix("torch.") for name in (was, now_is))
         raise UsageError(
-            f"{found.path}: was saved with train.precision = {was!r}, whose weights and optimizer state are {kept}; "
-            f"those of {now_is!r} are {wanted}: go on with train.precision={was}, or {instead}, and start from these "
+            f"{found.path}: was saved with train.precision = {was!r}, whose weights and optimizer state are {stored}; "
+            f"those of {now_is!r} are {current}: go on with train.precision={was}, or {instead}, and start from these "
             f"weights with {shlex.quote(f'train.init_from={found.path}')}"
         )
     return [f"precision: {was} → {now_is}"]
 
 
 def settings_of_skips_changed(allowed: Sequence[str]) -> list[str]:
-    """Of the changes that `check` allowed, those that may mend a step which was skipped as not finite."""
+    """Return those of the changes that `check_compatible` allowed that may mend a step which was skipped as not
+    finite."""
     return [line for line in allowed if line.startswith(("optimizer.", "precision:"))]
 
 
+def stored_tensors(point: ResumePoint) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Return a checkpoint's tensors by name. A collective: rank 0 tells the others, whose machines may see it later."""
+    if point.local:
+        return point.local.metadata(point.path).names()
+    return run_on_rank_0_raising(lambda: checkpoint.names(point.path))
+
+
+def shape_mismatch(point: ResumePoint, layout: ModelLayout) -> str:
+    """Return which of a checkpoint's weights don't fit into a model that was changed. A collective."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in {**layout, **layout.state}.items()}
+    stored = {
+        name.removeprefix("model."): shape
+        for name, (_, shape) in stored_tensors(point).items()
+        if name.startswith("model.")
+    }
+    all_shapes = {name: shape for of_rank in all_gather(shapes) for name, shape in of_rank.items()}
+    return first_shape_mismatch(stored, all_shapes)
+
+
 def first_shape_mismatch(stored: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]]) -> str:
-    """The first tensor of a model that a checkpoint has otherwise, or that only one of them has; empty if all fit."""
+    """Describe the first tensor whose shapes differ, or that only one of the two has; empty if all fit."""
     for name in [*wanted, *stored]:
         model, source_checkpoint = wanted.get(name), stored.get(name)
         if model is None or source_checkpoint is None or list(model) != list(source_checkpoint):
-            said = [
+            shapes = [
                 f"{list(shape)} {where}"
                 for shape, where in ((source_checkpoint, "there"), (model, "here"))
                 if shape is not None
             ]
-            return f"{name} is {' and '.join(said)}" + (" alone" if len(said) == 1 else "")
+            return f"{name} is {' and '.join(shapes)}" + (" alone" if len(shapes) == 1 else "")
     return ""
 
 
 def hardware_changes(found: ResumePoint, machines: HardwareByRank) -> list[str]:
-    """What is to be said where a run goes on with other processors, threads or libraries. A checkpoint of an earlier
-    version doesn't tell on which it was saved."""
+    """List for the log other processors, threads or libraries than a checkpoint was saved with, if it tells them."""
     changes = diff_hardware(found.state.get("machines", machines), machines)
     if not changes:
         return []

@@ -17,7 +17,7 @@ log = logging.getLogger("megatfm")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 INTERRUPTED = 128 + signal.SIGINT
 GRACE_SECONDS = 2.0
-"""After a second SIGINT: how long the main thread may take to hear of it."""
+"""How long the main thread may take to handle a second SIGINT."""
 
 
 class StopSignals:
@@ -48,7 +48,7 @@ class StopSignals:
         self._wakeup_before = signal.set_wakeup_fd(self._wakeup_writer.fileno(), warn_on_full_buffer=False)
         signal.pthread_sigmask(
             signal.SIG_UNBLOCK, STOP_SIGNALS
-        )  # whoever started us may have held them until now
+        )  # the launcher may have blocked them until now
         return self
 
     def __exit__(

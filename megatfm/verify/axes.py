@@ -81,12 +81,12 @@ class MeshPosition:
     def peers(self) -> list["MeshPosition"]:
         """Ranks that divide experts with this one, itself included."""
         first, parallel = self._folded - self.ep, self.parallel
-        found = []
+        peers = []
         for place in range(first, first + parallel.ep):
             above, tp = divmod(place, parallel.tp) if self._folds_tp else (place, self.tp)
             shard, cp = divmod(above, parallel.cp)
-            found.append(replace(self, shard=shard, cp=cp, tp=tp))
-        return found
+            peers.append(replace(self, shard=shard, cp=cp, tp=tp))
+        return peers
 
     @property
     def _folded(self) -> int:

@@ -13,18 +13,16 @@ from torch import nn
 from megatfm.config import Config
 from megatfm.train.build import build_model
 from megatfm.verify.axes import CONTEXT, TENSOR, MeshPosition, sizes
-from megatfm.verify.batch import Arrays
-from megatfm.verify.calls import Call, record_module_calls
+from megatfm.verify.expected_activations import add_activations, add_experts, groups_of_the_same_ranks
 from megatfm.verify.expected_context import ContextShards
-from megatfm.verify.expected_experts import add_experts, groups_of_the_same_ranks
 from megatfm.verify.expected_keys import pattern_of, sees_runs_alone
 from megatfm.verify.expected_pipeline import Stages, add_pipeline, divide
-from megatfm.verify.expected_tensor import add_activations
-from megatfm.verify.expected_weights import weights_and_gradients
-from megatfm.verify.ledger import ExpectedTraffic, TrafficTable
+from megatfm.verify.expected_weights import RankParameters, weights_and_gradients
+from megatfm.verify.module_calls import Call, record_module_calls
 from megatfm.verify.module_cuts import ModuleCut, module_cuts, silent
-from megatfm.verify.rank_parameters import RankParameters
 from megatfm.verify.reference import initialise_perturbed
+from megatfm.verify.shrink import Arrays
+from megatfm.verify.traffic import ExpectedTraffic, TrafficTable
 
 
 def unpredicted(config: Config) -> dict[str, str]:
@@ -35,19 +33,19 @@ def unpredicted(config: Config) -> dict[str, str]:
         return {axis: why for axis, size in sizes(parallel).items() if size > 1}
     with torch.device("meta"):
         model = build_model(config)
-    found = {}
+    reasons = {}
     if parallel.tp > 1 and config.train.recompute.endswith("B"):
-        found[TENSOR] = (
+        reasons[TENSOR] = (
             f"train.recompute = {config.train.recompute!r}: what blocks keep is measured while they run, so how many "
             "of them repeat their gathers is not known beforehand"
         )
     elif parallel.tp > 1 and (style := silent(model)):
-        found[TENSOR] = f"the style {style!r} doesn't say what it sends (`communication`)"
+        reasons[TENSOR] = f"the style {style!r} doesn't say what it sends (`communication`)"
     if parallel.cp > 1 and (pattern := _unknown_pattern(config, model)):
-        found[CONTEXT] = (
+        reasons[CONTEXT] = (
             f"the pattern {pattern!r} is a plugin's, and only its author knows which keys it needs"
         )
-    return found
+    return reasons
 
 
 def _unknown_pattern(config: Config, model: nn.Module) -> str | None:
@@ -60,7 +58,7 @@ def _unknown_pattern(config: Config, model: nn.Module) -> str | None:
 
 
 def expected_flows(config: Config, batch: Arrays) -> list[TrafficTable]:
-    """Of one step, by rank. For axes of which `unpredicted` speaks, what is here is not to be relied on."""
+    """Expected traffic of one step, by rank; not reliable for axes that `unpredicted` names."""
     with torch.random.fork_rng():
         model = build_model(config).double().train()
     initialise_perturbed(model, config.train.seed)
@@ -88,7 +86,7 @@ class _Step:
         self.microbatches = len(self.calls_of[0]) // (parallel.dp_replicate * parallel.dp_shard)
 
     def flows(self, place: MeshPosition) -> TrafficTable:
-        """What the rank at a place sends."""
+        """Traffic that the rank at a mesh position sends."""
         config, parallel = self.config, self.config.parallel
         first = place.data_rank * self.microbatches
         my_microbatches = range(first, first + self.microbatches)
@@ -106,8 +104,8 @@ class _Step:
                 self.rows_cut.add_context_traffic(ledger, i, place.cp, of_one)
         if self.stages:
             add_pipeline(ledger, config, self.stages, place.pp, self.batches[place.cp], my_microbatches)
-        held = RankParameters(self.model, self.cuts, self.stages, place, parallel)
-        weights_and_gradients(ledger, config, held, calls)
+        rank_params = RankParameters(self.model, self.cuts, self.stages, place, parallel)
+        weights_and_gradients(ledger, config, rank_params, calls)
         return ledger.flows()
 
     def _among(self, place: MeshPosition, microbatch: int, stages: set[int]) -> Sequence[Sequence[Call]]:

@@ -19,11 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from megatfm.config import Config
-from megatfm.config.base import Section
+from megatfm.config.section import Section
 from megatfm.engines.interface import PRECISIONS
 from megatfm.verify.axes import CONTEXT
-from megatfm.verify.batch import Arrays
-from megatfm.verify.calls import Call
 from megatfm.verify.expected_keys import (
     Rows,
     block_of,
@@ -36,8 +34,10 @@ from megatfm.verify.expected_keys import (
     sees_more_later,
     sees_runs_alone,
 )
-from megatfm.verify.ledger import ExpectedTraffic
-from megatfm.verify.modules import is_a
+from megatfm.verify.module_calls import Call
+from megatfm.verify.module_cuts import is_a
+from megatfm.verify.shrink import Arrays
+from megatfm.verify.traffic import ExpectedTraffic
 
 Shape = tuple[int, ...]
 Places = NDArray[Any]
@@ -45,8 +45,7 @@ Places = NDArray[Any]
 SIDES = ("", "encoder_")
 """Prefixes of the fields of a row."""
 
-ALL_KEYS = ("DisentangledCore", "ShawCore")
-"""Attention whose biases need all keys at once."""
+ALL_KEYS = ("DisentangledCore", "ShawCore")  # their biases need all keys at once
 
 
 class ContextShards:
@@ -93,10 +92,10 @@ class ContextShards:
                 :, torch.from_numpy(self._positions_by_rank["encoder_" if is_encoder else ""][rank])
             ]
         ranks, slots = self._config.parallel.cp, chosen_BTK.shape[1]
-        each = -(-slots // ranks)
+        share = -(-slots // ranks)
         none: int = owner.experts.n_experts  # type: ignore[assignment, union-attr]
-        padded = F.pad(chosen_BTK, (0, 0, 0, each * ranks - slots), value=none)
-        return padded[:, rank * each :][:, :each]
+        padded = F.pad(chosen_BTK, (0, 0, 0, share * ranks - slots), value=none)
+        return padded[:, rank * share :][:, :share]
 
     def add_context_traffic(
         self, ledger: ExpectedTraffic, microbatch: int, rank: int, calls: Sequence[Call]

@@ -26,7 +26,7 @@ from megatfm.config import (
     StridedPatternConfig,
     WindowPatternConfig,
 )
-from megatfm.config.base import Section
+from megatfm.config.section import Section
 
 Runs = Sequence[tuple[int, int]]
 """First key and the one after the last, which may lie beyond the document."""

@@ -13,8 +13,8 @@ from megatfm.cost import ENCODER_TOKENS, TokenCounts, total_cost
 from megatfm.engines.interface import PRECISIONS
 from megatfm.objectives import target_fraction
 from megatfm.verify.axes import PIPELINE
-from megatfm.verify.batch import Arrays
-from megatfm.verify.ledger import ExpectedTraffic
+from megatfm.verify.shrink import Arrays
+from megatfm.verify.traffic import ExpectedTraffic
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def _cheapest(starts: Sequence[int], costs: Sequence[float], stages: int) -> tup
 
 
 def _handed_on(points: Sequence[Any], first: int) -> dict[str, Any]:
-    """What split points from `first` on read before they write it, and earlier ones write."""
+    """Values that split points from `first` on read before they write them, and earlier ones write."""
     wanted: set[str] = set()
     written: set[str] = set()
     for point in points[first:]:

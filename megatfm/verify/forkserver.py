@@ -8,7 +8,7 @@ import multiprocessing
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 
-PRELOAD = ["megatfm.verify.rank", "megatfm.engines.native.engine", "torch._dynamo"]
+PRELOAD = ["megatfm.verify.rank_processes", "megatfm.engines.native.engine", "torch._dynamo"]
 """Modules that a rank needs to build an engine and take a step; without them each rank imports the rest itself."""
 
 

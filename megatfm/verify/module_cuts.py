@@ -19,12 +19,13 @@ from megatfm.verify.plugin_styles import promised
 class ModuleCut:
     """dim: of the module's own tensors that is cut, None: they are whole; dims: the same by a tensor's name.
 
-    gradient: of whole tensors. "sequence": a partial one with sequence parallelism; "partial": always a partial one.
+    gradient: of whole tensors. "partial_with_sp": a partial one with sequence parallelism; "partial": always a
+    partial one.
     sends: words such as "input gathered", from which bytes follow; None: not known.
     """
 
     dim: int | None = None
-    gradient: Literal["whole", "sequence", "partial"] = "whole"
+    gradient: Literal["replicated", "partial_with_sp", "partial"] = "replicated"
     sends: tuple[str, ...] | None = ()
     dims: Mapping[str, int] | None = field(default=None, hash=False)
     are_experts: bool = False
@@ -36,133 +37,135 @@ class ModuleCut:
 
 
 GATHERED, SUMMED, WHOLE_OUTPUT = ("input gathered",), ("output summed",), ("output whole",)
-OWN_OUTPUT = ModuleCut(gradient="sequence")
+OWN_OUTPUT = ModuleCut(gradient="partial_with_sp")
 KINDS: Mapping[str, ModuleCut] = {
-    "column": ModuleCut(dim=0),
-    "row": ModuleCut(dim=1, gradient="sequence", sends=SUMMED),
-    "sliced heads": ModuleCut(gradient="partial"),
-    "last dim": ModuleCut(dim=-1),
-    "shared by heads": ModuleCut(gradient="partial"),
-    "enter": ModuleCut(sends=GATHERED),
-    "enter, heads": ModuleCut(dim=-2, sends=GATHERED),
-    "enter output": ModuleCut(sends=("output gathered",)),
-    "sequence": ModuleCut(gradient="sequence"),
-    "sequence output": OWN_OUTPUT,
-    "sequence, gathered": ModuleCut(gradient="sequence", sends=WHOLE_OUTPUT),
-    "sequence sum": ModuleCut(sends=("loss summed",)),
-    "token sum": ModuleCut(sends=("loss summed",)),
-    "summed over parts": ModuleCut(sends=("parts summed",)),
-    "sums of rows": ModuleCut(),
-    "partial output": ModuleCut(sends=SUMMED),
-    "whole": ModuleCut(),
-    "whole input": ModuleCut(sends=("input whole",)),
-    "vocabulary embedding": ModuleCut(dim=0, sends=SUMMED),
-    "vocabulary head": ModuleCut(dim=0, sends=("input gathered", "loss over the vocabulary")),
-    "keys of own tokens": ModuleCut(),
-    "keys of own part": ModuleCut(),
-    "experts": ModuleCut(dim=0, are_experts=True),
-    "enter experts": ModuleCut(sends=GATHERED),
-    "leave experts": ModuleCut(sends=SUMMED),
-    "taken choices": OWN_OUTPUT,
-    "whole choices": ModuleCut(),
-    "own choices": ModuleCut(),
+    "colwise": ModuleCut(dim=0),
+    "rowwise": ModuleCut(dim=1, gradient="partial_with_sp", sends=SUMMED),
+    "replicated_kv_heads": ModuleCut(gradient="partial"),
+    "shard_last_dim": ModuleCut(dim=-1),
+    "replicated_partial_grad": ModuleCut(gradient="partial"),
+    "gather_input": ModuleCut(sends=GATHERED),
+    "gather_input_shard_heads": ModuleCut(dim=-2, sends=GATHERED),
+    "gather_output": ModuleCut(sends=("output gathered",)),
+    "sequence_parallel": ModuleCut(gradient="partial_with_sp"),
+    "split_output": OWN_OUTPUT,
+    "gather_output_replicated": ModuleCut(gradient="partial_with_sp", sends=WHOLE_OUTPUT),
+    "sum_output": ModuleCut(sends=("loss summed",)),
+    "sum_real_tokens": ModuleCut(sends=("loss summed",)),
+    "sum_over_shards": ModuleCut(sends=("parts summed",)),
+    "sum_tokens_by_row": ModuleCut(),
+    "reduce_output": ModuleCut(sends=SUMMED),
+    "replicated": ModuleCut(),
+    "gather_input_replicated": ModuleCut(sends=("input whole",)),
+    "vocab_parallel_embedding": ModuleCut(dim=0, sends=SUMMED),
+    "vocab_parallel_head": ModuleCut(dim=0, sends=("input gathered", "loss over the vocabulary")),
+    "local_token_dropout": ModuleCut(),
+    "local_shard_dropout": ModuleCut(),
+    "expert_parallel": ModuleCut(dim=0, are_experts=True),
+    "gather_expert_input": ModuleCut(sends=GATHERED),
+    "reduce_expert_output": ModuleCut(sends=SUMMED),
+    "split_kept_choices": OWN_OUTPUT,
+    "gather_choices": ModuleCut(),
+    "split_choices": ModuleCut(),
 }
 """Ways to cut a module, by the words that plans use."""
 
 BY_CHANNELS = {"w_gate": 1, "w_up": 1, "b_gate": 1, "b_up": 1, "w_down": 2}
 OTHERWISE: Mapping[tuple[str, str], ModuleCut] = {
-    ("experts", "channels"): ModuleCut(dims=BY_CHANNELS, gradient="partial", are_experts=True),
-    ("experts", "folded"): ModuleCut(are_experts=True),
-    ("enter experts", "folded"): ModuleCut(),
-    ("leave experts", "folded"): ModuleCut(),
-    ("taken choices", "folded"): ModuleCut(),
-    ("whole choices", "folded"): ModuleCut(gradient="sequence", sends=WHOLE_OUTPUT),
-    ("own choices", "folded"): OWN_OUTPUT,
+    ("expert_parallel", "by_channel"): ModuleCut(dims=BY_CHANNELS, gradient="partial", are_experts=True),
+    ("expert_parallel", "folded"): ModuleCut(are_experts=True),
+    ("gather_expert_input", "folded"): ModuleCut(),
+    ("reduce_expert_output", "folded"): ModuleCut(),
+    ("split_kept_choices", "folded"): ModuleCut(),
+    ("gather_choices", "folded"): ModuleCut(gradient="partial_with_sp", sends=WHOLE_OUTPUT),
+    ("split_choices", "folded"): OWN_OUTPUT,
 }
 """The same under other values of `parallel.expert_tp` than "by_expert"."""
 
 Rows = tuple[tuple[str, str], ...]
 
-QKV: Rows = (("", "enter"), ("w[qkv]", "column"), ("wo", "row"))
-NORM: Rows = (("norm", "sequence"),)
-PER_HEAD: Rows = (("", "last dim"),)
-SHARED: Rows = (("", "shared by heads"),)
+QKV: Rows = (("", "gather_input"), ("w[qkv]", "colwise"), ("wo", "rowwise"))
+NORM: Rows = (("norm", "sequence_parallel"),)
+PER_HEAD: Rows = (("", "shard_last_dim"),)
+SHARED: Rows = (("", "replicated_partial_grad"),)
 ROWS: Mapping[str, Rows] = {
-    "HeadsAttention": (*QKV, ("[qk]_norm", "shared by heads")),
+    "HeadsAttention": (*QKV, ("[qk]_norm", "replicated_partial_grad")),
     "LatentAttention": (
         *QKV,
-        *((name, "shared by heads") for name in ("wq_down", "q_norm", "wkv_down", "kv_norm", "wk_rope")),
+        *(
+            (name, "replicated_partial_grad")
+            for name in ("wq_down", "q_norm", "wkv_down", "kv_norm", "wk_rope")
+        ),
     ),
     "LinformerAttention": QKV,
     "CompressedAttention": QKV,
-    "DisentangledAttention": (*QKV, ("w[qk]_position", "column")),
+    "DisentangledAttention": (*QKV, ("w[qk]_position", "colwise")),
     "DisentangledSharedAttention": QKV,
-    "LongformerAttention": (*QKV, ("w[qkv]_global", "column")),
+    "LongformerAttention": (*QKV, ("w[qkv]_global", "colwise")),
     "TwoStreamAttention": (
-        ("", "enter, heads"),
-        ("content", "enter output"),
-        ("w[qkv]", "column"),
-        ("wk_position", "column"),
-        ("wo", "row"),
+        ("", "gather_input_shard_heads"),
+        ("content", "gather_output"),
+        ("w[qkv]", "colwise"),
+        ("wk_position", "colwise"),
+        ("wo", "rowwise"),
     ),
     "Sinks": PER_HEAD,
     "FFN": (
-        ("", "enter"),
-        ("w_gate", "column"),
-        ("w_up", "column"),
-        ("w_down", "row"),
+        ("", "gather_input"),
+        ("w_gate", "colwise"),
+        ("w_up", "colwise"),
+        ("w_down", "rowwise"),
     ),
     "MoE": (
-        ("", "sequence"),
-        ("router", "sequence"),
-        ("real", "sequence output"),
-        ("counted", "sequence sum"),
-        ("total", "sequence sum"),
+        ("", "sequence_parallel"),
+        ("router", "sequence_parallel"),
+        ("real", "split_output"),
+        ("counted", "sum_output"),
+        ("total", "sum_output"),
     ),
     "Experts": (
-        ("", "experts"),
-        ("gathered", "enter experts"),
-        ("whole", "whole choices"),
-        ("own", "own choices"),
-        ("taken", "taken choices"),
-        ("summed", "leave experts"),
+        ("", "expert_parallel"),
+        ("gathered", "gather_expert_input"),
+        ("whole", "gather_choices"),
+        ("own", "split_choices"),
+        ("taken", "split_kept_choices"),
+        ("summed", "reduce_expert_output"),
     ),
-    "ExpertChoiceRouter": (("whole", "sequence, gathered"), ("own", "sequence output")),
-    "TokenSum": (("", "token sum"),),
+    "ExpertChoiceRouter": (("whole", "gather_output_replicated"), ("own", "split_output")),
+    "TokenSum": (("", "sum_real_tokens"),),
     "Convolution": PER_HEAD,
     "SequenceProjection": SHARED,
     "PerHeadSequenceProjection": PER_HEAD,
     "Alibi": PER_HEAD,
     "RelativeBias": PER_HEAD,
     "ShawCore": SHARED,
-    "RelativePositionTable": (("table", "shared by heads"),),
-    "BucketedPositionTable": (("table", "shared by heads"), ("norm", "shared by heads")),
-    "ShardedRMSNorm": (*PER_HEAD, ("total", "summed over parts")),
+    "RelativePositionTable": (("table", "replicated_partial_grad"),),
+    "BucketedPositionTable": (("table", "replicated_partial_grad"), ("norm", "replicated_partial_grad")),
+    "ShardedRMSNorm": (*PER_HEAD, ("total", "sum_over_shards")),
     "PreNorm": NORM,
     "PostNorm": NORM,
-    "DeepNorm": NORM,
-    "SandwichNorm": (*NORM, ("norm_out", "sequence")),
-    "LMHead": (("", "vocabulary head"),),
+    "SandwichNorm": (*NORM, ("norm_out", "sequence_parallel")),
+    "LMHead": (("", "vocab_parallel_head"),),
     "SpanBoundaryHead": (
-        ("", "vocabulary head"),
-        ("positions", "shared by heads"),
-        ("dense[12]", "shared by heads"),
-        ("norm[12]", "shared by heads"),
+        ("", "vocab_parallel_head"),
+        ("positions", "replicated_partial_grad"),
+        ("dense[12]", "replicated_partial_grad"),
+        ("norm[12]", "replicated_partial_grad"),
     ),
     "InputEmbedding": (
-        ("tokens", "vocabulary embedding"),
-        ("positions", "sequence output"),
-        ("segments", "sequence output"),
-        ("norm", "sequence"),
-        ("projection", "sequence"),
+        ("tokens", "vocab_parallel_embedding"),
+        ("positions", "split_output"),
+        ("segments", "split_output"),
+        ("norm", "sequence_parallel"),
+        ("projection", "sequence_parallel"),
     ),
-    "PredictionHeadTransform": (("dense", "shared by heads"), ("norm", "shared by heads")),
-    "SentenceHead": (("", "whole input"), ("*", "whole")),
-    "Discriminator": (("dense", "sequence"), ("verdict", "sequence, gathered")),
-    "FutureHead": (("final_norm", "sequence"),),
+    "PredictionHeadTransform": (("dense", "replicated_partial_grad"), ("norm", "replicated_partial_grad")),
+    "SentenceHead": (("", "gather_input_replicated"), ("*", "replicated")),
+    "Discriminator": (("dense", "sequence_parallel"), ("verdict", "gather_output_replicated")),
+    "FutureHead": (("final_norm", "sequence_parallel"),),
     "Stack": NORM,
-    "TwoStreamStack": (*NORM, ("query", "sequence output")),
-    "EncoderDecoder": (("memory", "enter output"),),
+    "TwoStreamStack": (*NORM, ("query", "split_output")),
+    "EncoderDecoder": (("memory", "gather_output"),),
 }
 """Class → modules in it ("" for itself) and how they are cut."""
 
@@ -173,7 +176,7 @@ def module_cuts(model: nn.Module, parallel: ParallelConfig) -> dict[str, ModuleC
     for owner in model.modules():
         for pattern, kind in _rows(type(owner)):
             for inner, module in owner.named_modules():
-                if bool(inner) == bool(pattern) and fnmatchcase(inner, pattern):
+                if _matches(inner.split(".") if inner else [], pattern.split(".") if pattern else []):
                     spoken.setdefault(module, kind)
     found = {}
     for path, module in model.named_modules():
@@ -182,6 +185,17 @@ def module_cuts(model: nn.Module, parallel: ParallelConfig) -> dict[str, ModuleC
         elif next(_own_tensors(module), None) is not None:
             found[path] = ModuleCut()
     return found
+
+
+def _matches(names: list[str], patterns: list[str]) -> bool:
+    """Whether segments match one by one, `**` written out as any number of `*`."""
+    if "**" in patterns:
+        at = patterns.index("**")
+        return any(
+            _matches(names, [*patterns[:at], *["*"] * times, *patterns[at + 1 :]])
+            for times in range(len(names) + 1)
+        )
+    return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
 
 
 def silent(model: nn.Module) -> str | None:
@@ -217,6 +231,20 @@ def _fitted(kind: str, module: nn.Module, parallel: ParallelConfig) -> ModuleCut
     if parts > 1 and (kind, parallel.expert_tp) in OTHERWISE:
         return OTHERWISE[kind, parallel.expert_tp]
     heads = getattr(module, "heads", None)
-    if kind == "column" and heads and heads % parts and parts % heads == 0:
-        return KINDS["sliced heads"]
+    if kind == "colwise" and heads and heads % parts and parts % heads == 0:
+        return KINDS["replicated_kv_heads"]
     return replace(KINDS[kind])
+
+
+def is_a(module: nn.Module, name: str) -> bool:
+    """Whether a module's class, or one that it is derived from, is ours and has this name."""
+    return any(
+        kind.__name__ == name and kind.__module__.startswith("megatfm.") for kind in type(module).__mro__
+    )
+
+
+def block_paths(model: nn.Module) -> list[str]:
+    """Paths of the layers of all stacks, which are gathered and recomputed one at a time."""
+    return [
+        path for path, _ in model.named_modules() if path.rpartition(".")[0].rpartition(".")[2] == "layers"
+    ]

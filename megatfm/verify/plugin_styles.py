@@ -1,7 +1,6 @@
 """Styles of plugins, of which nobody but their author knows what they send: what they promise in `sends` is held."""
 
-from megatfm.parallel.style import ParallelStyle
-from megatfm.parallel.styles import STYLES
+from megatfm.parallel.styles import STYLES, ParallelStyle
 
 
 def promised(name: str) -> ParallelStyle:

@@ -1,24 +1,27 @@
-"""The single-device side: the plain model, the slow operators, torch's own autograd; no engine, plan or mesh."""
+"""The single-device side: the plain model, slow operators, torch's autograd and one step of the plain optimizer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatfm.config import Config
-from megatfm.layers.attention import DotProductAttention
-from megatfm.layers.attention.patterns import PatternMask
-from megatfm.layers.head import CrossEntropy
-from megatfm.layers.initialisation import initialise, iter_inits
+from megatfm.engines.interface import NeedsShardLocations, OptimizerGroup, ShardLocation
+from megatfm.layers.attention.dot_product import DotProductAttention
+from megatfm.layers.attention.patterns.mask import PatternMask
+from megatfm.layers.initialisation import Normal, draw, initialise, iter_inits
+from megatfm.layers.output_head import CrossEntropy
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.attention import AttentionMask, attention_reference
+from megatfm.ops.attention.mask import AttentionMask
+from megatfm.ops.attention.reference import attention_reference
 from megatfm.ops.cross_entropy import cross_entropy_reference
-from megatfm.ops.initial import Normal, draw
-from megatfm.parallel.forward import replace_forward
+from megatfm.optim.parameters import optimizer_groups
+from megatfm.parallel.layout import replace_forward
 from megatfm.train.build import build_model
-from megatfm.verify.batch import Arrays, objective_for
+from megatfm.verify.shrink import Arrays, objective_for
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class ReferenceStep:
 def perturbation(
     seed: int, name: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
 ) -> Tensor:
-    """What is added to a block of the initial weights on both sides: norms that start at 1 would hide mistakes."""
+    """Noise added to initial weights on both sides: norms that start at 1 would hide mistakes."""
     return draw(Normal(0.1), seed, f"verify {name}", shape, offsets, sizes)
 
 
@@ -86,7 +89,7 @@ def _attention(
     bias: Tensor | None = None,
     seen: AttentionMask | None = None,
 ) -> Tensor:
-    """As `Core.of_heads`, of all heads."""
+    """Replacement of `Core.of_heads` for all heads."""
     rng_keys = core.dropout.head_rng_keys(layout, q.shape[1])
     sinks = None if core.sinks is None else core.sinks.weight
     seen = seen or PatternMask(core.pattern, layout, 0, q.shape[1])
@@ -97,3 +100,68 @@ def _cross_entropy(
     seam: CrossEntropy, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None
 ) -> Tensor:
     return cross_entropy_reference(hidden, weight, targets, bias, seam.variant)
+
+
+CLIPPED = 1e-6
+"""Added to the norm by which gradients are clipped, as torch does."""
+
+
+def plain_weights(config: Config) -> dict[str, Tensor]:
+    """Name → weight [whole shape] before the step, in float64, of those that are trained."""
+    model = build_model(config).double()
+    initialise_perturbed(model, config.train.seed)
+    return {name: weight.data for name, weight in model.named_parameters() if weight.requires_grad}
+
+
+def plain_step(
+    config: Config, model: nn.Module, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Name → weight after the first step of the config's optimizer. model: any that the weights belong to.
+
+    gradients: before they are clipped. Give those that the layout computed: an update amplifies their rounding where
+    they are nearly zero (Adam divides by their size).
+    """
+    norm = torch.stack([gradient.double().norm() for gradient in gradients.values()]).norm()
+    clip = config.optimizer.max_grad_norm
+    factor = clip / (float(norm) + CLIPPED) if clip and norm > clip else 1.0
+    moved = {name: weight.clone() for name, weight in weights.items()}
+    for group in optimizer_groups(config.optimizer, model):
+        of_group = {name: moved[name] for name in group.names if name in moved}
+        _step(
+            group,
+            of_group,
+            {name: gradients[name].to(moved[name]) * factor for name in of_group},
+            config.optimizer.lr,
+        )
+    return moved
+
+
+def _step(
+    group: OptimizerGroup, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], lr: float
+) -> None:
+    """Move weights in place."""
+    if not weights:
+        return
+
+    def parts(name: str, tensor: Tensor) -> list[Tensor]:
+        return list(tensor) if name in group.stacked_names else [tensor]
+
+    split = {name: parts(name, weight) for name, weight in weights.items()}
+    options: list[dict[str, Any]] = []
+    for names, shared in group.parameter_groups(weights):
+        options.append({**shared, "params": [part for name in names for part in split[name]]})
+    optimizer = group.build(options)
+    for shared in optimizer.param_groups:
+        shared["lr"] = lr * shared["lr_ratio"]
+    for name, gradient in gradients.items():
+        for part, of_part in zip(split[name], parts(name, gradient), strict=True):
+            part.grad = of_part.clone()
+    if isinstance(optimizer, NeedsShardLocations):
+        whole = (0,) * 8
+        optimizer.set_shard_locations(
+            {
+                weight: ShardLocation(name, tuple(weight.shape), whole[: weight.dim()])
+                for name, weight in weights.items()
+            }
+        )
+    optimizer.step()

@@ -1,13 +1,16 @@
-"""A config made small enough to be verified in seconds, with everything kept that a layout could get wrong."""
+"""A config made small enough to be verified in seconds, with all that a layout could get wrong, and a batch for it."""
 
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from math import gcd
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import ValidationError
 
+from megatfm import rng
 from megatfm.config import (
     BigBirdPatternConfig,
     ChunkedPatternConfig,
@@ -24,9 +27,12 @@ from megatfm.config import (
     invalid,
 )
 from megatfm.config.attention import AttentionSection
-from megatfm.config.base import Section, unflatten
+from megatfm.config.section import Section, unflatten
+from megatfm.data.packed_rows import pack_in_memory
+from megatfm.data.sequences import DocumentChunk, PackingConfig, needs_own_row
 from megatfm.errors import UsageError
 from megatfm.models import build
+from megatfm.objectives import Objective, SpecialTokens, build_objective, reads_text
 from megatfm.parallel.mesh import SHARD, axis_sizes
 
 MAX_RANKS = 16
@@ -190,13 +196,13 @@ def _sizes_of_pattern(pattern: Section, rows: Rows) -> dict[str, Any]:
             width = _shrunk_size(pattern.width, max(1, fourth // step), 2)
             if pattern.width * pattern.dilation >= before:
                 width = pattern.width * pattern.dilation * length // before // step
-            return {"width": width, "step": step, "first": min(pattern.initial_tokens, 2)}
+            return {"width": width, "dilation": step, "initial_tokens": min(pattern.initial_tokens, 2)}
         case LongformerPatternConfig():
             width = _shrunk_size(pattern.width, fourth, 2)
             tokens = dict.fromkeys(min(token, length // 2) for token in pattern.global_tokens)
             return {
                 "width": width if pattern.width < before else pattern.width * length // before,
-                "tokens": tuple(tokens),
+                "global_tokens": tuple(tokens),
             }
         case ChunkedPatternConfig():
             size = min(pattern.size, max(1, length // 3))  # thirds end nowhere near a rank's part
@@ -205,7 +211,7 @@ def _sizes_of_pattern(pattern: Section, rows: Rows) -> dict[str, Any]:
             return {"stride": min(pattern.stride, eighth)}
         case FixedPatternConfig():
             stride = min(pattern.stride, eighth)
-            return {"stride": stride, "summary": max(1, min(pattern.n_summary_tokens, stride // 3))}
+            return {"stride": stride, "n_summary_tokens": max(1, min(pattern.n_summary_tokens, stride // 3))}
         case BigBirdPatternConfig():
             # Documents of at most `few` blocks are seen whole: a row keeps more blocks than that if it had more.
             random, extra = min(pattern.n_random_blocks, 2), min(pattern.n_global_tokens, eighth)
@@ -218,21 +224,21 @@ def _sizes_of_pattern(pattern: Section, rows: Rows) -> dict[str, Any]:
 
 
 def _block(model: ModelConfig, kind: str, heads_over: int, shards: int, rows: Rows) -> dict[str, Any]:
-    """What the blocks of a kind have otherwise, with its sizes made small as the model's are."""
-    keys, own = unflatten(model.layer_type[kind]), model.type_config(kind)
+    """Keys of a kind of blocks, with sizes made small as the model's are."""
+    keys, layer = unflatten(model.layer_type[kind]), model.type_config(kind)
     if "d_ff" in keys.get("ffn", {}):
-        keys["ffn"] = {**keys["ffn"], "d_ff": _shrunk_size(own.ffn.d_ff, WIDTH, shards)}
+        keys["ffn"] = {**keys["ffn"], "d_ff": _shrunk_size(layer.ffn.d_ff, WIDTH, shards)}
     attention = dict(keys.get("attention", {}))
     if {"n_heads", "n_kv_heads", "head_dim"} & attention.keys():
-        kv_heads = min(own.attention.kv_heads, 2 * heads_over)
-        heads = kv_heads * (own.attention.n_heads // own.attention.kv_heads)
-        attention |= {"n_heads": heads, "head_dim": min(own.head_width, HEAD_DIM)}
-        if isinstance(own.attention, GQAAttentionConfig):
+        kv_heads = min(layer.attention.kv_heads, 2 * heads_over)
+        heads = kv_heads * (layer.attention.n_heads // layer.attention.kv_heads)
+        attention |= {"n_heads": heads, "head_dim": min(layer.head_width, HEAD_DIM)}
+        if isinstance(layer.attention, GQAAttentionConfig):
             attention["n_kv_heads"] = kv_heads
-    sizes = _sizes(own.attention, rows.length, shards)
+    sizes = _sizes(layer.attention, rows.length, shards)
     attention |= {key: sizes[key] for key in attention.keys() & sizes.keys()}
     if "pattern" in attention:
-        pattern = own.attention.pattern
+        pattern = layer.attention.pattern
         attention["pattern"] = {**pattern.model_dump(), **_sizes_of_pattern(pattern, rows)}
     return {**keys, **({"attention": attention} if attention else {})}
 
@@ -265,3 +271,81 @@ def _difference(place: str, old: object, new: object) -> Iterator[str]:
         return
     elif old != new:
         yield f"{place} {'(not set)' if old is None else old} → {new}"
+
+
+Arrays = dict[str, NDArray[Any]]
+
+Documents = Literal["mixed", "short", "long", "one", "sparse"]
+"""Documents of a row. "short": many; "long": two, the second cut off; "one": one as long as the row; "sparse": a short
+one, then padding; "mixed": rows of these kinds by turns."""
+
+BY_TURNS: tuple[Documents, ...] = ("short", "one", "sparse", "long")
+KINDS_OF_DOCUMENTS: tuple[Documents, ...] = get_args(Documents)
+
+
+def objective_for(config: Config) -> Objective:
+    """The objective, with special tokens that every vocabulary has: a third of it are sentinels."""
+    size = config.model.vocab_size
+    if size is None and not reads_text(config.objective.name):
+        return build_objective(config.objective, config.model, None, side_lengths(config))
+    assert size is not None
+    special = SpecialTokens(
+        bos=1,
+        eos=2,
+        pad=0,
+        vocab_size=size,
+        mask=3,
+        cls=4,
+        sep=5,
+        sentinels=range(size - 1, size - 1 - size // 3, -1),
+        word_starts=np.arange(size) % 3 > 0,
+    )
+    return build_objective(config.objective, config.model, special, side_lengths(config))
+
+
+def side_lengths(config: Config) -> tuple[int, ...]:
+    """Lengths of rows by side, for the sides that the config has."""
+    return tuple(n for n in (config.data.sequence_length, config.data.target_length) if n is not None)
+
+
+def random_batch(config: Config, documents: Documents = "mixed") -> Arrays:
+    """The fields of a global batch, and "keys" [global_batch]: documents of such kinds where the objective packs them,
+    one cut off or padding at a row's end."""
+    objective, lengths = objective_for(config), side_lengths(config)
+    seed = config.train.seed
+    across = config.data.attend_across_documents
+    how = PackingConfig(
+        objective, lengths[: len(objective.field_prefixes)], seed, attend_across_documents=across
+    )
+    rows = []
+    for number in range(config.train.global_batch):
+        random = np.random.Generator(rng.bit_generator(seed, "verify", number))
+        kind = BY_TURNS[number % len(BY_TURNS)] if documents == "mixed" else documents
+        pieces = list(random_pieces(config, objective, random, kind))
+        members = [piece.files for piece in pieces] if objective.needs_files else None
+        rows.append(pack_in_memory([piece.tokens for piece in pieces], how, members=members).row(0))
+    fields: Arrays = {field: np.stack([row[field] for row in rows]) for field in rows[0]}
+    return fields | {"keys": rng.row_keys(seed, np.arange(len(rows)))}
+
+
+def random_pieces(
+    config: Config, objective: Objective, random: np.random.Generator, kind: Documents = "short"
+) -> Iterator[DocumentChunk]:
+    """Documents that fill a row, or a part of it. kind: any but "mixed"."""
+    length, filled = min(side_lengths(config)), 0
+    # Tokens of a document, at least and below, and of all documents. One token is too short for some objectives.
+    least, most, wanted = {
+        "short": (2, max(3, length // 6), int(random.integers(length * 3 // 4, length * 3 // 2))),
+        "long": (max(2, length // 2), max(3, length * 3 // 4), length * 3 // 2),
+        "one": (2 * length, 2 * length + 1, 1),
+        "sparse": (2, max(3, length // 6), 1),
+    }[kind]
+    while filled < wanted:
+        if objective.needs_files or not objective.reads_text:
+            piece = objective.random_piece(random)
+        else:
+            piece = DocumentChunk(
+                random.integers(0, config.model.vocab_size or 1, random.integers(least, most))
+            )
+        yield piece
+        filled += wanted if needs_own_row(objective) else len(piece.tokens) + 1

@@ -1,28 +1,28 @@
-"""The comparison: loss, gradient norm, every gradient and every update, a layout's against one process's."""
+"""The comparison: loss, gradient norm, every gradient and update, a layout's against one process's; also of presets."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import gc
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatfm.config import Config
+from megatfm.config import Config, load_config
 from megatfm.engines.interface import PRECISIONS
+from megatfm.errors import MegatfmError, UsageError
 from megatfm.parallel.layout import Chunk
 from megatfm.registry import import_plugins
 from megatfm.train.build import build_model
-from megatfm.verify.batch import Documents, random_batch
 from megatfm.verify.expected import expected_flows, unpredicted
-from megatfm.verify.ledger import TrafficTable
-from megatfm.verify.rank import RankResult
-from megatfm.verify.ranks import RankTeam
-from megatfm.verify.reference import ReferenceStep, reference_step
-from megatfm.verify.shrink import shrink
-from megatfm.verify.traffic import CollectiveTraffic
-from megatfm.verify.update import plain_step, plain_weights
+from megatfm.verify.layouts import LAYOUTS, ONE
+from megatfm.verify.rank_processes import RankResult, RankTeam
+from megatfm.verify.reference import ReferenceStep, plain_step, plain_weights, reference_step
+from megatfm.verify.shrink import Documents, random_batch, shrink
+from megatfm.verify.traffic import CollectiveTraffic, TrafficTable
 
 BlocksOfOne = Sequence[tuple[Chunk, NDArray[np.floating[Any]]]]
 """A rank's blocks of one parameter."""
@@ -65,7 +65,7 @@ class Comparison:
     shrunk: list[str]
     gradients: list[Difference]
     updates: list[Difference]
-    """Of what the optimizer adds to each weight, given the layout's own gradients."""
+    """Differences in what the optimizer adds to each weight, given the layout's own gradients."""
     loss: Difference
     grad_norm: Difference
     flows: list[CollectiveTraffic]
@@ -237,7 +237,7 @@ def _slices(box: Chunk) -> tuple[slice, ...]:
 
 
 def _busiest_rank(answers: Sequence[RankResult]) -> list[CollectiveTraffic]:
-    """For each axis and collective, the flow of the rank that sends most."""
+    """Traffic of the rank that sends most, for each axis and collective."""
     most: dict[tuple[str, str], CollectiveTraffic] = {}
     for answer in answers:
         for flow in answer.flows:
@@ -245,3 +245,58 @@ def _busiest_rank(answers: Sequence[RankResult]) -> list[CollectiveTraffic]:
             if key not in most or flow.sent_bytes > most[key].sent_bytes:
                 most[key] = flow
     return [most[key] for key in sorted(most)]
+
+
+Outcome = Literal["agrees", "refused", "DIFFERENT", "FAILED"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A preset under a layout, and what came of it. text: why it was refused, or what differs."""
+
+    preset: str
+    layout: str
+    outcome: Outcome
+    text: str
+    seconds: float
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the layout is another computation than one process, or failed."""
+        return self.outcome in ("DIFFERENT", "FAILED")
+
+
+def walk(
+    cases: Iterable[tuple[str, str]], overrides: Sequence[str] = (), documents: Documents = "mixed"
+) -> Iterator[Case]:
+    """Verify presets under layouts, by their names; a layout that can't be is refused, as a config's would be."""
+    with RankTeam() as team:
+        for preset, layout in cases:
+            start = time.monotonic()
+            outcome, text = _case(preset, layout, overrides, documents, team)
+            yield Case(preset, layout, outcome, text, time.monotonic() - start)
+            gc.collect()  # models are in cycles with their hooks
+
+
+def _case(
+    preset: str, layout: str, overrides: Sequence[str], documents: Documents, team: RankTeam
+) -> tuple[Outcome, str]:
+    axes = [f"parallel.{key}={value}" for key, value in {**ONE, **LAYOUTS[layout]}.items()]
+    try:
+        config = load_config(preset, [*axes, *overrides])
+        if config.parallel.engine == "native":
+            return _outcome(verify(config, documents, team))
+        return _outcome(verify(config, documents))  # other engines keep global state: processes of their own
+    except UsageError as error:
+        return "refused", str(error)
+    except MegatfmError as error:
+        return "FAILED", str(error)
+
+
+def _outcome(comparison: Comparison) -> tuple[Outcome, str]:
+    if wrong := comparison.wrong:
+        worst = wrong[0]
+        return "DIFFERENT", f"{worst.name} by {worst.error:.1e} (and {len(wrong) - 1} more)"
+    if misses := comparison.traffic_mismatches:
+        return "DIFFERENT", f"{misses[0]} (and {len(misses) - 1} more)"
+    return "agrees", f"{max(one.error for one in comparison.gradients):.1e}"

@@ -25,10 +25,10 @@ from typing import Any
 import torch
 
 from megatfm import checkpoint
-from megatfm.checkpoint.folder import step_from_path
-from megatfm.train.record.metrics import MACHINE_DEPENDENT_KEYS
+from megatfm.checkpoint.directory import step_from_path
+from megatfm.tracking.metrics import MACHINE_DEPENDENT_KEYS
 from tests.e2e.doomed import ENGINES, Kill, fork, free_port, live, wait
-from tests.forks import last_of_each_key
+from tests.support.forked_commands import last_of_each_key
 
 PHASES = ("step", "staging", "write", "metadata", "commit", "retention")
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-import megatfm.train.loop  # noqa: F401  imported before the fork, as all that is slow to import
+import megatfm.train.trainer  # noqa: F401  imported before the fork, as all that is slow to import
 from megatfm import cli
-from megatfm.checkpoint import flow, saver, shard, staging, writer
+from megatfm.checkpoint import chunked_io, file_format, saver, staging, writer
 from tests.e2e.ranks import engine_class
 
 ENGINES = ("native", "deepspeed") if importlib.util.find_spec("deepspeed") else ("native",)
@@ -81,8 +81,8 @@ def live(
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.update(environment)
     if int(environment["WORLD_SIZE"]) >= 4:
-        shard.DIRECT_BYTES = 0
-        flow._in_page_cache = lambda fd, size: False
+        file_format.DIRECT_BYTES = 0
+        chunked_io._in_page_cache = lambda fd, size: False
     output = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -175,4 +175,6 @@ class Events:
 def _half(file: int, data: memoryview) -> memoryview:
     """Of what is written; past the page cache, whole blocks of it."""
     direct = fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT
-    return data[: len(data) // 2 // flow.BLOCK_BYTES * flow.BLOCK_BYTES if direct else len(data) // 2]
+    return data[
+        : len(data) // 2 // chunked_io.BLOCK_BYTES * chunked_io.BLOCK_BYTES if direct else len(data) // 2
+    ]

@@ -18,8 +18,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tests.forks import last_of_each_key
-from tests.workers import PRELOAD
+from tests.support.forked_commands import last_of_each_key
+from tests.support.workers import PRELOAD
 
 PR_SET_PDEATHSIG = 1
 PHASES = ("startup", "step", "evaluation", "save")
@@ -126,7 +126,7 @@ def live(words: list[str], environment: dict[str, str], said: str, fault: Fault 
     sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     import torch
 
-    import megatfm.train.loop  # noqa: F401  slow to import, on a busy machine slower than some test's patience
+    import megatfm.train.trainer  # noqa: F401  slow to import, on a busy machine slower than some test's patience
     from megatfm import cli
 
     torch.set_num_threads(1)
@@ -153,21 +153,21 @@ def engine_class(name: str) -> Any:
 
 def plant(fault: Fault, engine: str) -> None:
     """Make this rank misbehave at the n-th call of what marks the phase; in preflight, what is checked."""
-    from megatfm.checkpoint import shard
-    from megatfm.engines.pipelined import PipelineForwardBackward
-    from megatfm.train import loop
+    from megatfm.checkpoint import file_format
+    from megatfm.engines.pipeline import PipelineForwardBackward
+    from megatfm.train import trainer
 
     if fault.phase in ("preflight", "meeting"):
         globals()[fault.how]()
         return
     place, name, call = {
-        "startup": (loop, "build_engine", 1),
+        "startup": (trainer, "build_engine", 1),
         "step": (engine_class(engine), "forward_backward", 3),
         "tenth step": (engine_class(engine), "forward_backward", 10),
         "evaluation": (engine_class(engine), "evaluate", 2),
         "schedule": (PipelineForwardBackward, "_run_backward", 6),
-        "save": (shard, "write", 1),
-        "second save": (shard, "write", 2),
+        "save": (file_format, "write_safetensors", 1),
+        "second save": (file_format, "write_safetensors", 2),
     }[fault.phase]
     genuine: Callable[..., Any] = getattr(place, name)
     calls = 0
@@ -243,30 +243,30 @@ def gives_up_its_privileges() -> None:
 
 
 def has_little_patience() -> None:
-    from megatfm.parallel import bootstrap
+    from megatfm.parallel import distributed
 
-    bootstrap.RENDEZVOUS_SECONDS = 5.0
+    distributed.RENDEZVOUS_SECONDS = 5.0
 
 
 def has_no_memory() -> None:
-    from megatfm.train.guards import preflight
+    from megatfm.train import startup_checks
 
-    preflight.free_memory = lambda device: 1000
+    startup_checks.free_memory = lambda device: 1000
 
 
 def writes_slowly() -> None:
     """By the clock of the check: a real second more or less would be lost on a busy machine."""
-    from megatfm.train.guards import preflight
+    from megatfm.train import startup_checks
 
-    genuine, clock, late = preflight.probe_disk, preflight.time, 0.0
+    genuine, clock, late = startup_checks.probe_disk, startup_checks.time, 0.0
 
     def slowly(folder: Path, rank: int) -> None:
         nonlocal late
         genuine(folder, rank)
         late += 60.0
 
-    preflight.probe_disk = slowly
-    preflight.time = SimpleNamespace(  # type: ignore[assignment]
+    startup_checks.probe_disk = slowly
+    startup_checks.time = SimpleNamespace(  # type: ignore[assignment]
         perf_counter=lambda: clock.perf_counter() + late, monotonic=clock.monotonic, sleep=clock.sleep
     )
 

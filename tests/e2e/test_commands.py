@@ -1,4 +1,4 @@
-"""The commands as a user types them, in processes that are forked (tests/forks.py)."""
+"""The commands as a user types them, in processes that are forked (tests/support/forked_commands.py)."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from megatfm import cli
 from megatfm.commands import quickstart
 from megatfm.errors import EXIT_OK
 from tests.e2e.test_training import curve, run_training
-from tests.forks import ForkedCommand, megatfm
+from tests.support.forked_commands import ForkedCommand, last_of_each_key, megatfm
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,7 +48,7 @@ def test_what_a_user_does_with_a_run(trained, tmp_path):
     said = tmp_path / "said"
     sampled = megatfm("generate", trained, "--prompt", "def ", "--max-tokens", 20, "--seed", 1, said=said)
     assert sampled.startswith("def ")
-    assert "bits per byte" in megatfm("evaluate", trained, "--compressors", said=said)
+    assert "bits per byte" in megatfm("evaluate", trained, "--baselines", said=said)
     results = json.loads((trained / "evaluation.json").read_text())["sets"]
     in_training = curve(trained)[-1]["evaluation"]
     for name, result in results.items():
@@ -97,23 +97,52 @@ def test_the_quickstart_on_a_folder_of_ones_own(texts, tmp_path):
         assert not quickstart._wait_for_step(started_again, run, 20), "it would be stopped again"
 
 
-def test_the_commands_of_the_readme_run_as_they_stand(texts, tmp_path):
-    """All of the block after "step by step", on less text and for fewer steps than they say."""
-    block = re.search(r"step by step.*?```console\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
-    lines = [line for line in block.splitlines() if line.startswith("megatfm ")]
-    assert [line.split()[1] for line in lines] == ["prep", "launch", "generate", "evaluate", "report"]
-    tiny = "model.d_model=32 model.ffn.d_ff=64 model.n_layers=1 train.steps=4 lr_schedule.warmup_steps=1"
-    less = {"prep": [f"read.folder={texts}"], "launch": tiny.split()}
-    for line in lines:
-        words = shlex.split(line)[1:]
-        megatfm(*words, *less.get(words[0], []), said=tmp_path / "said", cwd=tmp_path)
+TUTORIALS = {
+    "README.md": ["prep", "launch", "generate", "evaluate", "report"],
+    "docs/quickstart.md": ["prep", "launch", "generate", "evaluate", "report"],
+    "docs/tutorials/pretrain-on-your-data.md": ["prep", "prep", "launch", "prep"],
+    "docs/guide/concepts.md": ["train", "config"],
+    "docs/guide/config.md": ["doctor", "config", "describe", "launch"],
+}
+"""Pages in the order in which a newcomer reads them, and the commands on each."""
+TINY = "model.n_layers=1 model.d_model=48 model.ffn.d_ff=64 train.steps=4 lr_schedule.warmup_steps=1"
+LESS = {"prep": "tokenizer.vocab_size=512", "launch": TINY, "train": TINY}
+"""Less text, smaller models and fewer steps than the pages say."""
+
+
+def test_the_commands_of_the_tutorials_run_in_their_order_in_one_folder(texts, tmp_path):
+    """With the files that the pages show: nothing that a page has left behind makes a command of a later one fail."""
+    for file in texts.rglob("*.py"):  # the page takes *.txt and *.md
+        copy = tmp_path / "my-texts" / file.relative_to(texts).with_suffix(".txt")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(file.read_bytes())
+    for page, expected in TUTORIALS.items():
+        text = (ROOT / page).read_text(encoding="utf-8")
+        named = re.findall(
+            r"`([\w-]+\.toml)`(?:;[^`]*)?:\n\n```toml\n(.*?)^```$", text, re.DOTALL | re.MULTILINE
+        )
+        for name, content in named:
+            (tmp_path / name).write_text(content, encoding="utf-8")
+        blocks = "".join(re.findall(r"^```console\n(.*?)^```$", text, re.DOTALL | re.MULTILINE))
+        lines = [shlex.split(line)[1:] for line in blocks.splitlines() if line.startswith("megatfm ")]
+        # What verifies, and what describes a published model, is tested elsewhere.
+        lines = [
+            words for words in lines if words[0] != "verify" and not "".join(words[1:2]).startswith("llama3")
+        ]
+        assert [words[0] for words in lines] == expected, page
+        for words in lines:
+            less = [] if "--dry-run" in words else LESS.get(words[0], "").split()
+            folder = [] if words[1:2] != ["quickstart-data"] else ["read.folder=my-texts"]
+            said = megatfm(*last_of_each_key([*words, *folder, *less]), said=tmp_path / "said", cwd=tmp_path)
+            assert "Traceback" not in said
     assert (tmp_path / "runs/quickstart/report.html").is_file()
+    assert (tmp_path / "runs/mine/metrics.jsonl").is_file()
 
 
 def test_gzip_and_xz_agree_with_the_programs(corpus, tmp_path):
     from megatfm import tokenizers
-    from megatfm.data import Corpus
-    from megatfm.evaluate.compressors import compressors
+    from megatfm.corpus.corpus import Corpus
+    from megatfm.inference.evaluate import compressors
 
     tokenizer = tokenizers.load(corpus / "tokenizer.model")
     held_out = Corpus.open(corpus / "validation")

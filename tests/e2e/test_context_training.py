@@ -8,10 +8,10 @@ import pytest
 
 from megatfm.config import Config
 from megatfm.errors import EXIT_OK, EXIT_REQUEUE
-from megatfm.evaluate.evaluate import evaluate_run
+from megatfm.inference.evaluate import evaluate_run
 from megatfm.parallel import context_attention
 from tests.e2e.test_training import assert_bitwise_equal, curve, run_training, run_until
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 PATIENCE = 300.0  # on a busy machine; it takes a tenth
 

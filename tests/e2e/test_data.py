@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from megatfm.config import Config, load
-from megatfm.data import Mixture
+from megatfm.data.mixture import Mixture
 from megatfm.errors import EXIT_OK, UsageError
 from megatfm.train.corpora import open_corpora, open_tokenizer
-from megatfm.train.loop import train
-from tests.workers import WorkerFailure
+from megatfm.train.trainer import train
+from tests.support.workers import WorkerFailure
 
 WARMUP = """
-warmup = [{ steps = 3, global_batch = 4, sequence_length = 16 }, { steps = 2, sequence_length = 32 }]
+rampup = [{ steps = 3, global_batch = 4, sequence_length = 16 }, { steps = 2, sequence_length = 32 }]
 mixture_schedule = [{ tokens = 1600, weights = { web = 1, code = 3 } }]
 mixture_block_rows = 8
 
@@ -78,6 +78,10 @@ def test_warmups_and_mixtures_resume_exactly(workers: Any, mixed: Any, tmp_path:
     whole = lines(tmp_path / "whole")
     assert [line["tokens"] for line in whole] == [256, 512, 768, 1280, 1792, 2304, 2816, 3328]
     assert all(line["data_wait_seconds"] >= 0 for line in whole)
+    for line in whole:
+        assert all(seconds >= 0 for seconds in line["step_parts"].values()), line
+        assert sum(line["step_parts"].values()) == pytest.approx(line["step_seconds"])
+        assert line["step_parts"]["passes"] > 0.1 * line["step_seconds"]
     for step, ranks in ((2, 1), (4, 2)):
         cut_back(tmp_path / "whole", step)
         assert set(workers.run(run_training, ranks, mixed(exact, run="whole"))) == {EXIT_OK}
@@ -88,7 +92,7 @@ def test_warmups_and_mixtures_resume_exactly(workers: Any, mixed: Any, tmp_path:
     cut_back(tmp_path / "whole", 5)
     with pytest.raises(WorkerFailure, match=r"UsageError: .*data\.mixture: .*resume\.allow"):
         workers.run(run_training, 1, mixed(exact, "data.mixture.code.weight=2", run="whole"))
-    with pytest.raises(WorkerFailure, match=r"UsageError: .*data\.warmup: .*resume\.allow"):
+    with pytest.raises(WorkerFailure, match=r"UsageError: .*data\.rampup: .*resume\.allow"):
         workers.run(run_training, 1, mixed(exact, "data.rampup=[]", run="whole"))
 
 

@@ -21,12 +21,12 @@ from megatfm import checkpoint
 from megatfm.cli import main
 from megatfm.config import Config
 from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE
-from megatfm.train.loop import train
+from megatfm.train.trainer import train
 from tests.e2e.ranks import Fault, Start, free_port
 from tests.e2e.test_training import run_training, run_until
 from tests.e2e.test_trouble import curve, error_after, events, forget_after, same, watched, weights
-from tests.forks import last_of_each_key
-from tests.workers import Workers
+from tests.support.forked_commands import last_of_each_key
+from tests.support.workers import Workers
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: make deepspeed"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.ranks import free_port
-from tests.forks import megatfm
+from tests.support.forked_commands import megatfm
 
 STEPS = 30
 # Three data ranks share a batch of twelve, and so can two.

@@ -1,4 +1,4 @@
-"""A run with the engine of docs/how-to/add-an-engine.md: it trains, resumes to the bit, and goes on under another."""
+"""A run with the engine of docs/extend/models-and-engines.md: it trains, resumes to the bit, and changes engines."""
 
 import json
 import sys
@@ -12,8 +12,8 @@ import torch
 from megatfm import checkpoint
 from megatfm.config import Config
 from megatfm.errors import EXIT_OK
-from megatfm.train.loop import train
-from tests.workers import Workers
+from megatfm.train.trainer import train
+from tests.support.workers import Workers
 
 PLUGINS = Path(__file__).parents[1] / "plugins"
 DDP = ["plugins=['plain_ddp']", "parallel.engine=ddp", "parallel.zero=0", "train.steps=8"]

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import megatfm
 from megatfm import checkpoint, cli
-from megatfm.commands.go_on import continue_from_config
+from megatfm.commands.from_model import continue_from_config
 from megatfm.config import load_config
 from megatfm.convert.convert import convert
 from megatfm.errors import EXIT_OK, UsageError
@@ -139,7 +139,7 @@ def test_the_command_takes_a_model_with_and_without_a_config(
     foreign, corpus, config_file, tmp_path, monkeypatch
 ):
     taken = []
-    monkeypatch.setattr("megatfm.train.loop.train", lambda config, _: taken.append(config) or 0)
+    monkeypatch.setattr("megatfm.train.trainer.train", lambda config, _: taken.append(config) or 0)
     monkeypatch.setattr("megatfm.cli.signal.pthread_sigmask", lambda *args: None)
     run, text = f"run_dir={tmp_path / 'run'}", f"data.train={corpus}/train"
     for words in (["--from", str(foreign), run, text], [str(config_file), run, "--from", str(foreign)]):

@@ -9,7 +9,7 @@ import pytest
 from megatfm.config import Config
 from megatfm.errors import EXIT_OK, EXIT_REQUEUE
 from tests.e2e.test_training import assert_bitwise_equal, curve, run_training, run_until
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 PATIENCE = 300.0  # on a busy machine; it takes a tenth
 

@@ -17,7 +17,7 @@ import torch
 from megatfm import checkpoint
 from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, LOCKED
 from tests.e2e.ranks import Fault, Ranks, Start
-from tests.forks import ForkedCommand
+from tests.support.forked_commands import ForkedCommand
 
 HANG = 6.0
 HOST = socket.gethostname()
@@ -176,7 +176,7 @@ def test_a_rank_that_never_comes_is_named(start: Start) -> None:
         "train.hang_seconds=5", ranks=3, absent=(1,), fault=Fault(-1, "meeting", "has_little_patience")
     )
     assert run.wait(60) == [EXIT_FAILED, EXIT_FAILED]
-    said = "error: rank 1 of 3 never came, within 5 s: see its log, or the machine that it should run on\n"
+    said = "error: rank 1 of 3 did not start within 5 s: check its log or its node\n"
     assert run.said(0).endswith(said)
 
 

@@ -11,7 +11,7 @@ from megatfm import checkpoint
 from megatfm.config import Config
 from megatfm.errors import EXIT_OK
 from tests.e2e.test_training import curve, run_training
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 LAST = "step-00000012"
 

@@ -18,10 +18,10 @@ from megatfm import checkpoint
 from megatfm.config import Config
 from megatfm.engines.interface import LossTotals
 from megatfm.errors import EXIT_OK, MegatfmError
-from megatfm.train.loop import train
-from megatfm.train.record.metrics import MACHINE_DEPENDENT_KEYS
+from megatfm.tracking.metrics import MACHINE_DEPENDENT_KEYS
+from megatfm.train.trainer import train
 from tests.e2e.ranks import engine_class
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 HOST = socket.gethostname()
 MakeConfig = Callable[..., Config]

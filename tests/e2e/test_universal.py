@@ -14,11 +14,11 @@ from megatfm import checkpoint
 from megatfm.cli import main
 from megatfm.config import Config, load
 from megatfm.convert.convert import convert
-from megatfm.convert.table import to_hf
-from megatfm.convert.universal import UniversalFolder, from_universal
+from megatfm.convert.deepspeed_universal import UniversalFolder, from_universal
+from megatfm.convert.weight_mapping import to_hf
 from megatfm.errors import EXIT_OK, UsageError
-from megatfm.train.loop import train
-from tests.workers import Workers
+from megatfm.train.trainer import train
+from tests.support.workers import Workers
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: make deepspeed"
@@ -93,7 +93,7 @@ def test_every_bit_of_weights_and_of_adam_s_state_goes_over_and_a_run_goes_on(
     theirs, *_ = workers.run(train_theirs, 2, tmp_path, stage, timeout=250)
     source, like, ours = tmp_path / "universal", tmp_path / "hf", tmp_path / "ours"
     with pytest.raises(SystemExit) as ended:
-        main(["convert", str(source), str(ours), "--to", "megatfm", "--like", str(like)])
+        main(["convert", str(source), str(ours), "--to", "megatfm", "--hf-config", str(like)])
     assert ended.value.code in (0, None)
     assert "with Adam's state of step 3" in capsys.readouterr().out
     stored = checkpoint.read_tensors(ours / f"checkpoints/step-{STEPS:08d}")

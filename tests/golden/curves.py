@@ -14,17 +14,17 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from megatfm import keyed
+from megatfm import rng
 from megatfm.config import Config
-from megatfm.data.block import pack_in_memory
-from megatfm.data.packing import PackingConfig
-from megatfm.layers.moe import MoE
+from megatfm.data.packed_rows import pack_in_memory
+from megatfm.data.sequences import PackingConfig
+from megatfm.layers.moe.moe import MoE
 from megatfm.objectives import Objective, SpecialTokens, build_objective
-from megatfm.parallel import bootstrap
+from megatfm.optim.lr_schedules import schedule_factor
+from megatfm.parallel import distributed
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine
-from megatfm.train.schedules import schedule_factor
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 FOLDER = Path(__file__).parent
 Curves = dict[str, list[float]]
@@ -48,13 +48,13 @@ SPECIAL = SpecialTokens(
 @cache
 def next_words() -> NDArray[np.int64]:
     """The word that follows each word."""
-    return keyed.permutation(WORDS, "golden", "follows")
+    return rng.permutation(WORDS, "golden", "follows")
 
 
 def document(number: int, length: int) -> NDArray[np.int64]:
     """A text on one topic, in which each token follows from the one before, seven times in eight."""
     follows = next_words()
-    noise = keyed.random_uint64(length + 1, "golden", "document", number)
+    noise = rng.random_uint64(length + 1, "golden", "document", number)
     words = (noise[1:] % np.uint64(WORDS)).astype(np.int64)
     expected = noise[1:] >> np.uint64(61) != 0
     for place in range(1, length):
@@ -79,7 +79,7 @@ def batch(config: Config, objective: Objective, step: int) -> dict[str, torch.Te
         rows.append(packed.row(0))
     fields = {name: torch.from_numpy(np.stack([row[name] for row in rows])) for name in rows[0]}
     positions = step * config.train.global_batch + np.arange(config.train.global_batch)
-    return fields | {"keys": torch.from_numpy(keyed.row_keys(0, positions))}
+    return fields | {"keys": torch.from_numpy(rng.row_keys(0, positions))}
 
 
 def curves(
@@ -163,7 +163,7 @@ def check_float32(workers: Workers, preset: str, config: dict[str, Any]) -> None
 
 def write(models: dict[str, tuple[dict[str, Any], int]]) -> None:
     """Accept a change: preset → its config, and how many steps are golden."""
-    with bootstrap.distributed_session(device="cpu"):
+    with distributed.distributed_session(device="cpu"):
         for preset, (config, steps) in models.items():
             found = curves(config, steps=steps)
             golden(preset).write_text(json.dumps(found, indent=1) + "\n")

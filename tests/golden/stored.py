@@ -13,7 +13,7 @@ from typing import Any
 from megatfm import data_prep
 from megatfm.config import Config, load, load_config
 from megatfm.config.prep import PrepConfig
-from megatfm.train.loop import train
+from megatfm.train.trainer import train
 
 FOLDER = Path(__file__).with_name("stored")
 PRESETS = (
@@ -90,15 +90,18 @@ def variants() -> dict[str, list[str]]:
     common = ["optimizer.max_grad_norm=0.7", "train.seed=3"]
     return {
         "adafactor-linear": ["optimizer={name='adafactor',lr=0.01}", "lr_schedule.name=linear", *common],
-        "adamw-bf16-moments": ["optimizer={name='adamw',lr=0.01,moments_dtype='bf16'}", "lr_schedule.name=wsd", *common],
+        "adamw-bf16-moments": [
+            "optimizer={name='adamw',lr=0.01,moments_dtype='bf16'}", "lr_schedule.name=wsd", *common,
+        ],
         "lamb-inverse-sqrt": ["optimizer={name='lamb',lr=0.01}", "lr_schedule.name=inverse_sqrt", *common],
         "lion": ["optimizer={name='lion',lr=0.01}", "lr_schedule.name=constant", *common],
         "schedule-free": ["optimizer={name='schedule_free_adamw',lr=0.01}", "lr_schedule.name=constant", *common],
         "soap": ["optimizer={name='soap',lr=0.01,precondition_frequency=7,max_precond_dim=512}", *common],
         "layout": [
-            "parallel={pp=2,tp=2,dp_shard=2,pp_schedule='interleaved',virtual_stages=2,cp_method='ulysses',grad_accumulation='unsharded'}",
-            "checkpoint={every=5,keep=2,verify_after_write=false}", "log={layer_stats_every=5,sinks=[]}", "data.read_streams=8",
-            "data.rampup=[{steps=3,global_batch=32}]", "resume.allow=['seed']", *common,
+            "parallel={pp=2,tp=2,dp_shard=2,pp_schedule='interleaved',virtual_stages=2,cp_method='ulysses',"
+            "grad_accumulation='unsharded'}",
+            "checkpoint={every=5,keep=2,verify_after_write=false}", "log={layer_stats_every=5,sinks=[]}",
+            "data.read_streams=8", "data.rampup=[{steps=3,global_batch=32}]", "resume.allow=['seed']", *common,
         ],
         "mixture": [
             "data.train=", "data.mixture={code={path='/corpora/code',weight=2},prose={path='/corpora/prose',weight=1}}",

@@ -11,7 +11,7 @@ import pytest
 
 from megatfm.config import load_config
 from tests.golden.curves import VOCABULARY, WORDS, check, check_float32, check_rate, run, write
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 pytestmark = pytest.mark.timeout(600)
 SMALL = {

@@ -20,7 +20,7 @@ from tests.golden.curves import (
     curves,
     write,
 )
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 LENGTH = 14
 """Tokens of a document, its two marks included."""

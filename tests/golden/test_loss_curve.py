@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 import torch
 
-from megatfm import keyed
+from megatfm import rng
 from megatfm.config import CosineSchedule, ModelConfig, MuonConfig, ParallelConfig
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.models import build
 from megatfm.objectives import Causal, SpecialTokens
-from megatfm.parallel import bootstrap
+from megatfm.optim.lr_schedules import schedule_factor
+from megatfm.optim.parameters import optimizer_groups
+from megatfm.parallel import distributed
 from megatfm.parallel.mesh import build_mesh
-from megatfm.parallel.plan import parallelize
-from megatfm.train.optimizers import optimizer_groups
-from megatfm.train.schedules import schedule_factor
+from megatfm.parallel.parallelize import parallelize
 from tests.golden.curves import FIRST, SEEN, TOLERANCE
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 GOLDEN = Path(__file__).with_name("loss_curve.json")
 STEPS, ROWS, LENGTH, VOCABULARY = 40, 8, 32, 64
@@ -31,8 +31,8 @@ STEPS, ROWS, LENGTH, VOCABULARY = 40, 8, 32, 64
 
 def batch(step: int) -> dict[str, torch.Tensor]:
     """Text in which each token follows from the one before, three times in four."""
-    follows = keyed.permutation(VOCABULARY, "golden", "follows")
-    noise = keyed.random_uint64(ROWS * (LENGTH + 1), "golden", step).reshape(ROWS, LENGTH + 1)
+    follows = rng.permutation(VOCABULARY, "golden", "follows")
+    noise = rng.random_uint64(ROWS * (LENGTH + 1), "golden", step).reshape(ROWS, LENGTH + 1)
     tokens = (noise % np.uint64(VOCABULARY)).astype(np.int64)
     for place in range(1, LENGTH + 1):
         expected = noise[:, place] >> np.uint64(62) != 0
@@ -103,5 +103,5 @@ def test_in_float32_the_first_steps_are_the_same(workers: Workers) -> None:
 
 
 if __name__ == "__main__":
-    with bootstrap.distributed_session(device="cpu"):
+    with distributed.distributed_session(device="cpu"):
         GOLDEN.write_text(json.dumps(golden_curve(3e-3), indent=1) + "\n")

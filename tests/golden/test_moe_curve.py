@@ -12,7 +12,7 @@ import pytest
 
 from megatfm.config import load_config
 from tests.golden.curves import SEEN, TOLERANCE, VOCABULARY, WORDS, curves, wanted, write
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 PRESET, STEPS, GOLDEN = "quickstart-moe", 60, 24
 WARM = 48

@@ -19,10 +19,10 @@ from megatfm.config import Config, load_config
 from megatfm.config.key_migrations import RENAMED_VALUES, migrate
 from megatfm.errors import EXIT_OK
 from megatfm.train import resume
-from megatfm.train.loop import train
+from megatfm.train.trainer import train
 from tests.golden.curves import TOLERANCE
 from tests.golden.stored import FOLDER, PRESETS, stored_config, variants
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 CONFIGS = sorted(FOLDER.glob("*/configs/*.json"))
 RUNS = sorted(FOLDER.glob("*/run"))

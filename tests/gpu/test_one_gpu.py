@@ -13,18 +13,18 @@ from torch import Tensor
 
 from megatfm.checkpoint import Saver, read_tensors
 from megatfm.config import ModelConfig, ParallelConfig
-from megatfm.engines.native.data_parallel import ZeroOptions
+from megatfm.engines.native.cuda_graphs import CudaGraphs
 from megatfm.engines.native.engine import NativeEngine
-from megatfm.engines.native.graphed import CudaGraphs
+from megatfm.engines.native.zero import ZeroOptions
 from megatfm.errors import MegatfmError
 from megatfm.models import build
-from megatfm.models.fp8 import convert_to_fp8
+from megatfm.models.float8 import convert_to_fp8
 from megatfm.ops.cross_entropy import IGNORE, LogitOptions, cross_entropy, cross_entropy_reference
 from megatfm.ops.fp8 import multiplies_fp8
+from megatfm.optim.parameters import optimizer_groups
 from megatfm.parallel.mesh import build_mesh
-from megatfm.parallel.plan import parallelize
-from megatfm.train.optimizers import optimizer_groups
-from megatfm.train.watching.memory import explain_out_of_memory, record_allocations
+from megatfm.parallel.parallelize import parallelize
+from megatfm.train.profiling import explain_out_of_memory, record_allocations
 from tests.parity.test_layouts import (
     ADAMW,
     CAUSAL,
@@ -35,7 +35,7 @@ from tests.parity.test_layouts import (
     one_device,
     one_device_gradients,
 )
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 
 def on_a_gpu(test: Callable[..., None]) -> Callable[..., None]:
@@ -244,7 +244,10 @@ def test_running_out_of_memory_leaves_a_snapshot(tmp_path: Path) -> None:
     """It says which lines of Python the memory went to: those of this file, too."""
     record_allocations()
     held = torch.ones(2**20, device="cuda")
-    with pytest.raises(MegatfmError, match="what is in it: "), explain_out_of_memory(tmp_path, 0):
+    with (
+        pytest.raises(MegatfmError, match="what is in it: "),
+        explain_out_of_memory(tmp_path, 0, torch.device("cuda")),
+    ):
         torch.empty(2**50, dtype=torch.uint8, device="cuda")
     assert Path(__file__).name.encode() in (tmp_path / "memory" / "rank-0.pickle").read_bytes()
     assert held.all()

@@ -10,24 +10,25 @@ import torch
 from torch import Tensor
 
 from megatfm.config import ParallelConfig
-from megatfm.layers.attention.patterns import BigBird, Window
-from megatfm.layers.part import SequenceShard
+from megatfm.layers.attention.patterns.bigbird import BigBird
+from megatfm.layers.attention.patterns.local import Window
+from megatfm.layers.sequence import SequenceShard
 from megatfm.models import xlnet
-from megatfm.ops.attention import blocks
+from megatfm.ops.attention import block_sparse
 from megatfm.parallel import (
     collectives,
-    context,
     context_attention,
-    context_exchange,
-    context_slots,
-    context_tokens,
-    context_wide,
+    context_global_attention,
+    context_parallel,
+    expert_parallel,
+    parallelize,
+    ring_attention,
 )
 from megatfm.parallel.mesh import SHARD, Mesh
 from tests.mutations.test_planted_faults import EVERYTHING, Patch, patch_backward
 from tests.parity import test_layouts, test_pipelines
 from tests.parity.test_context import microbatches, one_device
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 ENCODERS = "patterns of encoders, rows of 11 tokens"
 BELOW_ATTENTION = {"*.embedding.tokens.weight", "*.layers.0.attn*", "*.layers.1.attn.w[kv]*"}
@@ -35,15 +36,15 @@ BELOW_ATTENTION = {"*.embedding.tokens.weight", "*.layers.0.attn*", "*.layers.1.
 
 
 def a_ring_step_is_skipped(patch: Patch) -> None:
-    patch.setattr(context_attention, "merge_partial", lambda out, lse, *_: (out, lse))
+    patch.setattr(ring_attention, "merge_partial", lambda out, lse, *_: (out, lse))
 
 
 def gradients_of_keys_stay_with_the_last_rank(patch: Patch) -> None:
-    real = context_attention._shift
+    real = ring_attention._shift
 
     @dataclass
     class Lost:
-        flight: context_exchange.P2PExchange
+        flight: context_parallel.P2PExchange
 
         def wait(self) -> list[Tensor]:
             return [torch.zeros_like(came) for came in self.flight.wait()]
@@ -54,16 +55,16 @@ def gradients_of_keys_stay_with_the_last_rank(patch: Patch) -> None:
         flight = real(x, contexts, hows)
         return Lost(flight) if is_home else flight
 
-    patch.setattr(context_attention, "_shift", shift)
+    patch.setattr(ring_attention, "_shift", shift)
 
 
 def gradients_of_fetched_keys_stay(patch: Patch) -> None:
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         laid = torch.empty_like(g)
-        laid[:, :, ctx.wanted.permutation] = g
-        return laid[:, :, : g.shape[2] - sum(map(len, ctx.wanted.recv_indices))].clone(), None
+        laid[:, :, ctx.plan.permutation] = g
+        return laid[:, :, : g.shape[2] - sum(map(len, ctx.plan.recv_indices))].clone(), None
 
-    patch_backward(patch, context_exchange._Fetch, backward)
+    patch_backward(patch, context_parallel._Fetch, backward)
 
 
 def a_halo_is_one_short(patch: Patch) -> None:
@@ -82,15 +83,15 @@ def a_random_block_of_the_wrong_head(patch: Patch) -> None:
 
 
 def a_wide_query_is_answered_by_one_rank_alone(patch: Patch) -> None:
-    patch.setattr(context_wide, "merge_partial", lambda out, lse, *_: (out, lse))
+    patch.setattr(context_global_attention, "merge_partial", lambda out, lse, *_: (out, lse))
 
 
 def gradients_of_wide_queries_stay(patch: Patch) -> None:
-    patch.setattr(context_wide, "all_reduce_no_grad", lambda g, group: g)
+    patch.setattr(context_global_attention, "all_reduce_no_grad", lambda g, group: g)
 
 
 def a_stretch_is_not_summed(patch: Patch) -> None:
-    patch.setattr(context, "_summed", lambda x, group: x)
+    patch.setattr(parallelize, "_summed", lambda x, group: x)
 
 
 def a_document_s_boundary_is_lost_at_a_cut(patch: Patch) -> None:
@@ -114,22 +115,22 @@ def dropout_counts_tokens_from_the_cut(patch: Patch) -> None:
 
 
 def a_bias_counts_from_the_cut(patch: Patch) -> None:
-    real = blocks.block_indices
-    patch.setattr(blocks, "block_indices", lambda *where: real(*where[:-2], None, where[-1]))
+    real = block_sparse.block_indices
+    patch.setattr(block_sparse, "block_indices", lambda *where: real(*where[:-2], None, where[-1]))
 
 
 def gradients_of_a_bias_are_of_the_last_step_alone(patch: Patch) -> None:
-    real = context_attention.partial_attention_backward
+    real = ring_attention.partial_attention_backward
 
     def backward(*given: Any) -> Any:
         *rest, of_bias = given
         return real(*rest, of_bias.zero_())
 
-    patch.setattr(context_attention, "partial_attention_backward", backward)
+    patch.setattr(ring_attention, "partial_attention_backward", backward)
 
 
 def a_token_beside_a_span_is_lost_at_a_cut(patch: Patch) -> None:
-    real = context_tokens.fetch
+    real = context_parallel.fetch
 
     def fetch(x: Tensor, wanted: Any) -> Tensor:
         own = torch.isin(
@@ -137,7 +138,7 @@ def a_token_beside_a_span_is_lost_at_a_cut(patch: Patch) -> None:
         )
         return real(x, wanted) * own[:, None]
 
-    patch.setattr(context_tokens, "fetch", fetch)
+    patch.setattr(context_parallel, "fetch", fetch)
 
 
 def keys_of_a_row_are_one_further(patch: Patch) -> None:
@@ -155,30 +156,30 @@ def queries_of_a_stream_count_from_the_cut(patch: Patch) -> None:
 
 
 def parts_of_a_row_count_alike_in_its_slots(patch: Patch) -> None:
-    real = context_slots.all_gather
+    real = expert_parallel.all_gather
 
     def gather(x: Tensor, dim: int, group: Any) -> Tensor:
         return real(x if dim else torch.zeros_like(x), dim, group)
 
-    patch.setattr(context_slots, "all_gather", gather)
+    patch.setattr(expert_parallel, "all_gather", gather)
 
 
 def gradients_of_slots_are_of_one_rank_s_tokens(patch: Patch) -> None:
-    real = context_slots.all_gather
+    real = expert_parallel.all_gather
 
     def gather(x: Tensor, dim: int, group: Any) -> Tensor:
         return collectives.all_gather_replicated(x, dim, group) if dim else real(x, dim, group)
 
-    patch.setattr(context_slots, "all_gather", gather)
+    patch.setattr(expert_parallel, "all_gather", gather)
 
 
 def gradients_of_the_sums_of_slots_stay(patch: Patch) -> None:
-    real = context_slots.all_gather
+    real = expert_parallel.all_gather
 
     def gather(x: Tensor, dim: int, group: Any) -> Tensor:
         return real(x, dim, group) if dim else collectives.all_gather_replicated(x, dim, group)
 
-    patch.setattr(context_slots, "all_gather", gather)
+    patch.setattr(expert_parallel, "all_gather", gather)
 
 
 FAULTS: dict[Callable[[Patch], None], tuple[str, set[str]]] = {

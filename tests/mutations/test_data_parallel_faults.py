@@ -11,18 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatfm.engines import distinct
+from megatfm.engines import gradients
 from megatfm.engines.native import replicated
-from megatfm.engines.native.buckets import Bucket
 from megatfm.engines.native.fully_sharded import FullySharded
-from megatfm.engines.native.replicated import Replicated
+from megatfm.engines.native.replicated import Bucket, Replicated
 from megatfm.layers import dropout
 from megatfm.parallel.mesh import Mesh
 from tests.parity import test_families, test_layouts
 from tests.parity.test_layouts import ADAMW, CAUSAL, LAYOUTS, MODEL
+from tests.support.workers import Workers
 from tests.unit.engines import test_loss_scale
 from tests.unit.engines.native import test_sharing
-from tests.workers import Workers
 
 Patch = pytest.MonkeyPatch
 
@@ -94,26 +93,25 @@ def gathered_weights_are_kept_over_a_step(patch: Patch) -> None:
 
     def begin(self: FullySharded, is_last: bool) -> None:
         real(self, is_last)
-        for stage in self._stages:
-            stage.set_reshard_after_backward(False)  # type: ignore[operator]
+        self._root.set_reshard_after_backward(False)
 
     patch.setattr(FullySharded, "begin", begin)
     patch.setattr(FullySharded, "weights_changed", lambda self, frozen=False: None)
 
 
 def the_norm_counts_copies(patch: Patch) -> None:
-    real = distinct._axes
-    patch.setattr(distinct, "_axes", lambda placement, sharded, copies: real(placement, True, copies))
+    real = gradients._axes
+    patch.setattr(gradients, "_axes", lambda placement, sharded, copies: real(placement, True, copies))
 
 
 def the_norm_is_of_the_own_shard(patch: Patch) -> None:
-    real = distinct._axes
-    patch.setattr(distinct, "_axes", lambda placement, sharded, copies: real(placement, False, copies))
+    real = gradients._axes
+    patch.setattr(gradients, "_axes", lambda placement, sharded, copies: real(placement, False, copies))
 
 
 def one_key_for_all_rows(patch: Patch) -> None:
     real = dropout.rng_keys_of
-    patch.setattr(dropout, "rng_keys_of", lambda layout: torch.zeros_like(real(layout)))
+    patch.setattr(dropout, "rng_keys_of", lambda *how: torch.zeros_like(real(*how)))
 
 
 def the_scale_stays_in_the_gradients(patch: Patch) -> None:
@@ -121,7 +119,7 @@ def the_scale_stays_in_the_gradients(patch: Patch) -> None:
 
 
 def the_scale_is_not_lowered(patch: Patch) -> None:
-    from megatfm.engines.loss_scale import LossScale
+    from megatfm.engines.interface import LossScale
 
     patch.setattr(LossScale, "update", lambda self, finite: None)
 
@@ -180,7 +178,7 @@ def dropout_differs(layout: str) -> bool:
     config = test_families.MODELS["gpt"]
     batch = test_families.batch_for(config)
     with pytest.MonkeyPatch.context() as clean:
-        clean.setattr(dropout, "rng_keys_of", lambda sequence: sequence.rng_keys)
+        clean.setattr(dropout, "rng_keys_of", lambda sequence, _: sequence.rng_keys)
         reference = test_families.build(config).double().train()
         test_families.initialise(reference, 7)
         terms = test_families.PassThroughObjective([])(reference, batch)

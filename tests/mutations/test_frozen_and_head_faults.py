@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from megatfm.config import ParallelConfig
 from megatfm.engines.losses import LossAccumulator, TermWeights
 from megatfm.engines.native.engine import NativeEngine
-from megatfm.engines.pipelined import PipelineForwardBackward
+from megatfm.engines.pipeline import PipelineForwardBackward
 from megatfm.models import build
 from megatfm.parallel import styles
-from megatfm.parallel.style import TensorParallelGroup, layouts
+from megatfm.parallel.collectives import TensorParallelGroup
+from megatfm.parallel.styles import Layouts
 from tests.parity.test_families import MODELS
 from tests.parity.test_frozen import FREEZE, wrong
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 Patch = pytest.MonkeyPatch
 
@@ -59,7 +60,7 @@ def a_head_s_term_is_summed_over_copies(patch: Patch) -> None:
     real = styles.WHOLE_INPUT.apply
     assert real is not None
 
-    def install(module: nn.Module, ranks: TensorParallelGroup, own: layouts) -> None:
+    def install(module: nn.Module, ranks: TensorParallelGroup, own: Layouts) -> None:
         real(module, ranks, own)
         module.register_forward_hook(lambda _, __, output: output * ranks.group.size())
 

@@ -13,17 +13,17 @@ from torch import Tensor, nn
 
 from megatfm.config import Config, ModelConfig, ParallelConfig, load_config
 from megatfm.config.objective import CausalObjective, MaskedObjective, SpanBoundaryObjective
-from megatfm.layers.attention.patterns import Window
-from megatfm.parallel import context_exchange, context_slots, context_tokens, pipeline_cut, style, styles
-from megatfm.parallel.plan import STYLES
-from megatfm.verify.batch import random_batch
+from megatfm.layers.attention.patterns.local import Window
+from megatfm.parallel import context_parallel, expert_parallel, pipeline_stages, styles
+from megatfm.parallel.collectives import TensorParallelGroup
+from megatfm.parallel.parallelize import STYLES
 from megatfm.verify.expected import expected_flows
-from megatfm.verify.rank import _step
-from megatfm.verify.shrink import shrink
+from megatfm.verify.rank_processes import _step
+from megatfm.verify.shrink import random_batch, shrink
 from megatfm.verify.verify import traffic_mismatches_of
 from tests.parity.test_families import MODELS
 from tests.parity.test_traffic import config_of
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 Patch = pytest.MonkeyPatch
 
@@ -36,7 +36,8 @@ def a_window_reaches_eight_times_as_far(patch: Patch) -> None:
 
 
 def a_style_sums_twice_and_says_so(patch: Patch) -> None:
-    def install(module: nn.Module, ranks: style.TensorParallelGroup, own: style.layouts) -> None:
+    def install(module: nn.Module, ranks: TensorParallelGroup, own: styles.Layouts) -> None:
+        assert styles.ROW.apply
         styles.ROW.apply(module, ranks, own)
 
         def twice(_: nn.Module, __: Any, output: Tensor) -> None:
@@ -45,10 +46,10 @@ def a_style_sums_twice_and_says_so(patch: Patch) -> None:
 
         module.register_forward_hook(twice)
 
-    row = style.ParallelStyle(
-        "row", 1, "sequence", apply=install, communication=("output summed", "loss summed")
+    row = styles.ParallelStyle(
+        "rowwise", 1, "partial_with_sp", apply=install, communication=("output summed", "loss summed")
     )
-    patch.setattr(STYLES, "_parts", {**STYLES._parts, "row": row})
+    patch.setattr(STYLES, "_parts", {**STYLES._parts, "rowwise": row})
 
 
 def rewrite(patch: Patch, function: Any, other: Callable[..., Any]) -> None:
@@ -57,18 +58,18 @@ def rewrite(patch: Patch, function: Any, other: Callable[..., Any]) -> None:
 
 
 def experts_get_slots_that_no_row_has(patch: Patch) -> None:
-    rewrite(patch, context_slots.slots_per_rank, lambda slots, ranks: -(-slots // ranks) + 2)
+    rewrite(patch, expert_parallel.slots_per_rank, lambda slots, ranks: -(-slots // ranks) + 2)
 
 
 def stages_are_divided_unequally(patch: Patch) -> None:
-    rewrite(patch, pipeline_cut._balanced, lambda starts, costs, stages: list(starts[1:stages]))
+    rewrite(patch, pipeline_stages._balanced, lambda starts, costs, stages: list(starts[1:stages]))
 
 
 def a_rank_is_dealt_more_of_a_row_than_others(patch: Patch) -> None:
     def uneven(length: int, ranks: int, folded: bool, unit: int = 1) -> list[Tensor]:
         return list(torch.arange(length).tensor_split([length // ranks + 3 + i for i in range(ranks - 1)]))
 
-    rewrite(patch, context_exchange.token_indices.__wrapped__, uneven)
+    rewrite(patch, context_parallel.token_indices.__wrapped__, uneven)
 
 
 def more_tokens_around_spans_are_fetched(patch: Patch) -> None:
@@ -78,7 +79,7 @@ def more_tokens_around_spans_are_fetched(patch: Patch) -> None:
         found = torch.cat([at - left_BS[rows, at], at + right_BS[rows, at]])
         return torch.cat([found, (found + 1).clamp(max=left_BS.shape[1] - 1)]).unique()
 
-    rewrite(patch, context_tokens.span_boundary_indices, around_spans)
+    rewrite(patch, context_parallel.span_boundary_indices, around_spans)
 
 
 MISTRAL = shrink(load_config("mistral-7b-v0.1", ["parallel.cp=2"]))[0].model.with_changes(
@@ -119,7 +120,7 @@ def misses(fault: str | None, config: Config) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         if fault:
             globals()[fault](patch)
-        context_exchange.token_indices.cache_clear()
+        context_parallel.token_indices.cache_clear()
         batch = random_batch(config)
         answer = _step(config, batch, dist.get_world_size())
         expected = expected_flows(config, batch)[dist.get_rank()]

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from megatfm.config import ParallelConfig
-from megatfm.layers.moe import MoE
-from megatfm.parallel import collectives, context, context_experts
-from megatfm.parallel.style import TensorParallelGroup
-from megatfm.train.optimizers import stacked_muon
-from megatfm.train.optimizers.soap import Soap
+from megatfm.layers.moe.moe import MoE
+from megatfm.optim import matrix_optimizers
+from megatfm.optim.matrix_optimizers import Soap
+from megatfm.parallel import collectives, expert_parallel, parallelize
+from megatfm.parallel.collectives import TensorParallelGroup
 from tests.parity import test_experts, test_pipelines
 from tests.parity.test_experts import (
     EP2,
@@ -25,8 +25,8 @@ from tests.parity.test_experts import (
     take_experts_for_everybody_s,
 )
 from tests.parity.test_families import batch_for
-from tests.unit.train.optimizers import test_references
-from tests.workers import Workers
+from tests.support.workers import Workers
+from tests.unit.optim import test_references
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +44,7 @@ def read_gradients_before_they_come(patch: Patch) -> None:
     patch.setattr(
         collectives._Start,
         "backward",
-        staticmethod(lambda ctx, _: (torch.zeros_like(ctx.journey.arrive()), None)),
+        staticmethod(lambda ctx, _: (torch.zeros_like(ctx.exchange.wait()), None)),
     )
 
 
@@ -75,17 +75,17 @@ def count_shared_ones_twice(patch: Patch) -> None:
 
 def limit_parts_of_rows(patch: Patch) -> None:
     """A capacity is filled by the tokens here alone."""
-    patch.setattr(context, "of_whole_rows", lambda moe, contexts: None)
+    patch.setattr(parallelize, "install_moe", lambda moe, contexts: None)
 
 
 def leave_parts_in_the_order_of_ranks(patch: Patch) -> None:
     """A row's choices stand as the ranks do, which have a run from the front and one from the back."""
 
     def unsorted(contexts: Any, choices_BTK: Tensor, sequence: Any) -> Tensor:
-        return genuine(contexts, choices_BTK, sequence)[:, torch.cat(contexts.places(sequence.length))]
+        return genuine(contexts, choices_BTK, sequence)[:, torch.cat(contexts.token_indices(sequence.length))]
 
-    genuine = context_experts._gather_row
-    patch.setattr(context_experts, "_gather_row", unsorted)
+    genuine = expert_parallel._gather_row
+    patch.setattr(expert_parallel, "_gather_row", unsorted)
 
 
 OVER_PARTS = ParallelConfig(dp_shard=1, cp=2, ep=2, zero=0)
@@ -170,12 +170,12 @@ def measure_all_together(patch: Patch) -> None:
             return real(self).expand(len(self), 1, 1)
         return real(self, *args, **options)
 
-    patch.setattr(stacked_muon.Tensor, "norm", norm)
+    patch.setattr(matrix_optimizers.Tensor, "norm", norm)
 
 
 def turn_all_alike(patch: Patch) -> None:
     """SOAP's matrices have the mean covariance of the stack."""
-    real = Soap._measure
+    real = Soap._update_covariances
 
     def measure(self: Soap, weight: Tensor, group: dict[str, Any], sides: list[str]) -> None:
         real(self, weight, group, sides)
@@ -183,7 +183,7 @@ def turn_all_alike(patch: Patch) -> None:
             state = self.state[weight]
             state[side] = state[side].mean(0, keepdim=True).expand_as(state[side]).clone()
 
-    patch.setattr(Soap, "_measure", measure)
+    patch.setattr(Soap, "_update_covariances", measure)
 
 
 @pytest.mark.parametrize(("name", "fault"), [("muon", measure_all_together), ("soap", turn_all_alike)])

@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from megatfm.config import ModelConfig, ParallelConfig
+from megatfm.engines import base
 from megatfm.engines.losses import LossAccumulator
-from megatfm.engines.native import engine as native
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.ops.cross_entropy import _ChunkedCrossEntropy
-from megatfm.parallel import collectives, styles, vocabulary
+from megatfm.parallel import collectives, styles
 from megatfm.parallel.layout import Chunk, TensorLayout
 from megatfm.parallel.mesh import Mesh
 from tests.parity import test_layouts
 from tests.parity.test_layouts import LAYOUTS, MODEL, TIED, WORLD
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 Patch = pytest.MonkeyPatch
 Backward = Callable[..., tuple[Any, ...]]
@@ -38,7 +38,7 @@ def patch_backward(patch: Patch, function: type[torch.autograd.Function], backwa
 
 
 def forget_partial_gradients(patch: Patch) -> None:
-    patch.setattr(native, "all_reduce_partial_gradients", lambda *_: None)
+    patch.setattr(base, "all_reduce_partial_gradients", lambda *_: None)
 
 
 def sum_what_is_whole_already(patch: Patch) -> None:
@@ -138,7 +138,7 @@ def keep_all_tokens_of_an_embedding_shard(patch: Patch) -> None:
 
 
 def normalise_over_own_tokens(patch: Patch) -> None:
-    patch.setattr(vocabulary, "all_gather_no_grad", lambda x, group: x[None])
+    patch.setattr(styles, "all_gather_no_grad", lambda x, group: x[None])
 
 
 FAULTS: dict[Callable[[Patch], None], tuple[str, ModelConfig, set[str]]] = {

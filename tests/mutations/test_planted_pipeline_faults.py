@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatfm.config import ParallelConfig
-from megatfm.engines import prepare, split_backward
-from megatfm.engines.pipelined import PipelineForwardBackward
-from megatfm.engines.ties import TiedParameters
+from megatfm.engines import base, passes
+from megatfm.engines.pipeline import PipelineForwardBackward
+from megatfm.engines.state import TiedParameters
 from megatfm.models import build
 from tests.parity.test_pipelines import block, case, errors, make_engine, microbatches, reference
-from tests.workers import WorkerFailure, Workers
+from tests.support.workers import WorkerFailure, Workers
 
 Patch = pytest.MonkeyPatch
 
@@ -43,12 +43,12 @@ def count_ties_on_each_rank(patch: Patch) -> None:
 
 def name_layers_from_each_stage_on(patch: Patch) -> None:
     """As if every stage's first layer were the model's."""
-    real = prepare.draw
+    real = base.draw
 
     def draw(initial: Any, seed: int, name: str, *box: Any) -> Tensor:
         return real(initial, seed, name.replace("layers.1", "layers.0") if dist.get_rank() else name, *box)
 
-    patch.setattr(prepare, "draw", draw)
+    patch.setattr(base, "draw", draw)
 
 
 def take_the_next_micro_batch(patch: Patch) -> None:
@@ -97,12 +97,12 @@ def take_the_last_loss_only(patch: Patch) -> None:
 
 def forget_weights_off_the_way(patch: Patch) -> None:
     """What torch's own stages do."""
-    real = split_backward._branching
+    real = passes._branching
 
     def branching(*args: Any) -> Any:
-        return [(w, nodes) for w, nodes in real(*args) if split_backward.NOT_ON_INPUT_PATH not in nodes]
+        return [(w, nodes) for w, nodes in real(*args) if passes.NOT_ON_INPUT_PATH not in nodes]
 
-    patch.setattr(split_backward, "_branching", branching)
+    patch.setattr(passes, "_branching", branching)
 
 
 FAULTS: dict[Callable[[Patch], None], tuple[int, str, ParallelConfig, set[str]]] = {

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.unwritten import memory_of_nan
-from tests.workers import Workers
+from tests.support.uninitialized_memory import memory_of_nan
+from tests.support.workers import Workers
 
 
 @pytest.fixture(autouse=True)

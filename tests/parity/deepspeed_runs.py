@@ -20,11 +20,10 @@ from megatfm.config import Config, load_config
 from megatfm.engines.interface import Engine
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine
-from megatfm.verify.batch import objective_for, random_batch
-from megatfm.verify.rank import _microbatches
+from megatfm.verify.rank_processes import _microbatches
 from megatfm.verify.reference import perturbation, reference_step
-from megatfm.verify.shrink import shrink
-from tests.workers import Workers
+from megatfm.verify.shrink import objective_for, random_batch, shrink
+from tests.support.workers import Workers
 
 FAMILIES = {
     "decoder": "quickstart",

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatfm import checkpoint
-from megatfm.atomic import atomic_write
 from megatfm.config import Config
 from megatfm.engines.interface import Engine
-from megatfm.verify.batch import objective_for, random_batch
-from megatfm.verify.rank import _microbatches
+from megatfm.files import atomic_write
+from megatfm.verify.rank_processes import _microbatches
+from megatfm.verify.shrink import objective_for, random_batch
 from tests.parity.deepspeed_runs import ALONE, OPTIMIZERS, engine_of, in_precision, small, take, weights
 
 SMALLEST = 512

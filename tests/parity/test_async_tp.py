@@ -31,7 +31,7 @@ from tests.parity.test_layouts import (
     one_device,
     one_device_gradients,
 )
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 BIASED = {"attention.bias": True, "ffn.bias": True}
 BLOCK = MODEL.with_changes({"n_layers": 1})

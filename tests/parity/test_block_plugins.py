@@ -8,15 +8,15 @@ from torch import nn
 
 from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.engines.native.engine import NativeEngine
+from megatfm.layers.block import auxiliary_losses
 from megatfm.layers.initialisation import initialise
-from megatfm.layers.terms import auxiliary_losses
 from megatfm.models import build
-from megatfm.objectives.registry import DECODER_ONLY, ENCODER_DECODER, ObjectiveWithAuxiliaryLosses
+from megatfm.objectives.base import DECODER_ONLY, ENCODER_DECODER, ObjectiveWithAuxiliaryLosses
 from tests.parity import test_layouts, test_pipelines
-from tests.parity.cells import cells
 from tests.parity.test_families import SMALL, PassThroughObjective, batch_for
 from tests.plugins import plugin
-from tests.workers import Workers
+from tests.support.grids import cells
+from tests.support.workers import Workers
 
 for part in ("dilated", "chosen"):
     plugin(part)

@@ -1,6 +1,6 @@
 """What `make test` leaves out of a grid is in another case, and every row and column is seen without it."""
 
-from tests.parity.cells import SLOW, cells, dealt
+from tests.support.grids import SLOW, cells, dealt
 
 GRID = {"a": ["w", "x", "y"], "b": ["x", "y", "z"], "c": ["x"], "d": ["x", "w"]}
 

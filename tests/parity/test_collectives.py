@@ -17,8 +17,8 @@ from torch.distributed import ProcessGroup
 from megatfm.ops.cross_entropy import LogitOptions, cross_entropy_reference
 from megatfm.parallel import collectives
 from megatfm.parallel.collectives import all_reduce_no_grad
-from megatfm.parallel.vocabulary import vocab_parallel_cross_entropy, vocab_parallel_embedding
-from tests.workers import Workers
+from megatfm.parallel.styles import vocab_parallel_cross_entropy, vocab_parallel_embedding
+from tests.support.workers import Workers
 
 Form = Literal["sharded", "replicated", "partial"]
 

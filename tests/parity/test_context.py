@@ -10,12 +10,12 @@ from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
-from megatfm.ops.attention import blocks
+from megatfm.ops.attention import block_sparse
 from tests.parity import test_experts, test_families, test_layouts, test_patterns, test_pipelines
-from tests.parity.cells import SLOW, cells
 from tests.parity.test_families import BERT, DROPPED, SMALL, PassThroughObjective, batch_for
-from tests.unwritten import memory_of_nan
-from tests.workers import Workers
+from tests.support.grids import SLOW, cells
+from tests.support.uninitialized_memory import memory_of_nan
+from tests.support.workers import Workers
 
 ROWS = 4
 DECODER = {**SMALL, **DROPPED, "attention.n_kv_heads": 2}
@@ -240,7 +240,7 @@ def one_device(name: str) -> tuple[ModelConfig, dict[str, Tensor], nn.Module, An
     batch = {field: values[1::2] for field, values in batch.items()}
     if "prefix" in name:
         batch["prefix"] = (batch["positions"] < 2) & (batch["documents"] >= 0)
-    if "boundary" in config.heads:  # spans of three and of one, also where a row is cut
+    if "boundary" in config.extra_heads:  # spans of three and of one, also where a row is cut
         for row, at in enumerate((4, 4, 5, 5)):
             batch["span_left"][row, at : at + 3] = torch.tensor([1, 2, 3])
             batch["span_right"][row, at : at + 3] = torch.tensor([3, 2, 1])
@@ -269,7 +269,7 @@ def compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
     """Loss and every gradient of these layouts, on memory of NaN; those that were compared. Kernels have blocks of four
     tokens, so that a rank's part is several, of which queries see some."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "SIZE", 4)
+        patch.setattr(block_sparse, "SIZE", 4)
         return compare_layouts(name, layouts)
 
 

@@ -13,12 +13,12 @@ from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
 from megatfm.objectives import Objective
-from megatfm.ops.attention import blocks
+from megatfm.ops.attention import block_sparse
 from megatfm.parallel import context_attention
 from tests.parity import test_experts, test_layouts, test_pipelines
-from tests.parity.cells import SLOW
 from tests.parity.test_families import PassThroughObjective
-from tests.workers import Workers
+from tests.support.grids import SLOW
+from tests.support.workers import Workers
 
 BLOCK = 4
 RUN = 10
@@ -87,7 +87,7 @@ def compare(names: Sequence[str], asked: Sequence[str], ranks: int) -> dict[tupl
     took: dict[tuple[str, str], set[str]] = defaultdict(set)
     batch = batch_of(KINDS, 2 * ranks * RUN + 1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "SIZE", BLOCK)
+        patch.setattr(block_sparse, "SIZE", BLOCK)
         for name in names:
             config, model, objective, loss = one_device(name, batch)
             for way in asked:

@@ -9,9 +9,9 @@ from torch import Tensor
 from megatfm import checkpoint
 from megatfm.config import ParallelConfig
 from tests.parity import test_layouts
-from tests.parity.cells import SLOW
 from tests.parity.test_context import MODELS, PATTERNS, microbatches, one_device
-from tests.workers import Workers
+from tests.support.grids import SLOW
+from tests.support.workers import Workers
 
 RATE = 1e-2
 BOUND = 1e-9

@@ -18,10 +18,10 @@ from megatfm.config.objective import (
     SpanCorruptionObjective,
 )
 from tests.parity import test_layouts, test_pipelines
-from tests.parity.cells import SLOW
 from tests.parity.test_context import LAYOUTS, MODELS, ONE, compare, microbatches, one_device
 from tests.parity.test_traffic import config_of, missed
-from tests.workers import Workers
+from tests.support.grids import SLOW
+from tests.support.workers import Workers
 
 
 def compare_recomputed(names: Sequence[str]) -> None:

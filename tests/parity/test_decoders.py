@@ -21,7 +21,7 @@ from transformers.models.switch_transformers import modeling_switch_transformers
 from transformers.models.t5 import modeling_t5
 
 from megatfm.config import ModelConfig
-from tests.parity.oracle import Figures, Pair, doubled, hold_to_the_docs, pair
+from tests.support.reference_gradients import Figures, Pair, doubled, hold_to_the_docs, pair
 
 VOCABULARY, LENGTHS, PACKED = 47, (13, 9, 11), (5, 1, 7)
 MODULES = (
@@ -260,7 +260,7 @@ DOCUMENTED = {
     "t5": ["t5-base"],
     "t5-v1.1": ["t5-v1.1-base"],
 }
-"""The rows of docs/zoo.md whose figures are measured here."""
+"""The rows of docs/guide/models.md whose figures are measured here."""
 
 
 @pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])

@@ -25,7 +25,7 @@ from tests.parity.deepspeed_runs import (
     take,
 )
 from tests.parity.deepspeed_state import behave, hand_on, in_files, optimizers, pairs, save_first
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: make deepspeed"
@@ -60,7 +60,7 @@ SOME: dict[str, tuple[int, list[Config]]] = {
 }
 """Each stage, layout and family once: steps, and cases of one layout."""
 MORE: dict[str, tuple[int, list[Config]]] = {
-    "zbv": (10, [case("decoder", zero=1, dp_shard=2, pp=2, schedule="zbv")]),
+    "zbv": (10, [case("decoder", zero=1, dp_shard=2, pp=2, pp_schedule="zbv")]),
     "experts, contexts": (10, [case("moe", zero=stage, dp_shard=2, ep=2, cp=2) for stage in (1, 3)]),
     "experts, pipelines": (10, [case("moe", zero=0, dp_shard=2, ep=2, pp=2)]),
     "windows, contexts": (10, [case("windows", zero=1, dp_shard=1, cp=2)]),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megatfm.config import ModelConfig
 from megatfm.models import build
 from tests.parity.dense import Dense, slopes
-from tests.parity.oracle import perturb
+from tests.support.reference_gradients import perturb
 
 VOCABULARY = 23
 SMALL = {

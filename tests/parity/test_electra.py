@@ -13,11 +13,11 @@ import transformers
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
-from megatfm.convert import to_hf
-from megatfm.convert.pair import SHARED, exported_models
+from megatfm.convert.electra_pair import SHARED, exported_models
+from megatfm.convert.weight_mapping import to_hf
 from megatfm.models import build
-from tests.parity.oracle import VANISHING, Figures, doubled, pair, perturb
 from tests.parity.test_encoders import BERT, PAD, VOCABULARY, draw
+from tests.support.reference_gradients import VANISHING, Figures, doubled, pair, perturb
 
 WEIGHT, LENGTHS = 50.0, (13, 9, 11)
 CONFIG = ModelConfig.from_dotted(

@@ -10,7 +10,7 @@ from transformers.models.deberta_v2 import modeling_deberta_v2
 from transformers.models.modernbert import modeling_modernbert
 
 from megatfm.config import ModelConfig
-from tests.parity.oracle import Figures, Pair, doubled, hold_to_the_docs, pair
+from tests.support.reference_gradients import Figures, Pair, doubled, hold_to_the_docs, pair
 
 VOCABULARY, LENGTHS = 47, (13, 9, 11)
 PAD = 1
@@ -175,7 +175,7 @@ PRESETS = {
     "electra-generator": ["electra-small", "electra-base", "electra-large"],
     "electra-discriminator": ["electra-small", "electra-base", "electra-large"],
 }
-"""The rows of docs/zoo.md whose figures are measured here."""
+"""The rows of docs/guide/models.md whose figures are measured here."""
 
 
 @pytest.mark.parametrize("model", MODELS)

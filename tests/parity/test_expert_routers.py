@@ -11,7 +11,7 @@ from megatfm.config import ModelConfig, ParallelConfig
 from tests.parity import test_experts
 from tests.parity.test_experts import CONTEXTS, EXPERTS_OVER_RANKS, MOE, OTHER_SCHEDULES, TP_OTHERWISE, V3
 from tests.parity.test_families import SMALL
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +43,7 @@ def model(**ffn: Any) -> ModelConfig:
     )
 
 
-MODELS = {"every router": model(), "every router, limited": model(capacity=0.6)}
+MODELS = {"every router": model(), "every router, limited": model(capacity_factor=0.6)}
 BESIDE = ("ep2 × replicas", "ep2 × tp2", "ep2 × pp2, 1f1b", "ep2 × pp2, zbv")
 ACROSS = ("ep4 of 2 × tp2, zero3", "ep2 × tp2 by channels, zero3")
 SHARED = {

@@ -16,26 +16,27 @@ from torch.distributed.fsdp import FSDPModule
 from megatfm import checkpoint
 from megatfm.config import Config, ModelConfig, ParallelConfig
 from megatfm.config.objective import CausalObjective, MaskedObjective, SpanCorruptionObjective
-from megatfm.engines.native import engine as native
+from megatfm.engines import base
 from megatfm.engines.native.engine import NativeEngine
+from megatfm.layers.block import auxiliary_losses
 from megatfm.layers.initialisation import initialise
-from megatfm.layers.moe import Experts, MoE
-from megatfm.layers.terms import auxiliary_losses
+from megatfm.layers.moe.experts import Experts
+from megatfm.layers.moe.moe import MoE
 from megatfm.models import build
-from megatfm.objectives.registry import DECODER_ONLY, ENCODER_DECODER, ObjectiveWithAuxiliaryLosses
-from megatfm.parallel import collectives, experts, styles
+from megatfm.objectives.base import DECODER_ONLY, ENCODER_DECODER, ObjectiveWithAuxiliaryLosses
+from megatfm.parallel import collectives, expert_parallel
+from megatfm.parallel.collectives import TensorParallelGroup
 from megatfm.parallel.mesh import DENSE_DATA_AXES, Mesh
-from megatfm.parallel.style import TensorParallelGroup
 from megatfm.verify.verify import verify
 from tests.parity import test_layouts, test_pipelines, test_traffic
-from tests.parity.cells import SLOW, cells
 from tests.parity.test_families import SMALL, PassThroughObjective, batch_for
-from tests.workers import Workers
+from tests.support.grids import SLOW, cells
+from tests.support.workers import Workers
 
 Patch = pytest.MonkeyPatch
 
 SPARSE = {**SMALL, "dropout": 0.2, "layer_types": ["plain", "sparse"], "layer_type.plain": {}}
-ALL = {"balance": 0.3, "sequence_balance": 0.2, "z_loss": 0.1}
+ALL = {"aux_loss_coef": 0.3, "seq_aux_loss_coef": 0.2, "z_loss_coef": 0.1}
 MOE = {"name": "moe", "d_ff": 24, "n_experts": 12, "top_k": 2}
 BIASED = {**MOE, "bias": True, "activation": "clamped_swiglu"}
 V3 = {
@@ -64,11 +65,11 @@ MODELS = {
             "layer_type.sparse.ffn": {
                 **BIASED,
                 "n_shared_experts": 2,
-                "router": {**V3, "sequence_balance": 0.2},
+                "router": {**V3, "seq_aux_loss_coef": 0.2},
             }
         },
         **{"attention.qk_norm": "all_heads"},
-        future_tokens=1,
+        n_mtp_heads=1,
     ),
     "switch": ModelConfig.from_dotted(
         **SPARSE,
@@ -296,7 +297,7 @@ TP_OTHERWISE = {
         "ep4 of tp4": with_tp(3, dp_shard=1, tp=4, ep=4, expert_tp="folded"),
         "ep2 of tp2 × replicas": with_tp(3, dp_shard=1, dp_replicate=2, ep=2, expert_tp="folded"),
         **{
-            f"ep2 of tp2 × pp2, {s}": with_tp(3, dp_shard=1, pp=2, ep=2, expert_tp="folded", schedule=s)
+            f"ep2 of tp2 × pp2, {s}": with_tp(3, dp_shard=1, pp=2, ep=2, expert_tp="folded", pp_schedule=s)
             for s in ("1f1b", "zbv")
         },
         "tp2 by channels × pp2": with_tp(3, dp_shard=1, pp=2, expert_tp="by_channel"),
@@ -454,7 +455,7 @@ def forget_the_weights_other_shares(patch: Patch) -> None:
 
 def take_experts_for_everybody_s(patch: Patch) -> None:
     """Gradients of experts are summed over ranks that hold others."""
-    patch.setattr(styles, "EXPERT_DATA_AXES", DENSE_DATA_AXES)
+    patch.setattr(expert_parallel, "EXPERT_DATA_AXES", DENSE_DATA_AXES)
 
 
 def average_over_the_ranks_of_experts(patch: Patch) -> None:
@@ -467,18 +468,18 @@ def average_over_the_ranks_of_experts(patch: Patch) -> None:
 
 
 def leave_rows_in_the_order_of_experts(patch: Patch) -> None:
-    genuine = experts.expert_order
+    genuine = expert_parallel.expert_order
 
     def unsorted(counts_PE: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         order_R, _ = genuine(counts_PE, rows)
         return order_R, torch.arange(rows)
 
-    patch.setattr(experts, "expert_order", unsorted)
+    patch.setattr(expert_parallel, "expert_order", unsorted)
 
 
 def bring_gradients_back_in_another_order(patch: Patch) -> None:
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        gradient = collectives._exchange(gradient, ctx.received, ctx.sent, ctx.group)
+        gradient = collectives.all_to_all_no_grad(gradient, ctx.received, ctx.sent, ctx.group)
         return gradient.flip(0), None, None, None
 
     patch.setattr(collectives._ExchangeRows, "backward", staticmethod(backward))
@@ -505,7 +506,7 @@ OF_EXPERTS_ALONE: dict[Callable[[Patch], None], ParallelConfig] = {
 def wrong(fault: str | None, parallel: ParallelConfig, name: str = "top-k") -> set[str]:
     with pytest.MonkeyPatch.context() as patch:
         if fault == count_one_rank_s_choices.__name__:
-            patch.setattr(native.ModuleState, "update", of_one_rank(native.ModuleState.update))
+            patch.setattr(base.ModuleState, "update", of_one_rank(base.ModuleState.update))
         elif fault:
             globals()[fault](patch)
         model, objective, _ = one_device(MODELS[name], batch_for(MODELS[name]))
@@ -537,7 +538,7 @@ def test_a_planted_fault_of_experts_is_found(workers: Workers, fault: Callable[[
 
 def send_gradients_as_many_as_tokens(patch: Patch) -> None:
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return collectives._exchange(gradient, ctx.sent, ctx.received, ctx.group), None, None, None
+        return collectives.all_to_all_no_grad(gradient, ctx.sent, ctx.received, ctx.group), None, None, None
 
     patch.setattr(collectives._ExchangeRows, "backward", staticmethod(backward))
 

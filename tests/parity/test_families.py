@@ -16,7 +16,6 @@ from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
 from megatfm.objectives import Objective
-from tests.parity.cells import cells
 from tests.parity.test_layouts import (
     ADAMW,
     LENGTH,
@@ -27,7 +26,8 @@ from tests.parity.test_layouts import (
     make_engine,
     microbatches,
 )
-from tests.workers import Workers
+from tests.support.grids import cells
+from tests.support.workers import Workers
 
 SMALL = {"vocab_size": 95, "d_model": 32, "n_layers": 2, "attention.n_heads": 4, "ffn.d_ff": 48}
 DROPPED = {"dropout": 0.2, "attention.dropout": 0.1, "ffn.dropout": 0.1, "drop_path": 0.3}
@@ -49,7 +49,7 @@ MODELS = {
     "gpt": ModelConfig.from_dotted(
         **SMALL,
         **DROPPED,
-        future_tokens=1,
+        n_mtp_heads=1,
         **{
             "norm.name": "layer_norm",
             "ffn.activation": "gelu_tanh",
@@ -89,7 +89,7 @@ MODELS = {
         },
     ),
     "bert": ModelConfig.from_dotted(
-        **SMALL, **DROPPED, **BERT, family="encoder", heads={"sentence": {}, "boundary": {}}
+        **SMALL, **DROPPED, **BERT, family="encoder", extra_heads={"sentence": {}, "boundary": {}}
     ),
     "albert": ModelConfig.from_dotted(
         **SMALL, **DROPPED, **BERT, family="encoder", distinct_layers=1, **{"embedding.dim": 16}

@@ -8,7 +8,7 @@ from megatfm.config import ParallelConfig
 from megatfm.errors import UsageError
 from megatfm.layers.linear import Linear
 from megatfm.models import build
-from megatfm.models.fp8 import check_sharded_shapes, convert_to_fp8, fp8_linears
+from megatfm.models.float8 import check_sharded_shapes, convert_to_fp8, fp8_linears
 from megatfm.ops import fp8
 from tests.parity import test_pipelines as pipelines
 from tests.parity.test_layouts import (
@@ -23,7 +23,7 @@ from tests.parity.test_layouts import (
     one_device,
     one_device_gradients,
 )
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 FOUR = MODEL.with_changes({"n_layers": 4})
 BIASES = FOUR.with_changes({"attention.bias": True, "ffn.bias": True})

@@ -14,10 +14,10 @@ from megatfm.models import build
 from megatfm.train.build import freeze
 from megatfm.verify.verify import verify
 from tests.parity import test_layouts, test_pipelines
-from tests.parity.cells import SLOW, cells
 from tests.parity.test_families import MODELS, PassThroughObjective, batch_for
 from tests.parity.test_layouts import ADAMW, block
-from tests.workers import Workers
+from tests.support.grids import SLOW, cells
+from tests.support.workers import Workers
 
 BELOW = ("*.embedding.*", "*.layers.0.*", "*.layers.1.attn.*")
 FREEZE = {"llama": BELOW, "bert": BELOW, "t5": ("encoder.*",)}
@@ -142,7 +142,7 @@ def test_the_rest_is_trained_as_on_one_device(
         pytest.param({"dp_shard": 2, "zero": 0}, marks=SLOW),
         {"dp_shard": 2, "zero": 1},
         pytest.param({"dp_shard": 2, "zero": 2}, marks=SLOW),
-        {"pp": 2, "schedule": "zbv"},
+        {"pp": 2, "pp_schedule": "zbv"},
         {"pp": 2, "dp_shard": 2, "zero": 3},
     ],
     ids=["zero0", "zero1", "zero2", "zbv", "pp2 × zero3"],

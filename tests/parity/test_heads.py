@@ -7,10 +7,10 @@ from torch import Tensor
 from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.models import build
 from tests.parity import test_layouts, test_pipelines
-from tests.parity.cells import cells
 from tests.parity.test_families import MODELS, PassThroughObjective, batch_for
 from tests.plugins import plugin
-from tests.workers import Workers
+from tests.support.grids import cells
+from tests.support.workers import Workers
 
 plugin("labels")
 TOPIC = {"extra_heads": {"topic": {"classes": 5}}}

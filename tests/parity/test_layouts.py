@@ -7,16 +7,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatfm.config import AdamWConfig, ModelConfig, MuonConfig, OptimizerSection, ParallelConfig
-from megatfm.engines.native.data_parallel import ZeroOptions
 from megatfm.engines.native.engine import NativeEngine
+from megatfm.engines.native.zero import ZeroOptions
+from megatfm.layers.initialisation import draw
 from megatfm.models import build
 from megatfm.objectives import Causal, SpecialTokens
 from megatfm.ops.cross_entropy import cross_entropy_reference
-from megatfm.ops.initial import draw
+from megatfm.optim.parameters import optimizer_groups
 from megatfm.parallel.mesh import build_mesh
-from megatfm.parallel.plan import parallelize
-from megatfm.train.optimizers import optimizer_groups
-from tests.parity.cells import cells
+from megatfm.parallel.parallelize import parallelize
+from tests.support.grids import cells
 
 MODEL = ModelConfig(
     vocab_size=96,

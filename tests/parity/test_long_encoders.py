@@ -11,9 +11,9 @@ from transformers.models.longformer import modeling_longformer
 
 from megatfm.config import ModelConfig
 from megatfm.layers.attention.patterns.bigbird import random_blocks
-from megatfm.ops.attention import blocks, kernels
-from tests.parity.oracle import Figures, doubled, hold_to_the_docs, pair
+from megatfm.ops.attention import block_sparse, kernels
 from tests.parity.test_encoders import BERT, PAD, VOCABULARY, draw
+from tests.support.reference_gradients import Figures, doubled, hold_to_the_docs, pair
 
 BIGBIRD = {
     **BERT,
@@ -109,7 +109,7 @@ def test_by_blocks(model: str) -> None:
     with (
         doubled(torch.float64, modeling_big_bird, modeling_longformer),
         mock.patch.object(kernels, "LONG", 1),
-        mock.patch.object(blocks, "SIZE", 4),
+        mock.patch.object(block_sparse, "SIZE", 4),
     ):
         compare(model, torch.float64)
 

@@ -13,11 +13,12 @@ from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.layers.attention.patterns import PATTERNS
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
-from megatfm.ops.attention import attention_reference, blocks, kernels
+from megatfm.ops.attention import block_sparse, kernels
+from megatfm.ops.attention.reference import attention_reference
 from tests.parity import test_experts, test_layouts, test_pipelines
-from tests.parity.cells import cells
 from tests.parity.test_families import DROPPED, SMALL, PassThroughObjective, batch_for
-from tests.workers import Workers
+from tests.support.grids import cells
+from tests.support.workers import Workers
 
 DECODER = {**SMALL, **DROPPED, "attention.n_kv_heads": 2}
 ENCODER = {**SMALL, **DROPPED, "family": "encoder", "lm_head.bias": True}
@@ -106,7 +107,7 @@ LAYOUTS = {
 
 def by_blocks(*args: object) -> torch.Tensor:
     VISITED.append(True)
-    return blocks.blocked(*args)  # type: ignore[arg-type]
+    return block_sparse.blocked(*args)  # type: ignore[arg-type]
 
 
 VISITED: list[bool] = []
@@ -133,8 +134,8 @@ def compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
         engine = make(config, parallel, *more)
         with ExitStack() as patches:
             patches.enter_context(mock.patch.object(kernels, "KERNELS", (BLOCKS,)))
-            patches.enter_context(mock.patch.object(blocks, "SIZE", 4))
-            patches.enter_context(mock.patch.object(blocks, "SCORES", 200))
+            patches.enter_context(mock.patch.object(block_sparse, "SIZE", 4))
+            patches.enter_context(mock.patch.object(block_sparse, "SCORES", 200))
             VISITED.clear()
             stats = engine.forward_backward(test_layouts.microbatches(engine, batch), objective)
         assert VISITED or config.attention.name == "linformer"

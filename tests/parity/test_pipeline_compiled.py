@@ -10,7 +10,7 @@ from torch import nn
 from megatfm.config import ParallelConfig
 from tests.parity.test_layouts import ADAMW
 from tests.parity.test_pipelines import case, errors, make_engine, microbatches, reference
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 
 def compare(names: Sequence[str], layouts: Sequence[ParallelConfig], backend: str) -> int:

@@ -7,21 +7,20 @@ import pytest
 import torch
 
 from megatfm.config import ModelConfig, ParallelConfig
-from megatfm.engines.pipelined import PipelineForwardBackward, StepState
-from megatfm.parallel.pipeline_cut import Stage
+from megatfm.engines.pipeline import PipelineForwardBackward, StepState
 from megatfm.parallel.pipeline_schedule import (
     SPLITS_BACKWARD,
     Action,
     Kind,
     add_send_recv,
-    bubble,
     build_schedule,
-    simulate,
     stage_to_rank,
 )
+from megatfm.parallel.pipeline_stages import Stage
 from tests.parity.test_layouts import CAUSAL, global_batch
 from tests.parity.test_pipelines import SCHEDULES, make_engine
-from tests.workers import Workers
+from tests.support.pipeline_simulation import bubble, simulate
+from tests.support.workers import Workers
 
 DEEP = ModelConfig(vocab_size=96, d_model=8, n_layers=7, attention={"n_heads": 2}, ffn={"d_ff": 8})
 TIMES = {"F": 1, "B": 2, "I": 1, "W": 1}

@@ -15,22 +15,22 @@ from torch import Tensor, nn
 from megatfm import checkpoint
 from megatfm.checkpoint import ShardedTensor
 from megatfm.config import ModelConfig, OptimizerSection, ParallelConfig
-from megatfm.engines.native.data_parallel import ZeroOptions
 from megatfm.engines.native.engine import NativeEngine
-from megatfm.engines.pipelined import PipelineForwardBackward, StepState
+from megatfm.engines.native.zero import ZeroOptions
+from megatfm.engines.pipeline import PipelineForwardBackward, StepState
 from megatfm.errors import UsageError
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
+from megatfm.optim.parameters import optimizer_groups
 from megatfm.parallel.mesh import build_mesh
-from megatfm.parallel.pipeline_cut import prune_to_stages, split_into_stages
-from megatfm.parallel.plan import parallelize
-from megatfm.train.optimizers import optimizer_groups
+from megatfm.parallel.parallelize import parallelize
+from megatfm.parallel.pipeline_stages import prune_to_stages, split_into_stages
 from megatfm.verify.traffic import TrafficCounter
 from tests.parity import test_layouts
-from tests.parity.cells import SLOW, cells
 from tests.parity.test_families import MODELS, PassThroughObjective, batch_for
 from tests.parity.test_layouts import ADAMW, CAUSAL, LENGTH, MODEL, MUON, ROWS, TIED, block
-from tests.workers import Workers
+from tests.support.grids import SLOW, cells
+from tests.support.workers import Workers
 
 PREFIX = "prefix language model"
 FAMILIES = ("llama", "gpt", "bert", "t5", "electra", PREFIX)
@@ -377,7 +377,7 @@ def test_what_cannot_be_cut_is_refused_in_a_line(workers: Workers) -> None:
         2,
         "llama",
         wrong,
-        r"parallel\.cuts: no split point is called 'decoder\.layers\.9' after the first",
+        r"parallel\.pp_split_points: no split point is called 'decoder\.layers\.9' after the first",
     )
     early = ParallelConfig(pp=2, pp_split_points=["decoder.layers.1", "head"])
     workers.run(refuse, 2, "llama", early, r"2 stages need 1 different names in the model's order")

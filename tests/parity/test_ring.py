@@ -9,16 +9,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatfm.config import ModelConfig
-from megatfm.layers.part import SequenceShard
-from megatfm.layers.sequence import SequenceMetadata
+from megatfm.layers.sequence import SequenceMetadata, SequenceShard
 from megatfm.models import build
-from megatfm.parallel import context_attention
-from megatfm.parallel.backward_parts import under_way
+from megatfm.parallel import ring_attention
 from megatfm.parallel.collectives import all_gather
-from megatfm.parallel.context_attention import LatentKeyValues, make_attention_forward, make_latent_forward
-from megatfm.parallel.context_exchange import ContextParallel, P2PExchange, token_indices
+from megatfm.parallel.context_attention import make_attention_forward, make_latent_forward
+from megatfm.parallel.context_parallel import ContextParallel, P2PExchange, token_indices
+from megatfm.parallel.pipeline_schedule import under_way
+from megatfm.parallel.ring_attention import LatentKeyValues
 from tests.parity.test_context_documents import LATENT, TINY
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 TOKENS, HEADS, WIDTH = 12, 2, 8
 
@@ -110,16 +110,16 @@ def events() -> tuple[list[str], list[str]]:
     done: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in (
-            (context_attention, "partial_attention"),
-            (context_attention, "partial_attention_backward"),
+            (ring_attention, "partial_attention"),
+            (ring_attention, "partial_attention_backward"),
             (P2PExchange, "wait"),
         ):
             real = getattr(owner, name)
             told = "wait" if name == "wait" else "compute"
             patch.setattr(owner, name, lambda *a, real=real, told=told: (done.append(told), real(*a))[1])
-        send = context_attention._shift
+        send = ring_attention._shift
         patch.setattr(
-            context_attention,
+            ring_attention,
             "_shift",
             lambda x, contexts, hows: (done.append("send") if hows else None, send(x, contexts, hows))[1],
         )
@@ -155,7 +155,7 @@ def sums_of_parts() -> tuple[set[float], set[float]]:
         def back(made: LatentKeyValues, sent: Tensor, weights: Sequence[Tensor], *rest: Any) -> list[Tensor]:
             return [torch.zeros_like(sent), *(torch.full_like(weight, now[0]) for weight in weights)]
 
-        patch.setattr(context_attention, "partial_attention_backward", part_backward)
+        patch.setattr(ring_attention, "partial_attention_backward", part_backward)
         patch.setattr(LatentKeyValues, "backward", back)
         q, latent, of_keys, of_values = inputs(
             (1, 2, TOKENS, 8 + 4), (1, 1, TOKENS, 6 + 4), (16, 6), (16, 6), dtype=torch.bfloat16

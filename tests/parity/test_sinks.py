@@ -7,9 +7,9 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 
 from megatfm.config import ModelConfig
 from megatfm.layers.block import Block
+from megatfm.layers.rope import frequencies
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.rotary import frequencies
-from tests.parity.oracle import perturb
+from tests.support.reference_gradients import perturb
 
 LENGTH, WIDTH, HEADS, KV_HEADS, HEAD = 13, 24, 6, 2, 4
 NAMES = {f"w{part}.{kind}": f"{part}_proj.{kind}" for part in "qkvo" for kind in ("weight", "bias")} | {

@@ -20,7 +20,7 @@ from tests.parity.test_layouts import (
     one_device,
     one_device_gradients,
 )
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 STEPS = 5
 BOTH = ("zero1 on 2", "zero3 on 2", "tp2", "zero1 2 × tp2", "zero3 2 × tp2")

@@ -28,17 +28,17 @@ from megatfm.config.objective import (
 )
 from megatfm.engines.native import replicated
 from megatfm.models import build
-from megatfm.parallel.blocks import transformer_blocks
+from megatfm.parallel.layout import transformer_blocks
 from megatfm.verify import expected_weights
-from megatfm.verify.batch import random_batch
 from megatfm.verify.expected import expected_flows
-from megatfm.verify.rank import RankResult, _step
+from megatfm.verify.rank_processes import RankResult, _step
+from megatfm.verify.shrink import random_batch
 from megatfm.verify.verify import traffic_mismatches_of
-from tests.parity.cells import SLOW, cells
 from tests.parity.test_families import MODELS
 from tests.parity.test_layouts import ADAMW
 from tests.parity.test_pipelines import SCHEDULES
-from tests.workers import Workers
+from tests.support.grids import SLOW, cells
+from tests.support.workers import Workers
 
 LENGTH = 12
 WITHOUT_DROPOUT = {"dropout": 0.0, "attention.dropout": 0.0, "ffn.dropout": 0.0, "drop_path": 0.0}

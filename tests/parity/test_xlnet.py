@@ -9,8 +9,8 @@ from transformers.models.xlnet import modeling_xlnet
 
 from megatfm.config import ModelConfig
 from megatfm.models import build
-from megatfm.ops.attention import rows
-from tests.parity.oracle import Figures, Pair, doubled, hold_to_the_docs, pair, perturb
+from megatfm.ops.attention import reference as rows
+from tests.support.reference_gradients import Figures, Pair, doubled, hold_to_the_docs, pair, perturb
 
 VOCABULARY, LENGTHS, IGNORE = 47, (13, 9, 11), -100
 CONFIG = ModelConfig(

@@ -8,17 +8,17 @@ import torch
 from torch import nn
 
 from megatfm.cost import Cost, total_cost
-from megatfm.layers.extra import AuxiliaryLoss, BlockOutput, TokenSum
-from megatfm.layers.ffn import FFN, FFNS
+from megatfm.layers.feed_forward import FFN, FFNS
+from megatfm.layers.initialisation import Constant
 from megatfm.layers.linear import Linear
-from megatfm.ops.initial import Constant
+from megatfm.layers.loss_terms import AuxiliaryLoss, BlockOutput, TokenSum
 
 
 @FFNS.register("chosen")
 class Chosen(nn.Module):
     """p · scale ⊙ FFN(x) for the choice argmax(logits + bias) and its probability p = softmax(logits)."""
 
-    tp_plan = (("", "sequence"), ("router", "sequence"))
+    tp_plan = (("", "sequence_parallel"), ("router", "sequence_parallel"))
 
     def __init__(self, config, initial):
         super().__init__()

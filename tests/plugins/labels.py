@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatfm.data import DocumentChunk, Field
-from megatfm.layers.head import HEADS
+from megatfm.data.sequences import DocumentChunk, Field
 from megatfm.layers.initialisation import initialiser
 from megatfm.layers.linear import Linear
+from megatfm.layers.output_head import HEADS
 from megatfm.objectives import OBJECTIVES, Objective
 
 NONE = -100
@@ -20,7 +20,7 @@ NONE = -100
 class Topic(nn.Module):
     """Logits [B, C] of the mean over each row's text, or, given labels [B], their summed cross-entropy."""
 
-    tp_plan = (("", "whole input"), ("classifier", "whole"))
+    tp_plan = (("", "gather_input_replicated"), ("classifier", "replicated"))
     reads = ("in_text", "labels")
 
     def __init__(self, config, section, tokens):
@@ -47,7 +47,7 @@ class TellTopics(Objective):
     needs_files = True
 
     def __init__(self, special, config, model, row_lengths):
-        self.special, self.length, self.classes = special, row_lengths[0], model.heads["topic"].classes
+        self.special, self.length, self.classes = special, row_lengths[0], model.extra_heads["topic"].classes
         self.fields = {
             "tokens": Field(pad_value=special.pad),
             "in_text": Field("bool"),

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from megatfm.layers.head import LMHead
+from megatfm.layers.output_head import LMHead
 from megatfm.models import MODELS, Model
 from megatfm.models.base import names_below, sequence_fields, view_of
 from megatfm.models.stack import Stack, make_sequence

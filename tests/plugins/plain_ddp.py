@@ -7,30 +7,29 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from megatfm.checkpoint import ShardedTensor
-from megatfm.engines.distinct import GlobalNorm, all_reduce_partial_gradients, clip_gradients
+from megatfm.engines.base import init_weights, make_optimizers, materialize
+from megatfm.engines.gradients import (
+    GlobalNorm,
+    LayerStatistics,
+    all_reduce_partial_gradients,
+    clip_gradients,
+)
 from megatfm.engines.interface import MOMENTS, PRECISIONS, MemoryNeeds
-from megatfm.engines.layer_statistics import LayerStatistics
 from megatfm.engines.losses import LossAccumulator, to_device
-from megatfm.engines.module_state import ModuleState
-from megatfm.engines.prepare import init_weights, make_optimizers, materialize
 from megatfm.engines.registry import ENGINES
-from megatfm.engines.state import TrainState
+from megatfm.engines.state import ModuleState, TrainState
 from megatfm.errors import UsageError
-from megatfm.parallel.blocks import transformer_blocks
+from megatfm.parallel.layout import transformer_blocks
 
 
-@ENGINES.register("ddp")
+@ENGINES.register("ddp", features=())
 class DdpEngine:
     def __init__(self, setup):
         parallel, train = setup.config.parallel, setup.config.train
-        if parallel.pp > 1 or parallel.zero or setup.precision not in ("fp32", "fp64"):
+        if parallel.zero or setup.precision not in ("fp32", "fp64"):
             raise UsageError(
-                f"parallel.engine = 'ddp' with parallel.pp = {parallel.pp}, parallel.zero = {parallel.zero} and "
-                f"train.precision = {setup.precision!r}: set pp = 1, zero = 0 and 'fp32', or engine = 'native'"
-            )
-        if train.compile not in (False, "auto") or train.recompute != "none":
-            raise UsageError(
-                "parallel.engine = 'ddp' has no train.compile and no train.recompute: leave them out"
+                f"parallel.engine = 'ddp' with parallel.zero = {parallel.zero} and train.precision = "
+                f"{setup.precision!r}: set zero = 0 and 'fp32', or engine = 'native'"
             )
         self.layout, self.mesh, self.device = setup.layout, setup.mesh, setup.device
         self.precision, self.replicated_axes = PRECISIONS[setup.precision], setup.mesh.data_axes

@@ -58,8 +58,20 @@ def test_every_gradient_is_one_process_s(layout: str) -> None:
     )
 
 
-@pytest.mark.parametrize("parallel", [{"dp_shard": 1, "pp": 2}, {"dp_shard": 2, "zero": 3}])
-def test_what_it_can_t_carry_is_refused(parallel: dict[str, Any]) -> None:
-    ((key, value),) = (item for item in parallel.items() if item[0] != "dp_shard")
-    with pytest.raises(UsageError, match=rf"^parallel\.engine = 'ddp' with .*parallel\.{key} = {value}"):
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        (
+            {"dp_shard": 1, "pp": 2},
+            r"^parallel\.pp = 2: parallel\.engine = 'ddp' does not declare 'pp' .*: set par",
+        ),
+        (
+            {"dp_shard": 1, "cp": 2},
+            r"does not declare 'cp' .* set parallel\.cp = 1, or .* = 'deepspeed' or 'native'$",
+        ),
+        ({"dp_shard": 2, "zero": 3}, r"^parallel\.engine = 'ddp' with .*parallel\.zero = 3"),
+    ],
+)
+def test_what_it_can_t_carry_is_refused(parallel: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         verify(config(**parallel))

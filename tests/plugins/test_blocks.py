@@ -10,7 +10,7 @@ from megatfm.verify.verify import verify
 from tests.plugins.test_inputs_and_heads import HERE, LAYOUTS, importable, on_page
 from tests.unit.test_docs import module
 
-PAGES = {"dilated": "add-an-attention-pattern.md", "chosen": "add-a-feed-forward-network.md"}
+PAGES = {"dilated": "blocks.md", "chosen": "blocks.md"}
 TESTS = {"dilated": "test_a_dilated_window", "chosen": "test_each_token_chooses_a_scale"}
 
 __all__ = ["importable"]  # a fixture for all tests here

@@ -9,14 +9,14 @@ import pytest
 from megatfm import data_prep
 from megatfm.config import load
 from megatfm.config.prep import PrepConfig
-from megatfm.data import Corpus
+from megatfm.corpus.corpus import Corpus
+from megatfm.data_prep.filters.base import STEPS
 from megatfm.data_prep.readers import FORMATS, READERS
-from megatfm.data_prep.steps import STEPS
 from megatfm.errors import UsageError
 from tests.plugins.test_inputs_and_heads import on_page
 from tests.unit.test_docs import module
 
-PAGE = "add-a-cleaning-step.md"
+PAGE = "data.md"
 
 
 def test_the_page_s_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,13 +34,13 @@ def test_the_page_s_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         "tokenizer.kind=byte-bpe",
         "tokenizer.vocab_size=270",
         "tokenizer.sentinels=0",
-        "tokenizer.modes=false",
+        "tokenizer.ul2_modes=false",
     ]
     made = data_prep.run(load(PrepConfig, tmp_path / "prep.toml", small))
     steps = {each["step"]: each for each in made.result["steps"]}
-    assert {name: each["documents"] for name, each in steps["loudness"]["dropped"].items()} == {"is loud": 1}
+    assert {name: each["documents"] for name, each in steps["loudness"]["dropped"].items()} == {"too_loud": 1}
     assert steps["loudness"]["found"] == {"all small": 1, "with capitals": 88}
-    assert steps["where loudness"]["documents_out"] == 88
+    assert steps["metadata filter: loudness"]["documents_out"] == 88
     corpus = Corpus.open(tmp_path / "corpora" / "sayings" / "train")
     assert corpus.read_sample(0).source.startswith("a.fortune#")
     assert corpus.read_sample(0).metadata == {"loudness": pytest.approx(0.06, abs=0.01)}

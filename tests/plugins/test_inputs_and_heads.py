@@ -14,15 +14,15 @@ import torch
 
 from megatfm import checkpoint, tokenizers
 from megatfm.config import Config
-from megatfm.data import ShardWriter
+from megatfm.corpus.writer import ShardWriter
 from megatfm.errors import EXIT_OK
-from megatfm.train.loop import train
+from megatfm.train.trainer import train
 from megatfm.verify.verify import verify
+from tests.support.workers import Workers
 from tests.unit.test_docs import fences
-from tests.workers import Workers
 
 HERE = Path(__file__).parent
-PAGES = {"vectors": "add-an-input.md", "labels": "add-a-head.md", "looped": "add-a-model-family.md"}
+PAGES = {"vectors": "data.md", "labels": "tasks.md", "looped": "models-and-engines.md"}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one process": {"dp_shard": 1}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "zero3": {"dp_shard": 2},
 }  # fmt: skip
@@ -83,7 +83,7 @@ def run(config: Config) -> int:
 def test_vectors_are_learned_and_evaluated(tmp_path: Path, workers: Workers) -> None:
     """Of a rotation, whose next vector is a linear function of the last; without a tokenizer anywhere."""
     written: dict[str, Any] = {}
-    exec(on_page("add-an-input.md", "python", "write_vectors.py"), written)
+    exec(on_page("data.md", "python", "write_vectors.py"), written)
     random = np.random.default_rng(0)
     turn, _ = np.linalg.qr(random.standard_normal((6, 6)))
 
@@ -136,7 +136,7 @@ def test_a_head_is_trained_on_weights_that_stay_to_the_bit(tmp_path: Path, worke
         **common,
         train={"steps": 2, "micro_batch": 4, "init_from": None, "init_include": [], "freeze": []},
     )
-    del before["model"]["head"], before["model"]["heads"]
+    del before["model"]["lm_head"], before["model"]["extra_heads"]
     before |= {"objective": {"name": "causal"}, "run_dir": str(tmp_path / "before"), "plugins": []}
     assert workers.run(run, 2, Config.model_validate(before)) == [EXIT_OK, EXIT_OK]
     after = values(

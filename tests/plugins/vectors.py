@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatfm.data import DocumentChunk, Field
+from megatfm.data.sequences import DocumentChunk, Field
 from megatfm.layers.embedding import EMBEDDINGS
-from megatfm.layers.head import HEADS
 from megatfm.layers.initialisation import initialiser
 from megatfm.layers.linear import Linear
+from megatfm.layers.output_head import HEADS
 from megatfm.objectives import OBJECTIVES, Objective
 
 
@@ -19,7 +19,7 @@ from megatfm.objectives import OBJECTIVES, Objective
 class Vectors(nn.Module):
     """The field "vectors" [B, T, width] times a matrix."""
 
-    tp_plan = (("", "sequence output"), ("matrix", "sequence"))
+    tp_plan = (("", "split_output"), ("matrix", "sequence_parallel"))
 
     def __init__(self, config, initial):
         super().__init__()
@@ -34,7 +34,7 @@ class Vectors(nn.Module):
 class NextVector(nn.Module):
     """Σ ‖prediction − next vector‖² over the vectors that have a next one; without these, the predictions."""
 
-    tp_plan = (("", "whole input"), ("matrix", "whole"))
+    tp_plan = (("", "gather_input_replicated"), ("matrix", "replicated"))
     reads = ("next_vectors", "has_next")
     predicts = True
 

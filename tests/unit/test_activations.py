@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from megatfm.config import Config, ModelConfig, load_config
-from megatfm.describe.activations import block_activation_bytes
-from megatfm.engines.recompute import measured
-from megatfm.layers.moe import dispatch
+from megatfm.describe.activation_memory import block_activation_bytes
+from megatfm.engines.activation_checkpointing import measured
+from megatfm.layers.moe import experts
 from megatfm.models import build
-from megatfm.parallel.blocks import transformer_blocks
-from megatfm.parallel.forward import replace_forward
+from megatfm.parallel.layout import replace_forward, transformer_blocks
 
 ROWS, LENGTH = 3, 24
 SMALL = {"vocab_size": 50, "d_model": 32, "n_layers": 4, "attention.n_heads": 4, "ffn.d_ff": 40}
@@ -43,7 +42,7 @@ def config_of(name: str) -> Config:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_it_is_what_a_real_pass_keeps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "is_host_readable", lambda tensor: False)  # experts as on a GPU
+    monkeypatch.setattr(experts, "is_host_readable", lambda tensor: False)  # experts as on a GPU
     config = config_of(name)
     model = build(config.model).train()
     for parameter in model.parameters():

@@ -11,8 +11,7 @@ import torch
 
 import megatfm
 from megatfm import cli
-from megatfm.commands.generate import add_arguments
-from megatfm.commands.generate import main as generate_command
+from megatfm.commands.models import add_generate_arguments, generate_command
 from megatfm.config import Config
 from megatfm.errors import UsageError
 from tests.e2e.conftest import SMALL, corpus, texts
@@ -85,10 +84,10 @@ def test_text_is_what_the_command_makes(run: Path, capsys: pytest.CaptureFixture
     import argparse
 
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    add_generate_arguments(parser)
     model = megatfm.load(run)
     capsys.readouterr()
-    for words, options in ((["--seed", "3"], {"seed": 3}), (["--beams", "2"], {"beams": 2})):
+    for words, options in ((["--seed", "3"], {"seed": 3}), (["--num-beams", "2"], {"beams": 2})):
         generate_command(parser.parse_args([str(run), "--prompt", "def ", "--max-tokens", "6", *words]))
         assert capsys.readouterr().out == f"def {model.generate('def ', max_tokens=6, **options)}\n"
 
@@ -117,7 +116,7 @@ def test_evaluation_is_what_the_command_leaves(
     assert set(found) == {"held-out", "again", "more", "web"}
     assert found["web"]["loss"] == found["more"]["loss"] == found["held-out"]["loss"]
     with pytest.raises(SystemExit, match=r"^0$"):
-        cli.main(["evaluate", str(run), "--set", f"web={url}"])
+        cli.main(["evaluate", str(run), "--validation", f"web={url}"])
     assert "web" in capsys.readouterr().out
     assert found["more"]["compressors"]["gzip -9, per document"] > 1
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatfm.cli import COMMANDS, main
-from megatfm.commands.completion import SHELLS, script
+from megatfm.commands.config import COMPLETION_FILES, completion_script
 from megatfm.config import preset_names
 
 ROOT = Path(__file__).parents[2]
@@ -40,13 +40,13 @@ def test_saying_what_there_is_imports_nothing_heavy(words: list[str], code: int)
 
 def test_models_and_runs_are_imported_without_the_compiler() -> None:
     """A second of CPU that sampling, evaluating and converting don't need."""
-    line = "import megatfm.train.loop, megatfm.generate, sys; sys.exit('torch._dynamo' in sys.modules)"
+    line = "import megatfm.train.trainer, megatfm.inference, sys; sys.exit('torch._dynamo' in sys.modules)"
     subprocess.run([sys.executable, "-c", line], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
 
 
 @pytest.fixture(scope="module")
 def bash_script() -> str:
-    return script("bash")
+    return completion_script("bash")
 
 
 @pytest.mark.parametrize(
@@ -60,13 +60,26 @@ def bash_script() -> str:
         ("prep x read.fol", ["read.folder="]),
         ("config sho", ["show"]),
         ("generate --prom", ["--prompt"]),
-        ("status ru", ["runs"]),
+        ("train quickstart train.precision = b", ["bf16"]),
+        ("train quickstart checkpoint.mode =", ["async", "sync", "runs"]),
+        ("train quickstart train.precision=fp8", ["train.precision=fp8", "train.precision=fp8-tensorwise"]),
+        ("launch --nproc 2 quickstart parallel.sequence_parallel = t", ["true"]),
+        ("verify quickstart data.train = ru", ["runs"]),
+        ("verify quickstart data.train=ru", ["data.train=runs"]),
+        ("prep quickstart-data tokenizer.kind = word", ["wordpiece"]),
+        ("status ru", ["runs", "runs/first", "runs/second"]),
+        ("logs runs/f", ["runs/first"]),
+        ("compare runs/first runs/s", ["runs/second"]),
+        ("generate runs/", ["runs/empty", "runs/first", "runs/second"]),
         ("completion f", ["fish"]),
         ("nonsense x", []),
     ],
 )
 def test_bash_completes(bash_script: str, tmp_path: Path, line: str, found: list[str]) -> None:
-    (tmp_path / "runs").mkdir()
+    for name in ("first", "second"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "config.toml").touch()
+    (tmp_path / "runs" / "empty").mkdir()
     words = ["megatfm", *line.split(" ")]
     asks = f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _megatfm; echo ${{COMPREPLY[@]}}"
     command = ["bash", "-c", f"{bash_script}\n{asks}"]
@@ -75,9 +88,9 @@ def test_bash_completes(bash_script: str, tmp_path: Path, line: str, found: list
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("shell", COMPLETION_FILES)
 def test_every_shell_knows_every_command(shell: str, bash_script: str) -> None:
-    text = bash_script if shell == "bash" else script(shell)
+    text = bash_script if shell == "bash" else completion_script(shell)
     for word in (*COMMANDS, "quickstart-data", "train.global_batch="):
         assert word in text
     for flag in ("max-tokens", "gpus-per-node"):

@@ -9,24 +9,24 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatfm.commands.describe import add_arguments, main
+from megatfm.commands.models import add_describe_arguments, describe_command
 from megatfm.config import Config, ModelConfig, load, load_config, preset_names
 from megatfm.config.prep import PrepConfig
 from megatfm.cost import TokenCounts, module_cost
 from megatfm.describe import Description, describe
-from megatfm.describe.flops import row_cost
+from megatfm.describe.description import row_cost
 from megatfm.describe.text import to_lines
 from megatfm.engines.optimizers import TorchOptimizer
 from megatfm.errors import UsageError
-from megatfm.layers.attention.core import DotProductAttention
+from megatfm.layers.attention.dot_product import DotProductAttention
 from megatfm.layers.attention.patterns import AttentionPattern
-from megatfm.layers.head import DEFAULT_MASKED_FRACTION
 from megatfm.layers.initialisation import initialiser
+from megatfm.layers.output_head import DEFAULT_MASKED_FRACTION
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 from megatfm.objectives import OBJECTIVES, Objective, target_fraction
-from megatfm.ops.attention import KERNELS
-from megatfm.train.optimizers import optimizer_groups
+from megatfm.ops.attention.kernels import KERNELS
+from megatfm.optim.parameters import optimizer_groups
 from tests.plugins import plugin
 
 VOCABULARY = ["model.vocab_size=4096"]  # what the quickstart's tokenizer has
@@ -117,7 +117,7 @@ LATENT = [
 @pytest.mark.parametrize("family", FAMILIES)
 def test_flops_are_those_that_torch_counts(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward pass has a third of them: its matrix products, counted as they run. Biases and norms are left out."""
-    monkeypatch.setattr("megatfm.layers.attention.core.choose", lambda case: KERNELS[0])
+    monkeypatch.setattr("megatfm.layers.attention.dot_product.choose", lambda case: KERNELS[0])
     monkeypatch.setattr("megatfm.objectives.target_fraction", lambda objective: 1.0)
     model = ModelConfig.from_dotted(**(SMALL | FAMILIES[family]), vocab_size=50)
     lengths = {"sequence_length": 32, "target_length": 20}
@@ -174,10 +174,8 @@ def test_every_preset_is_described(
     preset: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Description] = []
-    monkeypatch.setattr(
-        "megatfm.commands.describe.describe", lambda config: seen.append(describe(config)) or seen[0]
-    )
-    assert main(argparse.Namespace(config=preset, overrides=[])) == 0
+    monkeypatch.setattr("megatfm.describe.describe", lambda config: seen.append(describe(config)) or seen[0])
+    assert describe_command(argparse.Namespace(config=preset, overrides=[])) == 0
     (found,) = seen
     printed = capsys.readouterr().out
     assert f"{found.parameters:,}" in printed
@@ -211,6 +209,34 @@ def test_state_bytes_are_those_of_the_real_optimizers(name: str, about: str) -> 
     assert sparse.optimizer_bytes * sparse.parameters == pytest.approx(state_bytes(sparse), rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("parallel", "precision", "state", "unsharded", "sharing"),
+    [
+        (["zero=0"], "bf16", 18, 18, "on each data rank"),
+        (["zero=0"], "fp32", 16, 16, "on each data rank"),
+        (["zero=1"], "bf16", 18, 6, "sharded over dp_shard but for 6 bytes a parameter on each data rank"),
+        (["zero=2"], "fp16", 18, 2, "sharded over dp_shard but for 2 bytes a parameter on each data rank"),
+        (["zero=2"], "fp32", 16, 0, "sharded over dp_shard"),
+        (["zero=3"], "bf16", 16, 0, "sharded over dp_shard"),
+        (["zero=3", "dp_shard=1"], "bf16", 18, 18, "on each data rank"),
+    ],
+)
+def test_state_is_what_a_rank_holds(
+    parallel: list[str], precision: str, state: float, unsharded: float, sharing: str
+) -> None:
+    """As `test_sharing.py` weighs real engines: the copy of 2, 4 of the weight and of the gradient, and AdamW's 8."""
+    overrides = [f"parallel.{setting}" for setting in parallel]
+    found = describe(
+        load_config("quickstart", ["model.vocab_size=64", f"train.precision={precision}", *ADAMW, *overrides])
+    )
+    assert (found.state_bytes, found.unsharded_bytes) == (state, unsharded)
+    assert found.total_bytes == state * found.parameters
+    assert any(text.endswith(f" GiB, {sharing}") for _, text in to_lines(found))
+
+
+ADAMW = ['optimizer={name="adamw", lr=1e-3}']
+
+
 def state_bytes(found: Description) -> int:
     """Of the optimizer, tried on ones."""
     n_bytes = 0
@@ -233,8 +259,8 @@ def test_nothing_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_prints_what_it_found(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    assert main(parser.parse_args(["llama3-8b", "train.steps=2000"])) == 0
+    add_describe_arguments(parser)
+    assert describe_command(parser.parse_args(["llama3-8b", "train.steps=2000"])) == 0
     printed = capsys.readouterr().out
     for text in (
         "32 heads of 128, 8 of keys and values",

@@ -65,6 +65,6 @@ def test_python_torch_and_extras_are_the_project_s(lines: list[tuple[str, str]])
 
 
 def test_the_manual_shows_it() -> None:
-    text = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "guide" / "slurm.md").read_text(encoding="utf-8")
     for command in ("docker build -t megatfm .", "apptainer build", "enroot import", "TORCH_INDEX"):
         assert command in text, command

@@ -14,7 +14,6 @@ from megatfm.cli import COMMANDS
 from tests.unit.test_floors import ROOT, module_of
 
 ROOMS = ("megatfm", "data_prep", "launchers")
-OF_COMMANDS = {"add_arguments", "main"}
 OF_TORCH = {
     "Module": {"forward"},
     "Function": {"forward", "backward", "setup_context"},
@@ -102,13 +101,15 @@ class House:
         return set[str]().union(*map(documented, lineage[1:]), *torchs, *fulfilled)
 
     def told_of_functions(self, module: str) -> set[str]:
-        """Functions in `REGISTRY.register(name)(Entry(…, function, …))`, and those of a command."""
-        found = set(OF_COMMANDS) if module in {place for place, _ in COMMANDS.values()} else set()
+        """Functions in `REGISTRY.register(name)(Entry(…, function, …))`, or in `register_x(name, Entry(…))`, and those
+        of a command."""
+        names = [name for name, (place, _) in COMMANDS.items() if place == module]
+        found = {told for name in names for told in (f"add_{name}_arguments", f"{name}_command")}
         for node in ast.walk(self.trees[module]):
             match node:
-                case ast.Call(ast.Call(ast.Attribute(attr="register")), [ast.Call(kind) as entry]) if any(
-                    ast.get_docstring(known) for known in self.classes.get(last_name(kind), [])
-                ):
+                case ast.Call(ast.Call(ast.Attribute(attr="register")), [ast.Call(kind) as entry]) | ast.Call(
+                    ast.Name("register_architecture"), [_, ast.Call(kind) as entry]
+                ) if any(ast.get_docstring(known) for known in self.classes.get(last_name(kind), [])):
                     values = [*entry.args, *(keyword.value for keyword in entry.keywords)]
                     found |= {value.id for value in values if isinstance(value, ast.Name)}
         return found
@@ -174,7 +175,7 @@ def test_a_planted_silence_is_found(source: str, faulty: list[str]) -> None:
 
 
 def test_a_commands_two_functions_are_told_by_the_command_line() -> None:
-    source = "def main(args): ...\ndef script(): ..."
+    source = "def data_command(args): ...\ndef script(): ..."
     faults = {
         module: list(House({module: source}).faults()) for module in ("megatfm.commands.data", "megatfm.data")
     }

@@ -10,11 +10,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 EVERYBODYS = {
     "megatfm.errors": set[str](),
-    "megatfm.keyed": set[str](),
+    "megatfm.rng": set[str](),
     "megatfm.version": set[str](),
-    "megatfm.atomic": set[str](),
+    "megatfm.files": set[str](),
     "megatfm.registry": {"megatfm.errors"},
     "megatfm.cost": set[str](),
+    "megatfm.terminal": set[str](),
     "megatfm.split_points": set[str](),
 }
 """Loose modules of floor 0, open to all."""
@@ -25,13 +26,15 @@ CORE = {
     "megatfm.ops": set[str](),
     "megatfm.layers": {"megatfm.ops", "megatfm.config"},
     "megatfm.tokenizers": {"megatfm.config"},
-    "megatfm.data": {"megatfm.config"},
+    "megatfm.corpus": set[str](),
+    "megatfm.data": {"megatfm.corpus"},
     "megatfm.models": {"megatfm.layers", "megatfm.ops", "megatfm.config"},
     "megatfm.objectives": {"megatfm.data", "megatfm.layers", "megatfm.ops", "megatfm.config"},
-    "megatfm.ranks": set[str](),
-    "megatfm.parallel": {"megatfm.ranks", "megatfm.ops", "megatfm.config"},
-    "megatfm.checkpoint": {"megatfm.ranks", "megatfm.ops", "megatfm.config"},
+    "megatfm.object_collectives": set[str](),
+    "megatfm.parallel": {"megatfm.object_collectives", "megatfm.ops", "megatfm.config"},
+    "megatfm.checkpoint": {"megatfm.object_collectives", "megatfm.ops", "megatfm.config"},
     "megatfm.engines": {
+        "megatfm.object_collectives",
         "megatfm.parallel",
         "megatfm.checkpoint",
         "megatfm.layers",
@@ -43,53 +46,45 @@ ENGINES = {
     "megatfm.engines.native": {*CORE["megatfm.engines"], "megatfm.engines"},
     "megatfm.engines.deepspeed": {*CORE["megatfm.engines"], "megatfm.engines"},
 }
-RECORD = {
-    "megatfm.train.record": {
-        "megatfm.ranks",
-        "megatfm.parallel",
+TRAIN = {
+    "megatfm.optim": {
+        "megatfm.engines",
+        "megatfm.models",
+        "megatfm.layers",
+        "megatfm.ops",
+        "megatfm.config",
+    },
+    "megatfm.tracking": {
+        "megatfm.object_collectives",
         "megatfm.checkpoint",
         "megatfm.tokenizers",
         "megatfm.config",
     },
 }
-BESIDE_A_STEP = {
-    "megatfm.train.generators": set[str](),
-    "megatfm.train.watching": {*RECORD, "megatfm.ranks", "megatfm.parallel"},
-    "megatfm.train.guards": {
-        *RECORD,
-        "megatfm.train.generators",
-        "megatfm.engines",
-        "megatfm.ranks",
-        "megatfm.parallel",
-        "megatfm.checkpoint",
-        "megatfm.config",
-    },
-}
-TRAIN = {**RECORD, **BESIDE_A_STEP, "megatfm.train": {*CORE, *RECORD, *BESIDE_A_STEP}}
+TRAIN["megatfm.train"] = {*CORE, *TRAIN}
 # What is done with a finished or running model: builds it as training does, and knows none of the others here.
 USES = {
-    f"megatfm.{room}": {*CORE, *TRAIN}
-    for room in ("generate", "convert", "report", "verify", "evaluate", "describe")
+    f"megatfm.{room}": {*CORE, *TRAIN} for room in ("inference", "convert", "report", "verify", "describe")
 }
 BESIDE = {
-    "megatfm.data_prep": {"megatfm.data", "megatfm.tokenizers", "megatfm.config"},
+    "megatfm.data_prep": {"megatfm.corpus", "megatfm.tokenizers", "megatfm.config"},
     # Steps that have a model read the text, which data_prep imports by name when a config asks for one.
-    "megatfm.data_prep.models": {
+    "megatfm.data_prep.filters.models": {
         "megatfm.data_prep",
-        "megatfm.data",
+        "megatfm.corpus",
         "megatfm.tokenizers",
         "megatfm.config",
-        "megatfm.generate",
+        "megatfm.inference",
     },
     "megatfm.launchers": {"megatfm.config"},
     "megatfm.slurm": set[str](),
 }
 API = {
     "megatfm.api": {
-        *("megatfm.generate", "megatfm.convert", "megatfm.evaluate", "megatfm.describe"),
+        *("megatfm.inference", "megatfm.convert", "megatfm.describe"),
         *(
             "megatfm.train",
-            "megatfm.train.record",
+            "megatfm.tracking",
             "megatfm.checkpoint",
             "megatfm.tokenizers",
             "megatfm.config",
@@ -123,15 +118,15 @@ ONLY_FROM = dict.fromkeys(ENGINES, "megatfm.engines.registry")
 """Room → the module that alone imports it from outside, by name, when it is chosen."""
 DOORS = {"megatfm.engines": ("megatfm.engines.interface", "megatfm.engines.registry")}
 """Room → the only files of it that other rooms may import."""
-BELOW_FLOOR_3 = ("ops", "layers", "tokenizers", "data", "models", "objectives")
+BELOW_FLOOR_3 = ("ops", "layers", "tokenizers", "corpus", "data", "models", "objectives")
 NO_DISTRIBUTED = {"megatfm.data_prep", *(f"megatfm.{room}" for room in BELOW_FLOOR_3)}
 
 
 def room_of(module: str) -> str:
-    """`megatfm.data.index` → `megatfm.data`; `megatfm.train.guards.lock` → `megatfm.train.guards`."""
+    """`megatfm.corpus.shard_index` → `megatfm.corpus`; `megatfm.engines.native.zero` → `megatfm.engines.native`."""
     parts = module.split(".")
-    inner = ".".join(parts[:3])
-    return inner if inner in ROOMS else ".".join(parts[:2])
+    inner = (".".join(parts[:depth]) for depth in (4, 3))
+    return next((room for room in inner if room in ROOMS), ".".join(parts[:2]))
 
 
 def module_of(path: Path) -> str:
@@ -220,37 +215,39 @@ def test_the_table_has_floors() -> None:
     ("module", "line", "is_fault"),
     [
         ("megatfm.layers.block", "from megatfm.models import decoder", True),
-        ("megatfm.layers.block", "from megatfm.ops.rotary import rotate", False),
+        ("megatfm.layers.block", "from megatfm.layers.rope import rotate", False),
         ("megatfm.layers.block", "from ..models import decoder", True),
         ("megatfm.layers.norm.rms", "from ..block import Block", False),
+        ("megatfm.corpus.inspect", "from megatfm.data.bin_packing import describe_padding", True),
         ("megatfm.data.loader", "def f():\n    import megatfm.tokenizers", True),
-        ("megatfm.data.loader", "from megatfm import keyed, train", True),
+        ("megatfm.data.loader", "from megatfm import rng, train", True),
         ("megatfm.data.loader", "from megatfm.errors import UsageError", False),
         ("megatfm.data.loader", "import torch.distributed as dist", True),
-        ("megatfm.layers.ffn", "import torch\nrank = torch.distributed.get_rank()", True),
-        ("megatfm.layers.ffn", "from torch import distributed", True),
+        ("megatfm.layers.feed_forward", "import torch\nrank = torch.distributed.get_rank()", True),
+        ("megatfm.layers.feed_forward", "from torch import distributed", True),
         ("megatfm.parallel.mesh", "import torch.distributed as dist", False),
-        ("megatfm.train.loop", "from megatfm.engines import NativeEngine", True),
-        ("megatfm.verify.rank", "from megatfm.engines.native.engine import NativeEngine", True),
-        ("megatfm.train.loop", "from megatfm.engines.interface import Engine", False),
+        ("megatfm.train.trainer", "from megatfm.engines import NativeEngine", True),
+        ("megatfm.verify.rank_processes", "from megatfm.engines.native.engine import NativeEngine", True),
+        ("megatfm.train.trainer", "from megatfm.engines.interface import Engine", False),
         ("megatfm.engines.registry", "from megatfm.engines.native.engine import NativeEngine", False),
         ("megatfm.config.root", "from torch import nn", True),
         ("megatfm.launchers.slurm", "import torch", True),
-        ("megatfm.commands.prep", "from data_prep.command import cli", True),
-        ("megatfm.commands.prep", "from megatfm.data_prep.command import cli", False),
-        ("megatfm.launchers.slurm", "from megatfm.train import loop", True),
-        ("megatfm.report.page", "from megatfm.generate import sample", True),
+        ("megatfm.commands.data", "from data_prep.command import cli", True),
+        ("megatfm.commands.data", "from megatfm.data_prep.cli import cli", False),
+        ("megatfm.launchers.slurm", "from megatfm.train import trainer", True),
+        ("megatfm.report.page", "from megatfm.inference import sample", True),
         ("megatfm.attic.old", "import os", True),
         ("megatfm.layers.block", "from megatfm import load", True),
-        ("megatfm.train.loop", "import megatfm", True),
+        ("megatfm.train.trainer", "import megatfm", True),
         ("megatfm.convert.convert", "from megatfm.version import __version__", False),
-        ("megatfm.train.guards.lock", "from megatfm.train.loop import train", True),
-        ("megatfm.train.watching.hub", "from megatfm.train.guards.elastic import fit_layout", True),
-        ("megatfm.train.loop", "from megatfm.train.guards.elastic import fit_layout", False),
+        ("megatfm.tracking.run_directory", "from megatfm.train.trainer import train", True),
+        ("megatfm.optim.parameters", "from megatfm.tracking.metrics import SINKS", True),
+        ("megatfm.tracking.console", "from megatfm.engines.interface import Engine", True),
+        ("megatfm.train.trainer", "from megatfm.tracking.console import RunLog", False),
         ("megatfm.engines.optimizers", "from megatfm.engines.native.engine import NativeEngine", True),
         ("megatfm.engines.native.engine", "from megatfm.engines.optimizers import TorchOptimizer", False),
-        ("megatfm.verify.rank", "from megatfm.engines.optimizers import TorchOptimizer", True),
-        ("megatfm.generate.load", "from megatfm.commands import generate", True),
+        ("megatfm.verify.rank_processes", "from megatfm.engines.optimizers import TorchOptimizer", True),
+        ("megatfm.inference.text", "from megatfm.commands import generate", True),
     ],
 )
 def test_a_planted_import_is_found(module: str, line: str, is_fault: bool) -> None:
@@ -258,8 +255,14 @@ def test_a_planted_import_is_found(module: str, line: str, is_fault: bool) -> No
 
 
 AXES = {"pp", "dp_replicate", "dp_shard", "tp"}
-NAMES_AXES = ("megatfm/parallel/mesh.py", "megatfm/verify/axes.py", "megatfm/config/", "megatfm/presets/")
-"""The mesh, what is expected of it without it, and the keys of configs."""
+NAMES_AXES = (
+    "megatfm/parallel/mesh.py",
+    "megatfm/verify/axes.py",
+    "megatfm/engines/registry.py",
+    "megatfm/config/",
+    "megatfm/presets/",
+)
+"""The mesh, what is expected of it without it, what engines declare to carry out, and the keys of configs."""
 
 
 def literal_axes(source: str) -> list[int]:

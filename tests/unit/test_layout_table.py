@@ -1,11 +1,11 @@
 """The table of proven layouts on the page is the one that the parity tests' cases give."""
 
-from tests.layout_table import PAGE, cases, page, pipelines, proven, table
 from tests.parity import test_pipelines
+from tests.support.layout_table import PAGE, cases, page, pipelines, proven, table
 
 
 def test_the_page_is_in_step() -> None:
-    """Else: `python -m tests.layout_table`."""
+    """Else: `python -m tests.support.layout_table`."""
     text = PAGE.read_text(encoding="utf-8")
     assert table() in text
     assert page(text) == text

@@ -16,5 +16,5 @@ def test_pictures_of_patterns_are_up_to_date() -> None:
     for name, text in pictures.items():
         path = ROOT / "docs" / "images" / name
         assert path.read_text(encoding="utf-8") == text, "due: python docs/draw_patterns.py"
-    page = (ROOT / "docs" / "attention.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "guide" / "attention.md").read_text(encoding="utf-8")
     assert all(f"images/{name}" in page for name in pictures)

@@ -11,9 +11,9 @@ from megatfm.errors import UsageError
 from megatfm.layers.norm import NORMS
 from megatfm.models import build
 from megatfm.objectives import OBJECTIVES
+from megatfm.optim.lr_schedules import SCHEDULES
+from megatfm.optim.parameters import OPTIMIZERS
 from megatfm.registry import Registry, did_you_mean, import_plugins
-from megatfm.train.optimizers import OPTIMIZERS
-from megatfm.train.schedules import SCHEDULES
 
 
 def test_a_part_is_found_by_its_name() -> None:
@@ -55,7 +55,7 @@ def test_the_parts_that_ship() -> None:
 PLUGIN = """
 from torch import nn
 from megatfm.layers.norm import NORMS
-from megatfm.ops.initial import Constant
+from megatfm.layers.initialisation import Constant
 
 @NORMS.register("plain_layer_norm")
 class PlainLayerNorm(nn.LayerNorm):

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.workers import THREADS, WorkerFailure, Workers
+from tests.support.workers import THREADS, WorkerFailure, Workers
 
 
 @dataclass(frozen=True)
@@ -169,11 +169,11 @@ def test_misuse_is_refused(workers: Workers) -> None:
 
 SESSION = """
 import os
-import tests.workers
+import tests.support.workers
 from tests.e2e.ranks import free_port  # any function that pulls in nothing
-tests.workers.PRELOAD[:] = ["torch.distributed.tensor.debug"]  # and nothing else that takes seconds
+tests.support.workers.PRELOAD[:] = ["torch.distributed.tensor.debug"]  # and nothing else that takes seconds
 if __name__ == "__main__":
-    workers = tests.workers.Workers()
+    workers = tests.support.workers.Workers()
     workers.run(free_port, 2)
     print(*[worker.process.pid for worker in workers._team], flush=True)
     os.kill(os.getpid(), 9)

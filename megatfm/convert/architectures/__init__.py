@@ -1,53 +1,16 @@
-"""One file for each family of architectures, registered under the names of transformers' classes."""
+"""Chapters of architectures, one for each family, registered under the names of transformers' classes."""
 
-from megatfm.convert.architectures import (
-    albert,
-    bert,
-    big_bird,
-    deberta,
-    deberta_v2,
-    deepseek,
-    deepseek_v2,
-    electra,
-    gemma,
-    gpt1,
-    gpt2,
-    gpt_oss,
-    llama,
-    longformer,
-    mistral,
-    mixtral,
-    modernbert,
-    olmoe,
-    qwen3_moe,
-    roberta,
-    switch,
-    t5,
-    xlnet,
-)
-
-__all__ = [
-    "albert",
-    "bert",
-    "big_bird",
-    "deberta",
-    "deberta_v2",
-    "deepseek",
-    "deepseek_v2",
-    "electra",
-    "gemma",
-    "gpt1",
-    "gpt2",
-    "gpt_oss",
-    "llama",
-    "longformer",
-    "mistral",
-    "mixtral",
-    "modernbert",
-    "olmoe",
-    "qwen3_moe",
-    "roberta",
-    "switch",
-    "t5",
-    "xlnet",
-]
+from megatfm.convert.architectures import bert as bert
+from megatfm.convert.architectures import deberta as deberta
+from megatfm.convert.architectures import deepseek as deepseek
+from megatfm.convert.architectures import deepseek_v2 as deepseek_v2
+from megatfm.convert.architectures import electra as electra
+from megatfm.convert.architectures import gemma as gemma
+from megatfm.convert.architectures import gpt as gpt
+from megatfm.convert.architectures import gpt_oss as gpt_oss
+from megatfm.convert.architectures import llama as llama
+from megatfm.convert.architectures import modernbert as modernbert
+from megatfm.convert.architectures import moe_decoders as moe_decoders
+from megatfm.convert.architectures import sparse_encoders as sparse_encoders
+from megatfm.convert.architectures import t5 as t5
+from megatfm.convert.architectures import xlnet as xlnet

@@ -1,30 +1,154 @@
-"""BERT: BertForPreTraining with the sentence head, BertForMaskedLM without."""
+"""BERT, RoBERTa and ALBERT, for masked tokens and with the sentence head, and what other encoders share with them."""
 
-from megatfm.config import ModelConfig
-from megatfm.convert import encoder
-from megatfm.convert.config_keys import Json, used
-from megatfm.convert.encoder import BLOCK, OLD_NORMS, POOLER, POSITION_IDS, embedding, head, read, write
-from megatfm.convert.registry import ARCHITECTURES, Architecture, register_base_model
-from megatfm.convert.table import WeightMapping, per_layer, rename_linear
+from collections.abc import Iterable
+from typing import Any
 
-KEYS = encoder.KEYS | POOLER | {"pad_token_id": used(0, int, None)}
+from megatfm.config import LearnedPositionConfig, ModelConfig, require_variant
+from megatfm.convert.architecture import Architecture, register_architecture
+from megatfm.convert.hf_config import Json, Key, ignored, supported_values, used
+from megatfm.convert.hf_values import (
+    activation_from_hf,
+    activation_to_hf,
+    read_mapped,
+    write_mapped,
+)
+from megatfm.convert.weight_mapping import WeightMapping, per_layer, rename, rename_linear, with_prefix
+from megatfm.errors import UsageError
 
-MARKS = {"family": "encoder", "position.name": "learned", "position.offset": 0}
+OLD_NORMS = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))
+"""As the checkpoints that came from TensorFlow call a norm's weight and bias."""
+POSITION_IDS = r"embeddings\.position_ids$"
+"""A buffer that older files hold."""
+
+ENCODER_KEYS: dict[str, Key] = {
+    "vocab_size": used(30522),
+    "hidden_size": used(768),
+    "num_hidden_layers": used(12),
+    "num_attention_heads": used(12),
+    "intermediate_size": used(3072),
+    "hidden_act": used("gelu"),
+    "hidden_dropout_prob": used(0.1),
+    "attention_probs_dropout_prob": used(0.1),
+    "max_position_embeddings": used(512),
+    "type_vocab_size": used(2),
+    "initializer_range": used(0.02),
+    "layer_norm_eps": used(1e-12),
+    "position_embedding_type": supported_values("absolute"),
+    "tie_word_embeddings": supported_values(True),
+}
+"""Of BERT's config.json, with its defaults; others have the same with some more."""
+POOLER = ignored(
+    "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head",
+    "pooler_type",
+)  # fmt: skip
+"""Google's, of a part that transformers doesn't build from them."""
 
 
-def read_pretraining(theirs: Json) -> ModelConfig:
-    return read(theirs, **{"extra_heads.sentence.classes": 2})
+ENCODER_MAPPING = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "d_model",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "attention.n_heads",
+    "intermediate_size": "ffn.d_ff",
+    "layer_norm_eps": "norm.eps",
+    "max_position_embeddings": "position.max_positions",
+    "hidden_dropout_prob": "dropout",
+    "attention_probs_dropout_prob": "attention.dropout",
+    "initializer_range": "init.std",
+}
 
 
-def rules(config: ModelConfig) -> list[WeightMapping]:
+def read_encoder(theirs: Json, **others: Any) -> ModelConfig:
+    """Our config of a post-norm encoder with learned positions and BERT's head.
+
+    others: what differs; None: no such key. Raises UsageError for what we lack.
+    """
+    common = {
+        **read_mapped(theirs, ENCODER_MAPPING),
+        "family": "encoder",
+        "norm.name": "layer_norm",
+        "norm.placement": "post",
+        "embedding.norm": True,
+        "ffn.activation": activation_from_hf(theirs["hidden_act"]),
+        "attention.bias": True,
+        "ffn.bias": True,
+        "position.name": "learned",
+        "embedding.n_segments": theirs["type_vocab_size"],
+        "lm_head.name": "transform",
+        "lm_head.bias": True,
+        "init.name": "bert",
+    }
+    return ModelConfig.from_dotted(
+        {key: value for key, value in (common | others).items() if value is not None}
+    )
+
+
+def write_encoder(ours: ModelConfig, **others: Any) -> Json:
+    """The reverse of `read_encoder`. Raises UsageError for an activation that they lack."""
+    common = {
+        **write_mapped(ours, ENCODER_MAPPING),
+        "hidden_act": activation_to_hf(ours.ffn.activation),
+        "type_vocab_size": max(ours.embedding.n_segments, 1),
+        "tie_word_embeddings": True,
+    }
+    return common | others
+
+
+def embedding_rules(theirs: str, *, copies: Iterable[str] = ()) -> list[WeightMapping]:
+    """Tables and norm under `theirs`, such as "bert.embeddings."; copies: names of the output matrix."""
+    return [
+        rename("encoder.embedding.tokens.weight", f"{theirs}word_embeddings.weight", copies=copies),
+        rename("encoder.embedding.positions.weight", f"{theirs}position_embeddings.weight"),
+        rename("encoder.embedding.segments.weight", f"{theirs}token_type_embeddings.weight"),
+        *rename_linear("encoder.embedding.norm", f"{theirs}LayerNorm", bias=True),
+    ]
+
+
+SELF_ATTENTION = [
+    *rename_linear("attn.wq", "attention.self.query", bias=True),
+    *rename_linear("attn.wk", "attention.self.key", bias=True),
+    *rename_linear("attn.wv", "attention.self.value", bias=True),
+]
+AFTER_ATTENTION = [
+    *rename_linear("attn.wo", "attention.output.dense", bias=True),
+    *rename_linear("attn_residual.norm", "attention.output.LayerNorm", bias=True),
+    *rename_linear("ffn.w_up", "intermediate.dense", bias=True),
+    *rename_linear("ffn.w_down", "output.dense", bias=True),
+    *rename_linear("ffn_residual.norm", "output.LayerNorm", bias=True),
+]
+BLOCK = [*SELF_ATTENTION, *AFTER_ATTENTION]
+"""A block of BERT, RoBERTa and ELECTRA."""
+
+
+def head_rules(transform: str, norm: str, bias: str, copies: Iterable[str] = ()) -> list[WeightMapping]:
+    """Dense layer, norm and bias of the output head; copies: further names of the bias."""
+    return [
+        *rename_linear("head.transform.dense", transform, bias=True),
+        *rename_linear("head.transform.norm", norm, bias=True),
+        rename("head.bias", bias, copies=copies),
+    ]
+
+
+# BERT: BertForPreTraining with the sentence head, BertForMaskedLM without
+
+BERT_KEYS = ENCODER_KEYS | POOLER | {"pad_token_id": used(0, int, None)}
+
+BERT_MARKS = {"family": "encoder", "position.name": "learned", "position.offset": 0}
+
+
+def read_bert_pretraining(theirs: Json) -> ModelConfig:
+    return read_encoder(theirs, **{"extra_heads.sentence.classes": 2})
+
+
+def bert_rules(config: ModelConfig) -> list[WeightMapping]:
     sentence = [
         *rename_linear("sentence.pooler", "bert.pooler.dense", bias=True),
         *rename_linear("sentence.classifier", "cls.seq_relationship", bias=True),
     ]
     return [
-        *embedding("bert.embeddings.", copies=["cls.predictions.decoder.weight"]),
+        *embedding_rules("bert.embeddings.", copies=["cls.predictions.decoder.weight"]),
         *per_layer(config.n_layers, "encoder.layers.", "bert.encoder.layer.", BLOCK),
-        *head(
+        *head_rules(
             "cls.predictions.transform.dense",
             "cls.predictions.transform.LayerNorm",
             "cls.predictions.bias",
@@ -34,32 +158,214 @@ def rules(config: ModelConfig) -> list[WeightMapping]:
     ]
 
 
-ARCHITECTURES.register("BertForPreTraining")(
+register_architecture(
+    "BertForPreTraining",
     Architecture(
         "bert",
-        KEYS,
-        read_pretraining,
-        write,
-        rules,
+        BERT_KEYS,
+        read_bert_pretraining,
+        write_encoder,
+        bert_rules,
         base_model_prefix="bert.",
         ignored_tensors=(POSITION_IDS,),
         legacy_names=OLD_NORMS,
-        fingerprint=MARKS,
-    )
+        fingerprint=BERT_MARKS,
+    ),
 )
 # Google's checkpoints call themselves BertForMaskedLM and hold the other head all the same.
 OTHER_HEAD = (r"^bert\.pooler\.", r"^cls\.seq_relationship\.")
-ARCHITECTURES.register("BertForMaskedLM")(
+register_architecture(
+    "BertForMaskedLM",
     Architecture(
         "bert",
-        KEYS,
-        read,
-        write,
-        rules,
+        BERT_KEYS,
+        read_encoder,
+        write_encoder,
+        bert_rules,
         base_model_prefix="bert.",
         ignored_tensors=(POSITION_IDS, *OTHER_HEAD),
         legacy_names=OLD_NORMS,
-        fingerprint=MARKS,
-    )
+        fingerprint=BERT_MARKS,
+    ),
+    base="BertModel",
 )
-register_base_model("BertModel", ARCHITECTURES.get("BertForMaskedLM"))
+
+# RoBERTa, whose positions begin one after the padding token's id
+
+ROBERTA_KEYS = ENCODER_KEYS | {
+    "vocab_size": used(50265),
+    "hidden_act": supported_values("gelu"),  # that of the head is always this one
+    "pad_token_id": used(1),
+    "bos_token_id": used(0, int, list, None),
+    "eos_token_id": used(2, int, list, None),
+}
+
+
+def read_roberta(theirs: Json) -> ModelConfig:
+    if theirs["pad_token_id"] < 0:
+        raise UsageError(
+            f"config.json: pad_token_id = {theirs['pad_token_id']}: RoBERTa's positions begin after it"
+        )
+    offset = theirs["pad_token_id"] + 1
+    return read_encoder(
+        theirs,
+        **{
+            "position.max_positions": theirs["max_position_embeddings"] - offset,
+            "position.offset": offset,
+            "init.name": "normal",
+        },
+    )
+
+
+def write_roberta(ours: ModelConfig) -> Json:
+    position = require_variant(ours.position, LearnedPositionConfig, "model.position")
+    if position.offset < 1:
+        raise UsageError("RoBERTa's positions begin after the padding token's id: model.position.offset is 0")
+    return write_encoder(
+        ours,
+        max_position_embeddings=position.max_positions + position.offset,
+        pad_token_id=position.offset - 1,
+    )
+
+
+def roberta_rules(config: ModelConfig) -> list[WeightMapping]:
+    return [
+        *embedding_rules("roberta.embeddings.", copies=["lm_head.decoder.weight"]),
+        *per_layer(config.n_layers, "encoder.layers.", "roberta.encoder.layer.", BLOCK),
+        *head_rules("lm_head.dense", "lm_head.layer_norm", "lm_head.bias", copies=["lm_head.decoder.bias"]),
+    ]
+
+
+register_architecture(
+    "RobertaForMaskedLM",
+    Architecture(
+        "roberta",
+        ROBERTA_KEYS,
+        read_roberta,
+        write_roberta,
+        roberta_rules,
+        base_model_prefix="roberta.",
+        ignored_tensors=(POSITION_IDS, r"^roberta\.pooler\."),
+        fingerprint={"family": "encoder", "position.name": "learned", "position.offset": 2},
+    ),
+    base="RobertaModel",
+)
+
+# ALBERT, whose groups of layers share weights
+
+ALBERT_BLOCK = [
+    *rename_linear("attn.wq", "attention.query", bias=True),
+    *rename_linear("attn.wk", "attention.key", bias=True),
+    *rename_linear("attn.wv", "attention.value", bias=True),
+    *rename_linear("attn.wo", "attention.dense", bias=True),
+    *rename_linear("attn_residual.norm", "attention.LayerNorm", bias=True),
+    *rename_linear("ffn.w_up", "ffn", bias=True),
+    *rename_linear("ffn.w_down", "ffn_output", bias=True),
+    *rename_linear("ffn_residual.norm", "full_layer_layer_norm", bias=True),
+]
+
+
+ALBERT_KEYS = ENCODER_KEYS | {
+    "vocab_size": used(30000),
+    "embedding_size": used(128),
+    "hidden_size": used(4096),
+    "num_attention_heads": used(64),
+    "intermediate_size": used(16384),
+    "hidden_act": used("gelu_new"),
+    "hidden_dropout_prob": used(0.0),
+    "attention_probs_dropout_prob": used(0.0),
+    "num_hidden_groups": used(1),
+    "inner_group_num": supported_values(1),
+    "pad_token_id": used(0, int, None),
+    "bos_token_id": used(2, int, list, None),
+    "eos_token_id": used(3, int, list, None),
+    **ignored("classifier_dropout_prob"),
+    **ignored("net_structure_type", "num_memory_blocks", "gap_size", "down_scale_factor"),
+}
+
+ALBERT_MARKS = {"family": "encoder", "position.name": "learned", "distinct_layers": 1}
+
+
+def read_albert(theirs: Json) -> ModelConfig:
+    if theirs["embedding_size"] == theirs["hidden_size"]:
+        raise UsageError(
+            "config.json: embedding_size = hidden_size: ALBERT projects even then, and megatfm does not"
+        )
+    return read_encoder(
+        theirs,
+        **{
+            "embedding.dim": theirs["embedding_size"],
+            "distinct_layers": theirs["num_hidden_groups"],
+        },
+    )
+
+
+def read_albert_pretraining(theirs: Json) -> ModelConfig:
+    return read_albert(theirs).with_changes({"extra_heads.sentence.name": "sentence"})
+
+
+def write_albert(ours: ModelConfig) -> Json:
+    if ours.distinct_layers is None:
+        raise UsageError("without model.distinct_layers this is an ELECTRA generator's architecture")
+    return write_encoder(
+        ours,
+        embedding_size=ours.embedding_width,
+        num_hidden_groups=ours.distinct_layers,
+        inner_group_num=1,
+    )
+
+
+def albert_rules(config: ModelConfig) -> list[WeightMapping]:
+    sentence = [
+        *rename_linear("sentence.pooler", "albert.pooler", bias=True),
+        *rename_linear("sentence.classifier", "sop_classifier.classifier", bias=True),
+    ]
+    groups = (
+        with_prefix(
+            f"encoder.layers.{i}.", f"albert.encoder.albert_layer_groups.{i}.albert_layers.0.", ALBERT_BLOCK
+        )
+        for i in range(config.distinct_layers or config.n_layers)
+    )
+    return [
+        *embedding_rules("albert.embeddings.", copies=["predictions.decoder.weight"]),
+        *rename_linear(
+            "encoder.embedding.projection", "albert.encoder.embedding_hidden_mapping_in", bias=True
+        ),
+        *(rule for group in groups for rule in group),
+        *head_rules(
+            "predictions.dense",
+            "predictions.LayerNorm",
+            "predictions.bias",
+            copies=["predictions.decoder.bias"],
+        ),
+        *(sentence if "sentence" in config.extra_heads else []),
+    ]
+
+
+register_architecture(
+    "AlbertForPreTraining",
+    Architecture(
+        "albert",
+        ALBERT_KEYS,
+        read_albert_pretraining,
+        write_albert,
+        albert_rules,
+        base_model_prefix="albert.",
+        ignored_tensors=(POSITION_IDS,),
+        fingerprint=ALBERT_MARKS,
+    ),
+)
+register_architecture(
+    "AlbertForMaskedLM",
+    Architecture(
+        "albert",
+        ALBERT_KEYS,
+        read_albert,
+        write_albert,
+        albert_rules,
+        base_model_prefix="albert.",
+        ignored_tensors=(POSITION_IDS, r"^albert\.pooler\.", r"^sop_classifier\."),
+        fingerprint=ALBERT_MARKS,
+    ),
+    base="AlbertModel",
+)

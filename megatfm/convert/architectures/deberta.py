@@ -1,4 +1,4 @@
-"""DeBERTa: DebertaForMaskedLM. Queries, keys and values are one matrix, head by head."""
+"""DeBERTa, v2 without its convolution, and v3: DebertaForMaskedLM, DebertaV2ForMaskedLM."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,18 +6,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatfm.config import DebertaPositionConfig, ModelConfig, require_variant
-from megatfm.convert import encoder
-from megatfm.convert.config_keys import Json, ignored, supported_values, used
-from megatfm.convert.encoder import AFTER_ATTENTION, POSITION_IDS, head
-from megatfm.convert.encoder import read as read_encoder
-from megatfm.convert.encoder import write as write_encoder
-from megatfm.convert.keys import check_implied_values
-from megatfm.convert.registry import ARCHITECTURES, Architecture, register_base_model
-from megatfm.convert.table import WeightMapping, per_layer, rename, rename_linear
+from megatfm.config import DebertaPositionConfig, DebertaV2PositionConfig, ModelConfig, require_variant
+from megatfm.convert.architecture import Architecture, register_architecture
+from megatfm.convert.architectures.bert import (
+    AFTER_ATTENTION,
+    ENCODER_KEYS,
+    POSITION_IDS,
+    head_rules,
+    read_encoder,
+    write_encoder,
+)
+from megatfm.convert.hf_config import Json, ignored, supported_values, used
+from megatfm.convert.hf_values import check_implied_values
+from megatfm.convert.weight_mapping import WeightMapping, per_layer, rename, rename_linear
 from megatfm.errors import UsageError
 
-KEYS = encoder.KEYS | {
+DEBERTA_KEYS = ENCODER_KEYS | {
     "vocab_size": used(50265),
     "type_vocab_size": used(0),
     "layer_norm_eps": used(1e-7),
@@ -39,7 +43,7 @@ def check_kinds(kinds: Any) -> None:
         raise UsageError(f"config.json: pos_att_type = {kinds!r} is not supported, only c2p and p2c together")
 
 
-def read(theirs: Json) -> ModelConfig:
+def read_deberta(theirs: Json) -> ModelConfig:
     check_implied_values(theirs, embedding_size=theirs["hidden_size"])
     check_kinds(theirs["pos_att_type"])
     farthest = theirs["max_relative_positions"]
@@ -56,7 +60,7 @@ def read(theirs: Json) -> ModelConfig:
     )
 
 
-def write(ours: ModelConfig) -> Json:
+def write_deberta(ours: ModelConfig) -> Json:
     return write_encoder(
         ours,
         max_position_embeddings=require_variant(
@@ -70,8 +74,8 @@ def write(ours: ModelConfig) -> Json:
     )
 
 
-def by_head(n_heads: int) -> WeightMapping:
-    """For each head its queries, keys and values, below one another."""
+def qkv_by_head(n_heads: int) -> WeightMapping:
+    """Map queries, keys and values to one matrix: head by head, the three below one another."""
 
     def forth(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [torch.stack([x.unflatten(0, (n_heads, -1)) for x in tensors], dim=1).flatten(0, 2)]
@@ -83,9 +87,9 @@ def by_head(n_heads: int) -> WeightMapping:
     return WeightMapping(ours, ("attention.self.in_proj.weight",), forth, back)
 
 
-def rules(config: ModelConfig) -> list[WeightMapping]:
+def deberta_rules(config: ModelConfig) -> list[WeightMapping]:
     block = [
-        by_head(config.attention.n_heads),
+        qkv_by_head(config.attention.n_heads),
         rename("attn.wq.bias", "attention.self.q_bias"),
         rename("attn.wv.bias", "attention.self.v_bias"),
         *rename_linear("attn.wk_position", "attention.self.pos_proj"),
@@ -103,7 +107,7 @@ def rules(config: ModelConfig) -> list[WeightMapping]:
         *rename_linear("encoder.embedding.norm", "deberta.embeddings.LayerNorm", bias=True),
         rename("encoder.position.table.weight", "deberta.encoder.rel_embeddings.weight"),
         *per_layer(config.n_layers, "encoder.layers.", "deberta.encoder.layer.", block),
-        *head(
+        *head_rules(
             "cls.predictions.transform.dense",
             "cls.predictions.transform.LayerNorm",
             "cls.predictions.bias",
@@ -120,17 +124,125 @@ OWN_HEAD = (
 )
 """Microsoft's own names of the head, which transformers takes with legacy=false."""
 
-ARCHITECTURES.register("DebertaForMaskedLM")(
+register_architecture(
+    "DebertaForMaskedLM",
     Architecture(
         "deberta",
-        KEYS,
-        read,
-        write,
-        rules,
+        DEBERTA_KEYS,
+        read_deberta,
+        write_deberta,
+        deberta_rules,
         base_model_prefix="deberta.",
         ignored_tensors=(POSITION_IDS, MASK_DECODER),
         legacy_names=OWN_HEAD,
         fingerprint={"family": "encoder", "attention.name": "deberta"},
-    )
+    ),
+    base="DebertaModel",
 )
-register_base_model("DebertaModel", ARCHITECTURES.get("DebertaForMaskedLM"))
+
+# DeBERTa v2 and v3
+
+DEBERTA_V2_KEYS = ENCODER_KEYS | {
+    "vocab_size": used(128100),
+    "hidden_size": used(1536),
+    "num_hidden_layers": used(24),
+    "num_attention_heads": used(24),
+    "intermediate_size": used(6144),
+    "type_vocab_size": used(0),
+    "layer_norm_eps": used(1e-7),
+    "relative_attention": supported_values(True, default=False),
+    "position_biased_input": supported_values(False, default=True),
+    "pos_att_type": used(None, str, list, None),
+    "max_relative_positions": used(-1),
+    "embedding_size": used(None, int),
+    "pad_token_id": used(0, int, None),
+    "share_att_key": supported_values(True, default=False),
+    "norm_rel_ebd": supported_values("layer_norm", default="none"),
+    "position_buckets": used(-1),
+    "attention_head_size": used(None, int),
+    "conv_kernel_size": supported_values(0),
+    **ignored("conv_act", "conv_groups"),
+    **ignored("legacy", kinds=[bool]),
+    **ignored("pooler_dropout", "pooler_hidden_act", "pooler_hidden_size", "cls_dropout", "padding_idx"),
+}
+
+
+def read_deberta_v2(theirs: Json) -> ModelConfig:
+    check_implied_values(theirs, embedding_size=theirs["hidden_size"])
+    check_implied_values(theirs, attention_head_size=theirs["hidden_size"] // theirs["num_attention_heads"])
+    check_kinds(theirs["pos_att_type"])
+    if theirs["position_buckets"] < 1:
+        raise UsageError(
+            "config.json: position_buckets = -1 is not supported, only relative positions in buckets"
+        )
+    farthest = theirs["max_relative_positions"]
+    return read_encoder(
+        theirs,
+        **{
+            "attention.name": "deberta_v2",
+            "attention.bias": None,
+            "position.name": "deberta_v2",
+            "position.max_positions": None,
+            "position.buckets": theirs["position_buckets"],
+            "position.max_distance": farthest if farthest > 0 else theirs["max_position_embeddings"],
+            "init.name": "normal",
+        },
+    )
+
+
+def write_deberta_v2(ours: ModelConfig) -> Json:
+    position = require_variant(ours.position, DebertaV2PositionConfig, "model.position")
+    return write_encoder(
+        ours,
+        max_position_embeddings=position.max_distance,
+        max_relative_positions=-1,
+        position_buckets=position.buckets,
+        type_vocab_size=ours.embedding.n_segments,
+        relative_attention=True,
+        position_biased_input=False,
+        share_att_key=True,
+        norm_rel_ebd="layer_norm",
+        pos_att_type=["p2c", "c2p"],
+    )
+
+
+def deberta_v2_rules(config: ModelConfig) -> list[WeightMapping]:
+    block = [
+        *rename_linear("attn.wq", "attention.self.query_proj", bias=True),
+        *rename_linear("attn.wk", "attention.self.key_proj", bias=True),
+        *rename_linear("attn.wv", "attention.self.value_proj", bias=True),
+        *AFTER_ATTENTION,
+    ]
+    segments = rename("encoder.embedding.segments.weight", "deberta.embeddings.token_type_embeddings.weight")
+    copies = ["cls.predictions.decoder.weight"]
+    return [
+        rename("encoder.embedding.tokens.weight", "deberta.embeddings.word_embeddings.weight", copies=copies),
+        *([segments] if config.embedding.n_segments else []),
+        *rename_linear("encoder.embedding.norm", "deberta.embeddings.LayerNorm", bias=True),
+        rename("encoder.position.table.weight", "deberta.encoder.rel_embeddings.weight"),
+        *rename_linear("encoder.position.norm", "deberta.encoder.LayerNorm", bias=True),
+        *per_layer(config.n_layers, "encoder.layers.", "deberta.encoder.layer.", block),
+        *head_rules(
+            "cls.predictions.transform.dense",
+            "cls.predictions.transform.LayerNorm",
+            "cls.predictions.bias",
+            copies=["cls.predictions.decoder.bias"],
+        ),
+    ]
+
+
+register_architecture(
+    "DebertaV2ForMaskedLM",
+    Architecture(
+        "deberta-v2",
+        DEBERTA_V2_KEYS,
+        read_deberta_v2,
+        write_deberta_v2,
+        deberta_v2_rules,
+        base_model_prefix="deberta.",
+        ignored_tensors=(POSITION_IDS, MASK_DECODER),
+        legacy_names=OWN_HEAD,
+        fingerprint={"family": "encoder", "attention.name": "deberta_v2"},
+    ),
+    base="DebertaV2Model",
+)

@@ -10,22 +10,29 @@ import torch
 from torch import Tensor
 
 from megatfm.config import MLAAttentionConfig, ModelConfig, RopeConfig, RopeScaling, require_variant
-from megatfm.config.experts import DeepSeekV3RouterConfig, MoEConfig
+from megatfm.config.ffn import DeepSeekV3RouterConfig, MoEConfig
 from megatfm.config.position import YarnScaling
+from megatfm.convert.architecture import Architecture, register_architecture
 from megatfm.convert.architectures.llama import dense_rules, rules_around
-from megatfm.convert.config_keys import Json, alias, ignored, supported_values, used
-from megatfm.convert.experts import ExpertNames, expert_rules, require_dropless
-from megatfm.convert.keys import (
+from megatfm.convert.hf_config import Json, alias, ignored, supported_values, used
+from megatfm.convert.hf_values import (
     ROPE,
-    activation,
+    activation_from_hf,
+    activation_to_hf,
     check_implied_values,
-    rope,
-    std,
-    their_activation,
-    their_rope,
+    read_mapped,
+    rope_from_hf,
+    rope_to_hf,
+    write_mapped,
 )
-from megatfm.convert.registry import ARCHITECTURES, Architecture, register_base_model
-from megatfm.convert.table import WeightMapping, rename, rename_linear
+from megatfm.convert.weight_mapping import (
+    ExpertNames,
+    WeightMapping,
+    expert_rules,
+    rename,
+    rename_linear,
+    require_dropless,
+)
 from megatfm.errors import UsageError
 
 KEYS = ROPE | {
@@ -102,6 +109,18 @@ def further(theirs: Mapping[str, object], names: Container[str]) -> list[str]:
     return [rf"^model\.layers\.{n}\." for n in numbers if f"model.layers.{n}.eh_proj.weight" in names]
 
 
+CONFIG_MAPPING = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "d_model",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "attention.n_heads",
+    "qk_nope_head_dim": "attention.head_dim",
+    "rms_norm_eps": "norm.eps",
+    "tie_word_embeddings": "embedding.tied",
+    "initializer_range": "init.std",
+}
+
+
 def read_with(theirs: Json, router: Json) -> ModelConfig:
     """Our config, with this router in blocks with experts; DeepSeek-V2's has the same keys."""
     check_implied_values(theirs, head_dim=theirs["qk_rope_head_dim"])
@@ -109,27 +128,20 @@ def read_with(theirs: Json, router: Json) -> ModelConfig:
     n_layers, heads = theirs["num_hidden_layers"], theirs["num_attention_heads"]
     if theirs["num_key_value_heads"] not in (None, heads):
         raise UsageError("config.json: num_key_value_heads must be num_attention_heads")
-    rotary = rope(theirs)
+    rotary = rope_from_hf(theirs)
     return ModelConfig.from_dotted(
         {
-            "vocab_size": theirs["vocab_size"],
-            "d_model": theirs["hidden_size"],
-            "n_layers": n_layers,
-            "attention.n_heads": heads,
-            "attention.head_dim": theirs["qk_nope_head_dim"],
+            **read_mapped(theirs, CONFIG_MAPPING),
             "ffn.d_ff": theirs["intermediate_size"],
-            "norm.eps": theirs["rms_norm_eps"],
-            "ffn.activation": activation(theirs["hidden_act"], gated=True),
+            "ffn.activation": activation_from_hf(theirs["hidden_act"], gated=True),
             "attention.name": "mla",
             "attention.kv_lora_rank": theirs["kv_lora_rank"],
             "attention.q_lora_rank": theirs["q_lora_rank"],
             "attention.qk_rope_head_dim": theirs["qk_rope_head_dim"],
             "attention.v_head_dim": theirs["v_head_dim"],
             "attention.scale": _scale(theirs, rotary["position.scaling"]),
-            "embedding.tied": theirs["tie_word_embeddings"],
             "attention.dropout": theirs["attention_dropout"] or 0.0,
             "init.name": "normal",
-            "init.std": theirs["initializer_range"],
             **rotary,
             **_blocks(theirs, n_layers, router),
         }
@@ -137,15 +149,16 @@ def read_with(theirs: Json, router: Json) -> ModelConfig:
 
 
 def _scale(theirs: Json, scaling: RopeScaling | None) -> float | None:
-    """Of the scores, where YaRN changes it for all channels, those without positions too."""
-    given = theirs["rope_scaling"] or theirs["rope_parameters"] or {}
-    every = given.get("mscale_all_dim")
-    if not isinstance(scaling, YarnScaling) or not every:
+    """Scale of the scores, where YaRN changes it for all channels, those without positions too."""
+    table = theirs["rope_scaling"] or theirs["rope_parameters"] or {}
+    mscale_all_dim = table.get("mscale_all_dim")
+    if not isinstance(scaling, YarnScaling) or not mscale_all_dim:
         return None
-    if isinstance(every, bool) or not isinstance(every, int | float):
-        raise UsageError(f"config.json: mscale_all_dim = {every!r} is no number")
+    if isinstance(mscale_all_dim, bool) or not isinstance(mscale_all_dim, int | float):
+        raise UsageError(f"config.json: mscale_all_dim = {mscale_all_dim!r} is no number")
     return float(
-        _plain_scale(theirs["qk_nope_head_dim"], theirs["qk_rope_head_dim"]) * _stretch(scaling, every) ** 2
+        _plain_scale(theirs["qk_nope_head_dim"], theirs["qk_rope_head_dim"])
+        * _stretch(scaling, mscale_all_dim) ** 2
     )
 
 
@@ -159,7 +172,7 @@ def _stretch(scaling: YarnScaling, every: float) -> float:
 
 def _their_scale(ours: ModelConfig) -> Json:
     """rope_parameters, with the reverse of `_scale` in it. Raises UsageError for a scale that no YaRN explains."""
-    latent, theirs = _latent(ours), their_rope(ours)
+    latent, theirs = _latent(ours), rope_to_hf(ours)
     scaling = ours.position.scaling if isinstance(ours.position, RopeConfig) else None
     if latent.scale is None:
         return theirs
@@ -178,7 +191,7 @@ def _blocks(theirs: Json, n_layers: int, router: Json) -> Json:
     experts = {
         "name": "moe",
         "d_ff": theirs["moe_intermediate_size"],
-        "activation": activation(theirs["hidden_act"], gated=True),
+        "activation": activation_from_hf(theirs["hidden_act"], gated=True),
         "n_experts": theirs["n_routed_experts"],
         "top_k": theirs["num_experts_per_tok"],
         "n_shared_experts": theirs["n_shared_experts"],
@@ -215,23 +228,16 @@ def write_with(ours: ModelConfig) -> Json:
     if ours.norm.eps != 1e-6:
         raise UsageError("model.norm.eps must be 1e-6: transformers' norms of latents have no other")
     return {
-        "vocab_size": ours.vocab_size,
-        "hidden_size": ours.d_model,
-        "num_hidden_layers": ours.n_layers,
+        **write_mapped(ours, CONFIG_MAPPING),
         **_their_experts(ours),
-        "num_attention_heads": ours.attention.n_heads,
         "num_key_value_heads": ours.attention.n_heads,
-        "qk_nope_head_dim": ours.head_width,
         "qk_rope_head_dim": latent.qk_rope_head_dim,
         "v_head_dim": latent.v_head_dim or ours.head_width,
         "q_lora_rank": latent.q_lora_rank,
         "kv_lora_rank": latent.kv_lora_rank,
         "intermediate_size": ours.layer_config(0).ffn.d_ff,
-        "rms_norm_eps": ours.norm.eps,
-        "hidden_act": their_activation(ours.ffn.activation, gated=True),
-        "tie_word_embeddings": ours.embedding.tied,
+        "hidden_act": activation_to_hf(ours.ffn.activation, gated=True),
         "attention_dropout": ours.attention.dropout,
-        "initializer_range": std(ours),
         **_their_scale(ours),
     }
 
@@ -329,7 +335,8 @@ def _latent(config: ModelConfig) -> MLAAttentionConfig:
     return require_variant(config.attention, MLAAttentionConfig, "model.attention")
 
 
-ARCHITECTURES.register("DeepseekV3ForCausalLM")(
+register_architecture(
+    "DeepseekV3ForCausalLM",
     Architecture(
         "deepseek_v3",
         KEYS,
@@ -341,6 +348,6 @@ ARCHITECTURES.register("DeepseekV3ForCausalLM")(
         max_length_key="max_position_embeddings",
         further=further,
         fingerprint={"family": "decoder", "attention.name": "mla"},
-    )
+    ),
+    base="DeepseekV3Model",
 )
-register_base_model("DeepseekV3Model", ARCHITECTURES.get("DeepseekV3ForCausalLM"))

@@ -1,11 +1,11 @@
 """DeepSeek-V2 and V2-Lite: DeepseekV2ForCausalLM, a V3 with softmax, and groups as good as their best expert."""
 
 from megatfm.config import ModelConfig, require_variant
-from megatfm.config.experts import DeepSeekV2RouterConfig
+from megatfm.config.ffn import DeepSeekV2RouterConfig
+from megatfm.convert.architecture import Architecture, register_architecture
 from megatfm.convert.architectures import deepseek
-from megatfm.convert.config_keys import Json, alias, ignored, supported_values, used
-from megatfm.convert.experts import require_dropless
-from megatfm.convert.registry import ARCHITECTURES, Architecture, register_base_model
+from megatfm.convert.hf_config import Json, alias, ignored, supported_values, used
+from megatfm.convert.weight_mapping import require_dropless
 from megatfm.errors import UsageError
 
 GREEDY, LIMITED = "greedy", "group_limited_greedy"
@@ -73,7 +73,8 @@ def write(ours: ModelConfig) -> Json:
     return theirs
 
 
-ARCHITECTURES.register("DeepseekV2ForCausalLM")(
+register_architecture(
+    "DeepseekV2ForCausalLM",
     Architecture(
         "deepseek_v2",
         KEYS,
@@ -84,6 +85,6 @@ ARCHITECTURES.register("DeepseekV2ForCausalLM")(
         base_model_prefix="model.",
         max_length_key="max_position_embeddings",
         fingerprint={"family": "decoder", "attention.name": "mla"},
-    )
+    ),
+    base="DeepseekV2Model",
 )
-register_base_model("DeepseekV2Model", ARCHITECTURES.get("DeepseekV2ForCausalLM"))

@@ -5,12 +5,26 @@ rotary positions by kind of block (3).
 """
 
 from megatfm.config import ModelConfig, RopeConfig, ScaledAttention, require_variant
-from megatfm.convert import layer_types
-from megatfm.convert.architectures import llama
-from megatfm.convert.config_keys import WORD, Json, ignored, supported_values, used
-from megatfm.convert.keys import ROPE, activation, rope, rope_of_kind, std, their_activation, their_rope
-from megatfm.convert.registry import ARCHITECTURES, Architecture, register_base_model
-from megatfm.convert.table import WeightMapping, rename, rename_linear, with_prefix
+from megatfm.convert.architecture import Architecture, register_architecture
+from megatfm.convert.architectures.llama import LLAMA_MARKS, attention_rules, dense_rules
+from megatfm.convert.hf_config import WORD, Json, ignored, supported_values, used
+from megatfm.convert.hf_values import (
+    GLOBAL,
+    LOCAL,
+    ROPE,
+    activation_from_hf,
+    activation_to_hf,
+    layer_type_blocks,
+    read_layer_types,
+    read_mapped,
+    rope_from_hf,
+    rope_of_layer_type,
+    rope_to_hf,
+    window_width,
+    write_layer_types,
+    write_mapped,
+)
+from megatfm.convert.weight_mapping import WeightMapping, rename, rename_linear, with_prefix
 from megatfm.errors import UsageError
 
 GEMMA2 = ROPE | {
@@ -58,24 +72,40 @@ SCALE = "embedding.scale"
 
 
 def read(theirs: Json) -> ModelConfig:
-    kinds = layer_types.read(theirs, 2)
-    return _read(theirs, {**rope(theirs), **layer_types.blocks(kinds, _window(theirs), {})})
+    kinds = read_layer_types(theirs, 2)
+    return _read(theirs, {**rope_from_hf(theirs), **layer_type_blocks(kinds, _window(theirs), {})})
 
 
 def read_3(theirs: Json) -> ModelConfig:
     pattern = PATTERN if theirs["sliding_window_pattern"] is None else theirs["sliding_window_pattern"]
     if pattern < 1:
         raise UsageError(f"config.json: sliding_window_pattern = {pattern}: choose 1 or more")
-    whole = rope_of_kind(theirs, layer_types.GLOBAL, "rope_theta", THETA, scaled=True)
-    local = rope_of_kind(theirs, layer_types.LOCAL, "rope_local_base_freq", LOCAL_THETA)
-    kinds = layer_types.blocks(
-        layer_types.read(theirs, pattern), {**_window(theirs), "position": local}, {"position": whole}
+    full = rope_of_layer_type(theirs, GLOBAL, "rope_theta", THETA, scaled=True)
+    local = rope_of_layer_type(theirs, LOCAL, "rope_local_base_freq", LOCAL_THETA)
+    kinds = layer_type_blocks(
+        read_layer_types(theirs, pattern), {**_window(theirs), "position": local}, {"position": full}
     )
     return _read(theirs, {"attention.qk_norm": True, **kinds})
 
 
 def _window(theirs: Json) -> Json:
     return {"attention": {"pattern": {"name": "window", "width": theirs["sliding_window"]}}}
+
+
+CONFIG_MAPPING = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "d_model",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "attention.n_heads",
+    "num_key_value_heads": "attention.n_kv_heads",
+    "head_dim": "attention.head_dim",
+    "attention_bias": "attention.bias",
+    "intermediate_size": "ffn.d_ff",
+    "rms_norm_eps": "norm.eps",
+    "tie_word_embeddings": "embedding.tied",
+    "final_logit_softcapping": "lm_head.softcap",
+    "initializer_range": "init.std",
+}
 
 
 def _read(theirs: Json, others: Json) -> ModelConfig:
@@ -94,45 +124,34 @@ def _read(theirs: Json, others: Json) -> ModelConfig:
             raise UsageError(f"config.json: {key} = {theirs[key]}: transformers takes {theirs[key]}.0 alone")
     return ModelConfig.from_dotted(
         {
-            "vocab_size": theirs["vocab_size"],
-            "d_model": width,
-            "n_layers": theirs["num_hidden_layers"],
-            "attention.n_heads": heads,
-            "attention.n_kv_heads": theirs["num_key_value_heads"],
-            "attention.head_dim": theirs["head_dim"],
-            "attention.bias": theirs["attention_bias"],
+            **read_mapped(theirs, CONFIG_MAPPING),
             "attention.scale": queries**-0.5,
             "attention.softcap": theirs["attn_logit_softcapping"],
             "attention.dropout": theirs["attention_dropout"] or 0.0,
-            "ffn.d_ff": theirs["intermediate_size"],
-            "ffn.activation": activation(theirs["hidden_activation"], gated=True),
-            "norm.eps": theirs["rms_norm_eps"],
+            "ffn.activation": activation_from_hf(theirs["hidden_activation"], gated=True),
             "norm.placement": "sandwich",
             "norm.zero_centered": True,
             "embedding.scale": width**0.5,
-            "embedding.tied": theirs["tie_word_embeddings"],
-            "lm_head.softcap": theirs["final_logit_softcapping"],
             "init.name": "normal",
-            "init.std": theirs["initializer_range"],
             **others,
         }
     )
 
 
 def write(ours: ModelConfig) -> Json:
-    return {**_write(ours), **their_rope(ours)}
+    return {**_write(ours), **rope_to_hf(ours)}
 
 
 def write_3(ours: ModelConfig) -> Json:
     if not getattr(ours.attention, "qk_norm", False):
         raise UsageError("model.attention.qk_norm = false: Gemma 3 normalises queries and keys")
-    types = layer_types.write(ours)
+    types = write_layer_types(ours)
     depths = {kind: types.index(kind) for kind in dict.fromkeys(types)}
-    ropes = {kind: their_rope(ours.layer_config(depth))["rope_parameters"] for kind, depth in depths.items()}
+    ropes = {kind: rope_to_hf(ours.layer_config(depth))["rope_parameters"] for kind, depth in depths.items()}
     plain = {"rope_type": "default", "rope_theta": LOCAL_THETA}
     return {
         **_write(ours),
-        "rope_parameters": {kind: ropes.get(kind, plain) for kind in (layer_types.LOCAL, layer_types.GLOBAL)},
+        "rope_parameters": {kind: ropes.get(kind, plain) for kind in (LOCAL, GLOBAL)},
     }
 
 
@@ -140,26 +159,15 @@ def _write(ours: ModelConfig) -> Json:
     attention = require_variant(ours.attention, ScaledAttention, "model.attention")
     require_variant(ours.layer_config(0).position, RopeConfig, "model.position")
     scale = attention.scale or ours.head_width**-0.5
-    activated = their_activation(ours.ffn.activation, gated=True)
+    activated = activation_to_hf(ours.ffn.activation, gated=True)
     return {
-        "vocab_size": ours.vocab_size,
-        "hidden_size": ours.d_model,
-        "intermediate_size": ours.ffn.d_ff,
-        "num_hidden_layers": ours.n_layers,
-        "num_attention_heads": attention.n_heads,
-        "num_key_value_heads": attention.kv_heads,
-        "head_dim": ours.head_width,
+        **write_mapped(ours, CONFIG_MAPPING),
         "hidden_activation": "gelu_pytorch_tanh" if activated == "gelu_new" else activated,
-        "rms_norm_eps": ours.norm.eps,
-        "tie_word_embeddings": ours.embedding.tied,
-        "attention_bias": getattr(attention, "bias", False),
         "attention_dropout": attention.dropout,
         "query_pre_attn_scalar": round(scale**-2),
-        "sliding_window": layer_types.window(ours, 4096),
-        "layer_types": layer_types.write(ours),
-        "final_logit_softcapping": ours.lm_head.softcap,
+        "sliding_window": window_width(ours, 4096),
+        "layer_types": write_layer_types(ours),
         "attn_logit_softcapping": attention.softcap,
-        "initializer_range": std(ours),
     }
 
 
@@ -167,11 +175,7 @@ def rules(config: ModelConfig) -> list[WeightMapping]:
     bias, normed = (bool(getattr(config.attention, key, False)) for key in ("bias", "qk_norm"))
     block = [
         *rename_linear("attn_residual.norm", "input_layernorm"),
-        *(
-            rule
-            for part in "qkvo"
-            for rule in rename_linear(f"attn.w{part}", f"self_attn.{part}_proj", bias=bias)
-        ),
+        *attention_rules(bias=bias),
         *(
             rule
             for part in "qk" * normed
@@ -179,7 +183,7 @@ def rules(config: ModelConfig) -> list[WeightMapping]:
         ),
         *rename_linear("attn_residual.norm_out", "post_attention_layernorm"),
         *rename_linear("ffn_residual.norm", "pre_feedforward_layernorm"),
-        *llama.dense_rules("ffn", "mlp"),
+        *dense_rules("ffn", "mlp"),
         *rename_linear("ffn_residual.norm_out", "post_feedforward_layernorm"),
     ]
     copies = ["lm_head.weight"] if config.embedding.tied else []
@@ -195,8 +199,9 @@ def rules(config: ModelConfig) -> list[WeightMapping]:
     ]
 
 
-MARKS = llama.MARKS | {"norm.placement": "sandwich", "norm.zero_centered": True}
-ARCHITECTURES.register("Gemma2ForCausalLM")(
+MARKS = LLAMA_MARKS | {"norm.placement": "sandwich", "norm.zero_centered": True}
+register_architecture(
+    "Gemma2ForCausalLM",
     Architecture(
         "gemma2",
         GEMMA2,
@@ -206,10 +211,11 @@ ARCHITECTURES.register("Gemma2ForCausalLM")(
         base_model_prefix="model.",
         max_length_key="max_position_embeddings",
         fingerprint=MARKS,
-    )
+    ),
+    base="Gemma2Model",
 )
-register_base_model("Gemma2Model", ARCHITECTURES.get("Gemma2ForCausalLM"))
-ARCHITECTURES.register("Gemma3ForCausalLM")(
+register_architecture(
+    "Gemma3ForCausalLM",
     Architecture(
         "gemma3_text",
         GEMMA3,
@@ -219,6 +225,6 @@ ARCHITECTURES.register("Gemma3ForCausalLM")(
         base_model_prefix="model.",
         max_length_key="max_position_embeddings",
         fingerprint=MARKS | {"attention.qk_norm": True},
-    )
+    ),
+    base="Gemma3TextModel",
 )
-register_base_model("Gemma3TextModel", ARCHITECTURES.get("Gemma3ForCausalLM"))

@@ -6,15 +6,31 @@ import torch
 from torch import Tensor
 
 from megatfm.config import GQAAttentionConfig, ModelConfig, require_variant
-from megatfm.convert import layer_types
-from megatfm.convert.architectures import llama
-from megatfm.convert.config_keys import COMMON, Json, alias, ignored, supported_values, used
-from megatfm.convert.experts import require_dropless, require_top_k_router
-from megatfm.convert.keys import rope
-from megatfm.convert.registry import ARCHITECTURES, Architecture, register_base_model
-from megatfm.convert.table import WeightMapping, rename, rename_linear
+from megatfm.convert.architecture import Architecture, register_architecture
+from megatfm.convert.architectures.llama import (
+    LLAMA_KEYS,
+    LLAMA_MARKS,
+    attention_rules,
+    rules_around,
+    write_llama,
+)
+from megatfm.convert.hf_config import COMMON, Json, alias, ignored, supported_values, used
+from megatfm.convert.hf_values import (
+    layer_type_blocks,
+    read_layer_types,
+    rope_from_hf,
+    window_width,
+    write_layer_types,
+)
+from megatfm.convert.weight_mapping import (
+    WeightMapping,
+    rename,
+    rename_linear,
+    require_dropless,
+    require_top_k_router,
+)
 from megatfm.errors import UsageError
-from megatfm.layers.activation.clamped_swiglu import ALPHA, LIMIT
+from megatfm.layers.feed_forward import ALPHA, LIMIT
 
 THETA = 150_000.0
 YARN = {
@@ -22,7 +38,7 @@ YARN = {
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
 """Theirs, for a config.json that says nothing of positions."""
-KEYS = llama.KEYS | {
+KEYS = LLAMA_KEYS | {
     "num_hidden_layers": used(36),
     "num_local_experts": used(128),
     "num_experts": alias("num_local_experts"),
@@ -54,8 +70,8 @@ KEYS = llama.KEYS | {
 def read(theirs: Json) -> ModelConfig:
     if theirs["rope_parameters"] is None and not theirs["rope_scaling"]:
         theirs = theirs | {"rope_parameters": YARN}
-    given = theirs["rope_scaling"] or theirs["rope_parameters"] or {}
-    if theirs["rope_theta"] is None and "rope_theta" not in given:
+    table = theirs["rope_scaling"] or theirs["rope_parameters"] or {}
+    if theirs["rope_theta"] is None and "rope_theta" not in table:
         theirs = theirs | {"rope_theta": THETA}
     if theirs["head_dim"] < 1:
         raise UsageError(f"config.json: head_dim = {theirs['head_dim']} is not supported: give one above 0")
@@ -85,8 +101,8 @@ def read(theirs: Json) -> ModelConfig:
             "embedding.tied": theirs["tie_word_embeddings"],
             "init.name": "normal",
             "init.std": theirs["initializer_range"],
-            **layer_types.blocks(layer_types.read(theirs, 2), window, {}),
-            **rope(theirs),
+            **layer_type_blocks(read_layer_types(theirs, 2), window, {}),
+            **rope_from_hf(theirs),
         }
     )
 
@@ -95,13 +111,13 @@ def write(ours: ModelConfig) -> Json:
     experts = require_dropless(ours)
     require_top_k_router(ours)
     without = ("hidden_act", "mlp_bias")
-    theirs = llama.write(ours.with_changes({"ffn.activation": "swiglu"}))
+    theirs = write_llama(ours.with_changes({"ffn.activation": "swiglu"}))
     return {
         **{key: value for key, value in theirs.items() if key not in without},
         "num_local_experts": experts.n_experts,
         "num_experts_per_tok": experts.top_k,
-        "sliding_window": layer_types.window(ours, 128),
-        "layer_types": layer_types.write(ours),
+        "sliding_window": window_width(ours, 128),
+        "layer_types": write_layer_types(ours),
         "swiglu_alpha": ALPHA,
         "swiglu_limit": LIMIT,
     }
@@ -110,11 +126,7 @@ def write(ours: ModelConfig) -> Json:
 def rules(config: ModelConfig) -> list[WeightMapping]:
     bias = require_variant(config.attention, GQAAttentionConfig, "model.attention").bias
     attention = [
-        *(
-            rule
-            for part in "qkvo"
-            for rule in rename_linear(f"attn.w{part}", f"self_attn.{part}_proj", bias=bias)
-        ),
+        *attention_rules(bias=bias),
         rename("attn.core.sinks.weight", "self_attn.sinks"),
     ]
     experts = [
@@ -136,7 +148,7 @@ def rules(config: ModelConfig) -> list[WeightMapping]:
         ),
         rename("ffn.experts.b_down", "mlp.experts.down_proj_bias"),
     ]
-    return llama.rules_around(config, attention, experts)
+    return rules_around(config, attention, experts)
 
 
 def interleave_gate_up(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -157,7 +169,8 @@ def transpose_experts(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return [tensors[0].transpose(1, 2)]
 
 
-ARCHITECTURES.register("GptOssForCausalLM")(
+register_architecture(
+    "GptOssForCausalLM",
     Architecture(
         "gpt_oss",
         KEYS,
@@ -166,7 +179,7 @@ ARCHITECTURES.register("GptOssForCausalLM")(
         rules,
         base_model_prefix="model.",
         max_length_key="max_position_embeddings",
-        fingerprint=llama.MARKS | {"ffn.name": "moe", "attention.sinks": True},
-    )
+        fingerprint=LLAMA_MARKS | {"ffn.name": "moe", "attention.sinks": True},
+    ),
+    base="GptOssModel",
 )
-register_base_model("GptOssModel", ARCHITECTURES.get("GptOssForCausalLM"))

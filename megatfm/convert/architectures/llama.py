@@ -1,15 +1,23 @@
-"""Llama 1 to 3: LlamaForCausalLM. Rotary channels are halves there as here."""
+"""Llama 1 to 3 and Mistral: LlamaForCausalLM, MistralForCausalLM. Rotary channels are halves there as here."""
 
 from collections.abc import Sequence
 
-from megatfm.config import GQAAttentionConfig, ModelConfig, require_variant
-from megatfm.convert.config_keys import Json, Key, ignored, supported_values, used
-from megatfm.convert.keys import ROPE, activation, rope, std, their_activation, their_rope
-from megatfm.convert.registry import ARCHITECTURES, Architecture, register_base_model
-from megatfm.convert.table import WeightMapping, rename, rename_linear, with_prefix
+from megatfm.config import GQAAttentionConfig, ModelConfig, WindowPatternConfig, require_variant
+from megatfm.convert.architecture import Architecture, register_architecture
+from megatfm.convert.hf_config import Json, Key, ignored, supported_values, used
+from megatfm.convert.hf_values import (
+    ROPE,
+    activation_from_hf,
+    activation_to_hf,
+    read_mapped,
+    rope_from_hf,
+    rope_to_hf,
+    write_mapped,
+)
+from megatfm.convert.weight_mapping import WeightMapping, rename, rename_linear, with_prefix
 from megatfm.errors import UsageError
 
-KEYS: dict[str, Key] = ROPE | {
+LLAMA_KEYS: dict[str, Key] = ROPE | {
     "vocab_size": used(32000),
     "hidden_size": used(4096),
     "intermediate_size": used(11008),
@@ -30,10 +38,26 @@ KEYS: dict[str, Key] = ROPE | {
     "eos_token_id": used(2, int, list, None),
     **ignored("max_sequence_length"),
 }
-MARKS = {"family": "decoder", "position.name": "rope", "attention.name": "gqa", "ffn.name": "dense"}
+LLAMA_MARKS = {"family": "decoder", "position.name": "rope", "attention.name": "gqa", "ffn.name": "dense"}
 
 
-def read(theirs: Json) -> ModelConfig:
+LLAMA_MAPPING = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "d_model",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "attention.n_heads",
+    "num_key_value_heads": "attention.n_kv_heads",
+    "head_dim": "attention.head_dim",
+    "intermediate_size": "ffn.d_ff",
+    "rms_norm_eps": "norm.eps",
+    "attention_bias": "attention.bias",
+    "mlp_bias": "ffn.bias",
+    "tie_word_embeddings": "embedding.tied",
+    "initializer_range": "init.std",
+}
+
+
+def read_llama(theirs: Json) -> ModelConfig:
     width, heads = theirs["hidden_size"], theirs["num_attention_heads"]
     if heads < 1 or width % heads:
         raise UsageError(
@@ -42,60 +66,42 @@ def read(theirs: Json) -> ModelConfig:
         )
     return ModelConfig.from_dotted(
         {
-            "vocab_size": theirs["vocab_size"],
-            "d_model": width,
-            "n_layers": theirs["num_hidden_layers"],
-            "attention.n_heads": heads,
-            "attention.n_kv_heads": theirs["num_key_value_heads"],
-            "attention.head_dim": theirs["head_dim"],
-            "ffn.d_ff": theirs["intermediate_size"],
-            "norm.eps": theirs["rms_norm_eps"],
-            "ffn.activation": activation(theirs["hidden_act"], gated=True),
-            "attention.bias": theirs["attention_bias"],
-            "ffn.bias": theirs["mlp_bias"],
-            "embedding.tied": theirs["tie_word_embeddings"],
+            **read_mapped(theirs, LLAMA_MAPPING),
+            "ffn.activation": activation_from_hf(theirs["hidden_act"], gated=True),
             "attention.dropout": theirs["attention_dropout"] or 0.0,
             "init.name": "normal",
-            "init.std": theirs["initializer_range"],
-            **rope(theirs),
+            **rope_from_hf(theirs),
         }
     )
 
 
-def write(ours: ModelConfig) -> Json:
+def write_llama(ours: ModelConfig) -> Json:
     return {
-        "vocab_size": ours.vocab_size,
-        "hidden_size": ours.d_model,
-        "num_hidden_layers": ours.n_layers,
-        "num_attention_heads": ours.attention.n_heads,
-        "num_key_value_heads": ours.attention.kv_heads,
-        "head_dim": ours.head_width,
-        "intermediate_size": ours.ffn.d_ff,
-        "rms_norm_eps": ours.norm.eps,
-        "hidden_act": their_activation(ours.ffn.activation, gated=True),
-        "attention_bias": getattr(ours.attention, "bias", False),
-        "mlp_bias": ours.ffn.bias,
-        "tie_word_embeddings": ours.embedding.tied,
+        **write_mapped(ours, LLAMA_MAPPING),
+        "hidden_act": activation_to_hf(ours.ffn.activation, gated=True),
         "attention_dropout": ours.attention.dropout,
-        "initializer_range": std(ours),
-        **their_rope(ours),
+        **rope_to_hf(ours),
     }
 
 
-def rules(config: ModelConfig) -> list[WeightMapping]:
+def llama_rules(config: ModelConfig) -> list[WeightMapping]:
     bias = require_variant(config.attention, GQAAttentionConfig, "model.attention").bias
-    attention = [
+    return rules_around(config, attention_rules(bias=bias))
+
+
+def attention_rules(*, bias: bool = False) -> list[WeightMapping]:
+    """Projections of queries, keys, values and output."""
+    return [
         rule
         for part in "qkvo"
         for rule in rename_linear(f"attn.w{part}", f"self_attn.{part}_proj", bias=bias)
     ]
-    return rules_around(config, attention)
 
 
 def rules_around(
     config: ModelConfig, attention: Sequence[WeightMapping], *ffns: Sequence[WeightMapping]
 ) -> list[WeightMapping]:
-    """Of all that is not attention: Mistral's and DeepSeek's are named alike.
+    """Rules of a model around its attention: Mistral's and DeepSeek's are named alike.
 
     ffns: the feed-forward network, where it is another; of each layer, where there are several.
     """
@@ -123,7 +129,7 @@ def rules_around(
 
 
 def dense_rules(ours: str, theirs: str, *, bias: bool = False) -> list[WeightMapping]:
-    """Of a gated feed-forward network."""
+    """Rules of a gated feed-forward network."""
     parts = ("gate", "up", "down")
     return [
         rule
@@ -132,17 +138,65 @@ def dense_rules(ours: str, theirs: str, *, bias: bool = False) -> list[WeightMap
     ]
 
 
-ARCHITECTURES.register("LlamaForCausalLM")(
+ROTARY_BUFFERS = (r"rotary_emb\.inv_freq$",)
+"""Tensors of older files, computed anew here."""
+
+register_architecture(
+    "LlamaForCausalLM",
     Architecture(
         "llama",
-        KEYS,
-        read,
-        write,
-        rules,
+        LLAMA_KEYS,
+        read_llama,
+        write_llama,
+        llama_rules,
         base_model_prefix="model.",
-        ignored_tensors=(r"rotary_emb\.inv_freq$",),
+        ignored_tensors=ROTARY_BUFFERS,
         max_length_key="max_position_embeddings",
-        fingerprint=MARKS,
-    )
+        fingerprint=LLAMA_MARKS,
+    ),
+    base="LlamaModel",
 )
-register_base_model("LlamaModel", ARCHITECTURES.get("LlamaForCausalLM"))
+
+# Mistral: a Llama with a sliding window (Jiang et al. 2023)
+
+MISTRAL_KEYS = LLAMA_KEYS | {
+    "intermediate_size": used(14336),
+    "num_key_value_heads": used(8, int, None),
+    "max_position_embeddings": used(131_072),
+    "sliding_window": used(4096, int, None),
+    "attention_dropout": used(0.0),
+    "attention_bias": supported_values(False),
+    "mlp_bias": supported_values(False),
+}
+
+
+def read_mistral(theirs: Json) -> ModelConfig:
+    ours = read_llama(theirs)
+    width = theirs["sliding_window"]
+    if width is None:
+        return ours
+    return ours.with_changes({"attention.pattern": {"name": "window", "width": width}})
+
+
+def write_mistral(ours: ModelConfig) -> Json:
+    theirs = write_llama(ours)
+    pattern = ours.attention.pattern
+    window = {"sliding_window": pattern.width if isinstance(pattern, WindowPatternConfig) else None}
+    return window | {key: value for key, value in theirs.items() if key not in ("attention_bias", "mlp_bias")}
+
+
+register_architecture(
+    "MistralForCausalLM",
+    Architecture(
+        "mistral",
+        MISTRAL_KEYS,
+        read_mistral,
+        write_mistral,
+        llama_rules,
+        base_model_prefix="model.",
+        ignored_tensors=ROTARY_BUFFERS,
+        max_length_key="max_position_embeddings",
+        fingerprint=LLAMA_MARKS,
+    ),
+    base="MistralModel",
+)

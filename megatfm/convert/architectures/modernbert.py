@@ -3,19 +3,25 @@ attention has no norm of its own, since the embedding has one."""
 
 from megatfm.config import GQAAttentionConfig, ModelConfig, require_variant
 from megatfm.config.model_parts import LayerNormConfig
-from megatfm.convert import layer_types
-from megatfm.convert.config_keys import Json, ignored, supported_values, used
-from megatfm.convert.keys import (
+from megatfm.convert.architecture import Architecture, register_architecture
+from megatfm.convert.hf_config import Json, ignored, supported_values, used
+from megatfm.convert.hf_values import (
+    GLOBAL,
+    LOCAL,
     ROPE,
-    activation,
+    activation_from_hf,
+    activation_to_hf,
     check_implied_values,
-    rope_of_kind,
-    std,
-    their_activation,
-    their_rope,
+    layer_type_blocks,
+    read_layer_types,
+    read_mapped,
+    rope_of_layer_type,
+    rope_to_hf,
+    window_width,
+    write_layer_types,
+    write_mapped,
 )
-from megatfm.convert.registry import ARCHITECTURES, Architecture, register_base_model
-from megatfm.convert.table import WeightMapping, concat, rename, rename_linear, with_prefix
+from megatfm.convert.weight_mapping import WeightMapping, concat, rename, rename_linear, with_prefix
 from megatfm.errors import UsageError
 
 KEYS = {
@@ -70,6 +76,23 @@ EVERY, THETA, LOCAL_THETA = 3, 160_000.0, 10_000.0
 """Theirs: every so-manieth block, from the first on, sees all; bases of rotary positions."""
 
 
+CONFIG_MAPPING = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "d_model",
+    "num_hidden_layers": "n_layers",
+    "embedding_dropout": "dropout",
+    "num_attention_heads": "attention.n_heads",
+    "attention_dropout": "attention.dropout",
+    "intermediate_size": "ffn.d_ff",
+    "mlp_bias": "ffn.bias",
+    "mlp_dropout": "ffn.dropout",
+    "norm_eps": "norm.eps",
+    "decoder_bias": "lm_head.bias",
+    "classifier_bias": "lm_head.transform_bias",
+    "initializer_range": "init.std",
+}
+
+
 def read(theirs: Json) -> ModelConfig:
     check_implied_values(theirs, classifier_activation=theirs["hidden_activation"])
     every = EVERY if theirs["global_attn_every_n_layers"] is None else theirs["global_attn_every_n_layers"]
@@ -84,75 +107,51 @@ def read(theirs: Json) -> ModelConfig:
             f"config.json: pad_token_id = {theirs['pad_token_id']} is no token of vocab_size = {theirs['vocab_size']}"
         )
     position = {
-        kind: rope_of_kind(theirs, kind, key, theta)
+        kind: rope_of_layer_type(theirs, kind, key, theta)
         for kind, key, theta in (
-            (layer_types.LOCAL, "local_rope_theta", LOCAL_THETA),
-            (layer_types.GLOBAL, "global_rope_theta", THETA),
+            (LOCAL, "local_rope_theta", LOCAL_THETA),
+            (GLOBAL, "global_rope_theta", THETA),
         )
     }
     window = {"attention": {"pattern": {"name": "window", "width": local // 2 * 2}}}
     return ModelConfig.from_dotted(
         {
+            **read_mapped(theirs, CONFIG_MAPPING),
             "family": "encoder",
-            "vocab_size": theirs["vocab_size"],
-            "d_model": width,
-            "n_layers": theirs["num_hidden_layers"],
-            "dropout": theirs["embedding_dropout"],
-            "attention.n_heads": theirs["num_attention_heads"],
             "attention.bias": theirs["attention_bias"],
-            "attention.dropout": theirs["attention_dropout"],
-            "ffn.d_ff": theirs["intermediate_size"],
-            "ffn.activation": activation(theirs["hidden_activation"], gated=True),
-            "ffn.bias": theirs["mlp_bias"],
-            "ffn.dropout": theirs["mlp_dropout"],
+            "ffn.activation": activation_from_hf(theirs["hidden_activation"], gated=True),
             "norm.name": "layer_norm",
-            "norm.eps": theirs["norm_eps"],
             "norm.bias": theirs["norm_bias"],
             "norm.first_attention_norm": False,
             "embedding.norm": True,
             "lm_head.name": "transform",
-            "lm_head.bias": theirs["decoder_bias"],
-            "lm_head.transform_bias": theirs["classifier_bias"],
             "init.name": "bert",
-            "init.std": theirs["initializer_range"],
-            **layer_types.blocks(
-                layer_types.read(theirs, every, first=layer_types.GLOBAL),
-                {**window, "position": position[layer_types.LOCAL]},
-                {"position": position[layer_types.GLOBAL]},
+            **layer_type_blocks(
+                read_layer_types(theirs, every, first=GLOBAL),
+                {**window, "position": position[LOCAL]},
+                {"position": position[GLOBAL]},
             ),
         }
     )
 
 
 def write(ours: ModelConfig) -> Json:
-    types = layer_types.write(ours)
+    types = write_layer_types(ours)
     ropes = {
-        kind: their_rope(ours.layer_config(types.index(kind)))["rope_parameters"]
+        kind: rope_to_hf(ours.layer_config(types.index(kind)))["rope_parameters"]
         for kind in dict.fromkeys(types)
     }
     plain = {"rope_type": "default", "rope_theta": LOCAL_THETA}
-    activated = their_activation(ours.ffn.activation, gated=True)
+    activated = activation_to_hf(ours.ffn.activation, gated=True)
     return {
-        "vocab_size": ours.vocab_size,
-        "hidden_size": ours.d_model,
-        "intermediate_size": ours.ffn.d_ff,
-        "num_hidden_layers": ours.n_layers,
-        "num_attention_heads": ours.attention.n_heads,
+        **write_mapped(ours, CONFIG_MAPPING),
         "hidden_activation": activated,
         "classifier_activation": activated,
-        "norm_eps": ours.norm.eps,
         "norm_bias": require_variant(ours.norm, LayerNormConfig, "model.norm").bias,
         "attention_bias": require_variant(ours.attention, GQAAttentionConfig, "model.attention").bias,
-        "mlp_bias": ours.ffn.bias,
-        "classifier_bias": ours.lm_head.transform_bias,
-        "decoder_bias": ours.lm_head.bias,
-        "attention_dropout": ours.attention.dropout,
-        "embedding_dropout": ours.dropout,
-        "mlp_dropout": ours.ffn.dropout,
         "layer_types": types,
-        "local_attention": layer_types.window(ours, 128),
-        "rope_parameters": {kind: ropes.get(kind, plain) for kind in (layer_types.LOCAL, layer_types.GLOBAL)},
-        "initializer_range": std(ours),
+        "local_attention": window_width(ours, 128),
+        "rope_parameters": {kind: ropes.get(kind, plain) for kind in (LOCAL, GLOBAL)},
         **({} if (ours.vocab_size or 0) > PAD else {"pad_token_id": None}),
     }
 
@@ -198,7 +197,8 @@ def rules(config: ModelConfig) -> list[WeightMapping]:
     ]
 
 
-ARCHITECTURES.register("ModernBertForMaskedLM")(
+register_architecture(
+    "ModernBertForMaskedLM",
     Architecture(
         "modernbert",
         KEYS,
@@ -208,6 +208,6 @@ ARCHITECTURES.register("ModernBertForMaskedLM")(
         base_model_prefix="model.",
         max_length_key="max_position_embeddings",
         fingerprint={"family": "encoder", "position.name": "rope", "norm.first_attention_norm": False},
-    )
+    ),
+    base="ModernBertModel",
 )
-register_base_model("ModernBertModel", ARCHITECTURES.get("ModernBertForMaskedLM"))

@@ -1,18 +1,36 @@
-"""T5 v1.0 and v1.1: T5ForConditionalGeneration."""
+"""T5 v1.0 and v1.1, and Switch Transformers, T5s with experts in some blocks, of which a token goes through one."""
 
 from collections.abc import Callable, Container
 
 from megatfm.config import ModelConfig, T5PositionConfig, require_variant
-from megatfm.convert.config_keys import Json, alias, ignored, supported_values, used
-from megatfm.convert.keys import activation, check_implied_values, their_activation
-from megatfm.convert.registry import ARCHITECTURES, Architecture, register_base_model
-from megatfm.convert.table import WeightMapping, rename, rename_linear, with_prefix
-from megatfm.layers.activation import ACTIVATIONS
+from megatfm.config.ffn import MoEConfig, SwitchRouterConfig
+from megatfm.convert.architecture import (
+    Architecture,
+    register_architecture,
+)
+from megatfm.convert.hf_config import Json, alias, ignored, supported_values, used
+from megatfm.convert.hf_values import (
+    activation_from_hf,
+    activation_to_hf,
+    check_implied_values,
+    read_mapped,
+    write_mapped,
+)
+from megatfm.convert.weight_mapping import (
+    WeightMapping,
+    rename,
+    rename_linear,
+    stack_experts,
+    unbind_experts,
+    with_prefix,
+)
+from megatfm.errors import UsageError
+from megatfm.layers.feed_forward import ACTIVATIONS
 
 GATED_GELU = "gated-gelu"
 """Means the tanh form, whatever "gelu" means elsewhere."""
 
-KEYS = {
+T5_KEYS = {
     "vocab_size": used(32128),
     "d_model": used(512),
     "d_kv": used(64),
@@ -41,7 +59,17 @@ KEYS = {
 }
 
 
-def read(theirs: Json) -> ModelConfig:
+T5_MAPPING = {
+    "vocab_size": "vocab_size",
+    "d_model": "d_model",
+    "num_heads": "attention.n_heads",
+    "d_kv": "attention.head_dim",
+    "d_ff": "ffn.d_ff",
+    "layer_norm_epsilon": "norm.eps",
+}
+
+
+def read_t5(theirs: Json) -> ModelConfig:
     width, rate, inner = theirs["d_model"], theirs["dropout_rate"], theirs["feed_forward_proj"]
     check_implied_values(theirs, is_gated_act=inner.startswith("gated-"))
     check_implied_values(
@@ -53,16 +81,11 @@ def read(theirs: Json) -> ModelConfig:
     n_layers = theirs["num_layers"]
     return ModelConfig.from_dotted(
         {
+            **read_mapped(theirs, T5_MAPPING),
             "family": "encoder_decoder",
-            "vocab_size": theirs["vocab_size"],
-            "d_model": width,
             "n_layers": n_layers if theirs["num_decoder_layers"] is None else theirs["num_decoder_layers"],
             "n_encoder_layers": n_layers,
-            "attention.n_heads": theirs["num_heads"],
-            "attention.head_dim": theirs["d_kv"],
-            "ffn.d_ff": theirs["d_ff"],
-            "norm.eps": theirs["layer_norm_epsilon"],
-            "ffn.activation": _activation(inner),
+            "ffn.activation": _t5_activation(inner),
             "attention.scale": 1.0,
             "position.name": "t5",
             "position.buckets": theirs["relative_attention_num_buckets"],
@@ -77,22 +100,17 @@ def read(theirs: Json) -> ModelConfig:
     )
 
 
-def write(ours: ModelConfig) -> Json:
+def write_t5(ours: ModelConfig) -> Json:
     gated = ACTIVATIONS.get(ours.ffn.activation).gated
-    name = their_activation(ours.ffn.activation, gated=gated)
+    name = activation_to_hf(ours.ffn.activation, gated=gated)
     position = require_variant(ours.position, T5PositionConfig, "model.position")
     return {
-        "vocab_size": ours.vocab_size,
-        "d_model": ours.d_model,
-        "d_kv": ours.head_width,
-        "d_ff": ours.ffn.d_ff,
+        **write_mapped(ours, T5_MAPPING),
         "num_layers": ours.encoder_layers,
         "num_decoder_layers": ours.n_layers,
-        "num_heads": ours.attention.n_heads,
         "relative_attention_num_buckets": position.buckets,
         "relative_attention_max_distance": position.max_distance,
         "dropout_rate": ours.dropout,
-        "layer_norm_epsilon": ours.norm.eps,
         "feed_forward_proj": GATED_GELU
         if ours.ffn.activation == "geglu_tanh"
         else f"{'gated-' * gated}{name}",
@@ -103,7 +121,7 @@ def write(ours: ModelConfig) -> Json:
     }
 
 
-def rules(config: ModelConfig) -> list[WeightMapping]:
+def t5_rules(config: ModelConfig) -> list[WeightMapping]:
     def ffn(depth: int, number: int) -> list[WeightMapping]:
         inner = f"layer.{number}.DenseReluDense"
         gated = ACTIVATIONS.get(config.ffn.activation).gated
@@ -114,11 +132,13 @@ def rules(config: ModelConfig) -> list[WeightMapping]:
             *rename_linear("ffn.w_down", f"{inner}.wo"),
         ]
 
-    return rules_around(config, ffn)
+    return t5_rules_around(config, ffn)
 
 
-def rules_around(config: ModelConfig, ffn: Callable[[int, int], list[WeightMapping]]) -> list[WeightMapping]:
-    """Of all but feed-forward networks, whose rules are `ffn(depth, number of the sublayer)`."""
+def t5_rules_around(
+    config: ModelConfig, ffn: Callable[[int, int], list[WeightMapping]]
+) -> list[WeightMapping]:
+    """Rules of all but feed-forward networks, whose rules are `ffn(depth, number of the sublayer)`."""
 
     def attention(ours: str, theirs: str) -> list[WeightMapping]:
         return [rule for part in "qkvo" for rule in rename_linear(f"{ours}.w{part}", f"{theirs}.{part}")]
@@ -164,30 +184,188 @@ def rules_around(config: ModelConfig, ffn: Callable[[int, int], list[WeightMappi
     ]
 
 
-def fit(config: ModelConfig, names: Container[str]) -> ModelConfig:
+def refine_tying(config: ModelConfig, names: Container[str]) -> ModelConfig:
     """Whether v1.1 shares its output matrix, config.json of transformers 5 doesn't tell, where it always says so."""
     shares = "lm_head.weight" not in names
     return config if config.head_scale != 1.0 else config.with_changes({"embedding.tied": shares})
 
 
-def _activation(theirs: str) -> str:
+def _t5_activation(theirs: str) -> str:
     if theirs == GATED_GELU:
         return "geglu_tanh"
-    return activation(theirs.removeprefix("gated-"), gated=theirs.startswith("gated-"))
+    return activation_from_hf(theirs.removeprefix("gated-"), gated=theirs.startswith("gated-"))
 
 
-ARCHITECTURES.register("T5ForConditionalGeneration")(
+register_architecture(
+    "T5ForConditionalGeneration",
     Architecture(
         "t5",
-        KEYS,
-        read,
-        write,
-        rules,
+        T5_KEYS,
+        read_t5,
+        write_t5,
+        t5_rules,
         # Published files have this table too, though no cross-attention uses one.
         ignored_tensors=(r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",),
         max_length_key="n_positions",
-        refine_config=fit,
+        refine_config=refine_tying,
         fingerprint={"family": "encoder_decoder"},
-    )
+    ),
+    base="T5Model",
 )
-register_base_model("T5Model", ARCHITECTURES.get("T5ForConditionalGeneration"))
+
+# Switch Transformers (Fedus et al. 2022): SwitchTransformersForConditionalGeneration
+
+NOT_OF_SWITCH = ("feed_forward_proj", "is_gated_act", "scale_decoder_outputs", "n_positions", "head_dim")
+SWITCH_KEYS = {key: value for key, value in T5_KEYS.items() if key not in NOT_OF_SWITCH} | {
+    "d_model": used(768),
+    "num_layers": used(12),
+    "num_decoder_layers": used(12, int, None),
+    "num_heads": used(12),
+    "expert_capacity": used(64),
+    "num_experts": used(8),
+    "num_sparse_encoder_layers": used(3),
+    "num_sparse_decoder_layers": used(3),
+    "encoder_sparse_step": used(None, int),
+    "decoder_sparse_step": used(None, int),
+    "router_bias": supported_values(False),
+    "router_dtype": supported_values("float32"),
+    "dense_act_fn": used("relu"),
+    "tie_word_embeddings": used(True),
+    "hidden_size": alias("d_model"),
+    **ignored("router_jitter_noise", "router_z_loss_coef", "router_aux_loss_coef"),
+    **ignored("add_router_probs", "router_ignore_padding_tokens", "router_type", "output_router_logits"),
+    **ignored("batch_prioritized_routing", "num_selected_experts"),
+    **ignored("feed_forward_proj", "is_gated_act", "n_positions"),
+}
+
+
+def read_switch(theirs: Json) -> ModelConfig:
+    plain = {
+        "feed_forward_proj": "relu",
+        "is_gated_act": None,
+        "dense_act_fn": None,
+        "scale_decoder_outputs": None,
+    }
+    dense = read_t5(theirs | plain)
+    scaled = dense.d_model**-0.5 if theirs["tie_word_embeddings"] else 1.0
+    acts = activation_from_hf(theirs["dense_act_fn"])
+    dense = dense.with_changes({"ffn.activation": acts, "lm_head.scale": scaled})
+    experts = {
+        "name": "moe",
+        "d_ff": theirs["d_ff"],
+        "activation": acts,
+        "n_experts": theirs["num_experts"],
+        "top_k": 1,
+        "expert_capacity": theirs["expert_capacity"],
+        "dropout": 0.0,
+        "router": {"name": "switch"},
+    }
+    kinds = _sparse_layers(
+        theirs["num_sparse_encoder_layers"], dense.encoder_layers, theirs["encoder_sparse_step"]
+    )
+    others = _sparse_layers(
+        theirs["num_sparse_decoder_layers"], dense.n_layers, theirs["decoder_sparse_step"]
+    )
+    if any(one != other for one, other in zip(kinds, others, strict=False)):
+        raise UsageError(
+            "config.json: num_sparse_encoder_layers and num_sparse_decoder_layers (or encoder_sparse_step and "
+            "decoder_sparse_step) put experts into other layers of the encoder than of the decoder, which "
+            "megatfm has not"
+        )
+    longer = max(kinds, others, key=len)
+    if True not in longer:
+        return dense
+    names = ["sparse" if sparse else "dense" for sparse in longer]
+    sections = {"sparse": {"ffn": experts}, "dense": {}}
+    return dense.with_changes(
+        {"layer_types": names, **{f"layer_type.{name}": sections[name] for name in dict.fromkeys(names)}}
+    )
+
+
+def _sparse_layers(n_sparse: int, n_layers: int, step: int | None = None) -> list[bool]:
+    """Which layers transformers gives experts to: with none asked for, the second, where there are two or more.
+
+    step: from config.json, where it overrules the number of such layers.
+    """
+    if step is None:
+        step = n_layers // n_sparse if n_sparse > 0 else n_layers
+    return [step == 1 or (step > 0 and i % step == 1) for i in range(n_layers)]
+
+
+def write_switch(ours: ModelConfig) -> Json:
+    acts = activation_to_hf(ours.ffn.activation)
+    theirs = write_t5(ours)
+    theirs = {
+        key: value for key, value in theirs.items() if key in SWITCH_KEYS and key != "feed_forward_proj"
+    }
+    theirs |= {"dense_act_fn": acts, "router_jitter_noise": 0.0}
+    sparse = [
+        config for config in map(ours.layer_config, range(ours.n_layers)) if isinstance(config.ffn, MoEConfig)
+    ]
+    for config in sparse[:1]:
+        experts = require_variant(config.ffn, MoEConfig, "model.ffn")
+        require_variant(experts.router, SwitchRouterConfig, "model.ffn.router")
+        if experts.expert_capacity is None:
+            raise UsageError(
+                "model.ffn.expert_capacity is not set: transformers' Switch gives each expert a number of "
+                "places for a row"
+            )
+        theirs |= {"num_experts": experts.n_experts, "expert_capacity": experts.expert_capacity}
+    for side, n_layers in (("encoder", ours.encoder_layers), ("decoder", ours.n_layers)):
+        wanted = [isinstance(ours.layer_config(depth).ffn, MoEConfig) for depth in range(n_layers)]
+        counts = (n for n in range(n_layers + 1) if _sparse_layers(n, n_layers) == wanted)
+        if (count := next(counts, None)) is None:
+            raise UsageError(
+                f"model.layer_types: transformers' Switch can't have experts in these layers of the {side}"
+            )
+        theirs[f"num_sparse_{side}_layers"] = count
+    return theirs
+
+
+def switch_rules(config: ModelConfig) -> list[WeightMapping]:
+    def experts(n: int, number: int) -> list[WeightMapping]:
+        inner = f"layer.{number}.mlp"
+        return [
+            rename("ffn.router.weight", f"{inner}.router.classifier.weight"),
+            *(
+                WeightMapping(
+                    (f"ffn.experts.w_{ours}",),
+                    tuple(f"{inner}.experts.expert_{e}.{theirs}.weight" for e in range(n)),
+                    unbind_experts,
+                    stack_experts,
+                )
+                for ours, theirs in (("up", "wi"), ("down", "wo"))
+            ),
+        ]
+
+    def ffn(depth: int, number: int) -> list[WeightMapping]:
+        section = config.layer_config(depth).ffn
+        norm = rename("ffn_residual.norm.weight", f"layer.{number}.layer_norm.weight")
+        if isinstance(section, MoEConfig):
+            return [norm, *experts(section.n_experts, number)]
+        parts = (("up", "wi"), ("down", "wo"))
+        return [
+            norm,
+            *(
+                rename(f"ffn.w_{ours}.weight", f"layer.{number}.mlp.{theirs}.weight")
+                for ours, theirs in parts
+            ),
+        ]
+
+    return t5_rules_around(config, ffn)
+
+
+register_architecture(
+    "SwitchTransformersForConditionalGeneration",
+    Architecture(
+        "switch_transformers",
+        SWITCH_KEYS,
+        read_switch,
+        write_switch,
+        switch_rules,
+        ignored_tensors=(
+            r"^(en|de)coder\.block\.\d+\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",
+        ),
+        fingerprint={"family": "encoder_decoder"},
+    ),
+)

@@ -7,11 +7,16 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from megatfm.config import ModelConfig
-from megatfm.convert.config_keys import Json, alias, ignored, supported_values, used
-from megatfm.convert.encoder import SUMMARY
-from megatfm.convert.keys import activation, check_implied_values, std, their_activation
-from megatfm.convert.registry import ARCHITECTURES, Architecture, register_base_model
-from megatfm.convert.table import WeightMapping, per_layer, rename, rename_linear
+from megatfm.convert.architecture import Architecture, register_architecture
+from megatfm.convert.hf_config import SUMMARY, Json, alias, ignored, supported_values, used
+from megatfm.convert.hf_values import (
+    activation_from_hf,
+    activation_to_hf,
+    check_implied_values,
+    read_mapped,
+    write_mapped,
+)
+from megatfm.convert.weight_mapping import WeightMapping, per_layer, rename, rename_linear
 from megatfm.errors import UsageError
 
 KEYS = SUMMARY | {
@@ -44,6 +49,18 @@ KEYS = SUMMARY | {
 }
 
 
+CONFIG_MAPPING = {
+    "vocab_size": "vocab_size",
+    "d_model": "d_model",
+    "n_layer": "n_layers",
+    "n_head": "attention.n_heads",
+    "d_inner": "ffn.d_ff",
+    "layer_norm_eps": "norm.eps",
+    "dropout": "dropout",
+    "initializer_range": "init.std",
+}
+
+
 def read(theirs: Json) -> ModelConfig:
     if theirs["d_model"] % 2 or theirs["n_head"] < 1:
         raise UsageError(
@@ -53,46 +70,32 @@ def read(theirs: Json) -> ModelConfig:
     check_implied_values(theirs, d_head=theirs["d_model"] // theirs["n_head"])
     return ModelConfig.from_dotted(
         {
+            **read_mapped(theirs, CONFIG_MAPPING),
             "family": "xlnet",
-            "vocab_size": theirs["vocab_size"],
-            "d_model": theirs["d_model"],
-            "n_layers": theirs["n_layer"],
-            "attention.n_heads": theirs["n_head"],
-            "ffn.d_ff": theirs["d_inner"],
             "norm.name": "layer_norm",
-            "norm.eps": theirs["layer_norm_eps"],
             "norm.placement": "post",
-            "ffn.activation": activation(theirs["ff_activation"]),
+            "ffn.activation": activation_from_hf(theirs["ff_activation"]),
             "attention.name": "two_stream",
             "ffn.bias": True,
             "position.name": "transformer_xl",
             "lm_head.bias": True,
-            "dropout": theirs["dropout"],
             "attention.dropout": theirs["dropout"],
             "init.name": "normal",
-            "init.std": theirs["initializer_range"],
         }
     )
 
 
 def write(ours: ModelConfig) -> Json:
     return {
-        "vocab_size": ours.vocab_size,
-        "d_model": ours.d_model,
-        "n_layer": ours.n_layers,
-        "n_head": ours.attention.n_heads,
+        **write_mapped(ours, CONFIG_MAPPING),
         "d_head": ours.head_width,
-        "d_inner": ours.ffn.d_ff,
-        "ff_activation": their_activation(ours.ffn.activation),
-        "layer_norm_eps": ours.norm.eps,
+        "ff_activation": activation_to_hf(ours.ffn.activation),
         "attn_type": "bi",
         "bi_data": False,
         "clamp_len": -1,
         "same_length": False,
         "mem_len": None,
         "reuse_len": None,
-        "dropout": ours.dropout,
-        "initializer_range": std(ours),
         "tie_word_embeddings": True,
     }
 
@@ -145,9 +148,10 @@ def _outwards(ours: str, theirs: str, n_heads: int) -> WeightMapping:
     return WeightMapping((ours,), (theirs,), forth, lambda tensors: [tensors[0].flatten(1)])
 
 
-ARCHITECTURES.register("XLNetLMHeadModel")(
+register_architecture(
+    "XLNetLMHeadModel",
     Architecture(
         "xlnet", KEYS, read, write, rules, base_model_prefix="transformer.", fingerprint={"family": "xlnet"}
-    )
+    ),
+    base="XLNetModel",
 )
-register_base_model("XLNetModel", ARCHITECTURES.get("XLNetLMHeadModel"))

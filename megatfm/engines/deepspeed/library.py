@@ -1,20 +1,30 @@
-"""DeepSpeed itself: imported only here, on the first use, quietly, and without compiling anything."""
+"""DeepSpeed itself: imported only here, on the first use, quietly, and without compiling anything; and its settings."""
 
 import importlib
 import inspect
+import logging
 import os
+import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.cpp_extension import _get_build_directory, _import_module_from_library
 
+from megatfm.config import Config
+from megatfm.config.deepspeed_json import derive
+from megatfm.engines.deepspeed.nvme_offload import OffloadDirectory, add_buffers, install_aio_handle
+from megatfm.engines.interface import EngineSetup, OptimizerGroup
 from megatfm.errors import UsageError
 from megatfm.parallel.layout import ModelLayout
 from megatfm.parallel.mesh import DENSE_DATA_AXES, EXPERT, EXPERT_DATA_AXES, PIPELINE, TENSOR, Mesh
+from megatfm.parallel.pipeline_stages import Pipeline
 from megatfm.parallel.process_environment import read_process_environment
 
 CACHED_METHOD = "_PartitionedParameterCoordinator__params_to_release"
@@ -180,3 +190,142 @@ class ModelParallelUnit:
     def get_data_parallel_group(self) -> torch.distributed.ProcessGroup:
         """Their group."""
         return self._data
+
+
+def parameter_groups(
+    group: OptimizerGroup,
+    trained: Mapping[str, nn.Parameter],
+    layout: ModelLayout,
+    pipeline: Pipeline | None,
+) -> tuple[list[list[str]], list[dict[str, Any]]]:
+    """Names and torch's group of the parameters that share options.
+
+    Those whose parts must be the same on several ranks are by themselves, for parameters beside them shift these parts:
+    those that tensor parallelism leaves whole, as it may cut others unevenly; and those that the same pipeline ranks
+    share. So are experts, whose gradients are summed over other ranks. Raises UsageError, on all ranks, where one has
+    no weight to train.
+    """
+    _refuse_frozen_ranks(pipeline)
+    names, options = [], []
+    for group_names, made in group.parameter_groups(trained):
+        alike: dict[tuple[bool, bool, tuple[int, ...]], list[str]] = {}
+        for name in group_names:
+            placement, holders = layout[name], pipeline.parameter_ranks[name] if pipeline else ()
+            shared = holders if len(holders) > 1 else ()
+            alike.setdefault(
+                (placement.data_axes == EXPERT_DATA_AXES, bool(placement.shards), shared), []
+            ).append(name)
+        for (experts, _, _), own in sorted(alike.items()):
+            statistics = {"moe": True, "name": EXPERT} if experts else {}
+            names.append(own)
+            options.append({**made, **statistics, "params": [trained[name] for name in own]})
+    return names, options
+
+
+def _refuse_frozen_ranks(pipeline: Pipeline | None) -> None:
+    if pipeline is None:
+        return
+    for rank in range(pipeline.ranks):
+        held = {name for name, holders in pipeline.parameter_ranks.items() if rank in holders}
+        if held <= pipeline.frozen:
+            raise UsageError(
+                f"parallel.engine = 'deepspeed': train.freeze leaves pipeline rank {rank} no weight to train, and "
+                "DeepSpeed makes no optimizer of none: set a smaller parallel.pp, or parallel.engine = 'native'"
+            )
+
+
+def require_single_group(optimizers: Sequence[OptimizerGroup]) -> OptimizerGroup:
+    """The one optimizer that there is. Raises UsageError for several, or one that DeepSpeed's flat parts don't suit."""
+    (group, *others) = optimizers
+    if others or group.granularity != "elementwise":
+        raise UsageError(
+            "parallel.engine = 'deepspeed' with an optimizer that looks at whole tensors, while its ZeRO cuts "
+            "flattened ones: set optimizer.name = 'adamw', 'lion' or 'schedule_free_adamw', or parallel.engine = "
+            "'native'"
+        )
+    return group
+
+
+HOW = "python -c 'from deepspeed.ops.op_builder import {name} as B; B().load()' does it, once"
+
+
+@quiet()
+def load_quantizer(package: ModuleType, device: torch.device, what: str) -> None:
+    """What rounds to 8 and 4 bits, for these keys. Raises UsageError where there is none."""
+    if device.type != "cuda":
+        raise UsageError(
+            f"{what} on {device.type!r}: its operator is CUDA's alone: leave it out, or run on GPUs"
+        )
+    _load(package, "QuantizerBuilder", what, "or leave it out")
+
+
+def _load(package: ModuleType, name: str, what: str, way_out: str) -> None:
+    """Let DeepSpeed find an operator: by itself it would compile it, or compile it again under another ninja."""
+    builder = getattr(package.ops.op_builder, name)()
+    known: Any = importlib.import_module("deepspeed.git_version_info")
+    if not known.installed_ops.get(builder.name) and builder.name not in builder._loaded_ops:
+        needs = f"{what} needs DeepSpeed's operator {builder.name}"
+        builder._loaded_ops[builder.name] = _compiled(builder, needs, f"{HOW.format(name=name)}, {way_out}")
+    builder.load(verbose=False)
+
+
+def _compiled(builder: Any, needs: str, how: str) -> ModuleType:
+    """An operator out of the folder where torch compiles extensions."""
+    folder = Path(_get_build_directory(builder.name, verbose=False))
+    library, lock = folder / f"{builder.name}.so", folder / "lock"
+    if lock.exists():
+        raise UsageError(
+            f"{needs}, and {lock} says that it is being compiled: wait for that, or, if nothing compiles here "
+            "(`megatfm doctor` tells), remove that file"
+        )
+    if library.exists():
+        try:
+            module: ModuleType = _import_module_from_library(builder.name, str(folder), True)
+        except ImportError as error:
+            why = f"{library} can't be loaded ({error}): remove {folder}, and compile it for this torch"
+            raise UsageError(f"{needs}, but {why}: {how}") from None
+        return module
+    if shutil.which(os.environ.get("CXX", "c++")) is None:
+        raise UsageError(
+            f"{needs}, which isn't compiled, and there is no compiler: apt-get install g++; {how}"
+        )
+    if not builder.is_compatible(verbose=False):
+        raise UsageError(f"{needs}, which doesn't compile here: `megatfm doctor` tells more; {how}")
+    raise UsageError(f"{needs}, which isn't compiled yet: {how}")
+
+
+log = logging.getLogger("megatfm")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """DeepSpeed's JSON. folder: this engine's own, for what is kept in files."""
+
+    json: dict[str, Any]
+    folder: OffloadDirectory | None
+
+    def remove(self) -> None:
+        """Nobody needs the files any more."""
+        if self.folder:
+            self.folder.remove()
+
+
+def settings(config: Config, setup: EngineSetup, package: ModuleType) -> Settings:
+    """Raises UsageError for what this machine or number of ranks can't do."""
+    options, folder = config.deepspeed, None
+    if (ranks := setup.mesh.gradient_ranks) % options.zero_hpz_partition_size:
+        raise UsageError(
+            f"deepspeed.zero_hpz_partition_size = {options.zero_hpz_partition_size} doesn't divide the "
+            f"{ranks} ranks of parallel.dp_shard and parallel.cp: "
+            "set a number that does"
+        )
+    if options.quantized:
+        keys = " and ".join(f"deepspeed.{key}" for key in options.quantized)
+        load_quantizer(package, setup.device, keys)
+        log.warning("%s: %s", keys, options.INEXACT)
+    if options.nvme_path and options.in_files:
+        install_aio_handle(package)
+        folder = OffloadDirectory(Path(options.nvme_path))
+    derived = derive(config, setup.precision, folder.path if folder else None)
+    add_buffers(derived, setup)
+    return Settings(derived, folder)

@@ -13,13 +13,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-from megatfm.engines.native.data_parallel import Stages, ZeroOptions, named_parameters
-from megatfm.engines.precision import Precision
-from megatfm.ops.aligned import align_all
-from megatfm.parallel.blocks import transformer_blocks
-from megatfm.parallel.layout import Chunk, ModelLayout
+from megatfm.engines.interface import Precision
+from megatfm.engines.native.zero import ZeroOptions
+from megatfm.ops.transfer import align_all
+from megatfm.parallel.layout import Chunk, ModelLayout, transformer_blocks
 from megatfm.parallel.mesh import DENSE_DATA_AXES, DataAxes, Mesh
-from megatfm.parallel.torch_stage import reduce_gradients
+from megatfm.parallel.pipeline_schedule import reduce_gradients
 
 log = logging.getLogger("megatfm")
 
@@ -32,7 +31,7 @@ class FullySharded:
 
     def __init__(
         self,
-        stages: Stages,
+        model: nn.Module,
         layout: ModelLayout,
         mesh: Mesh,
         *,
@@ -40,58 +39,57 @@ class FullySharded:
         precision: Precision,
         device: torch.device,
     ) -> None:
-        self._stages, self._sharing = stages, sharing
+        self._model, self._sharing = model, sharing
         self._needs_reduction = False  # whether gradients are to be reduced after the last backward pass
         self.sharded = True
-        for stage in stages:
-            stage.to(precision.param_dtype)
-            _shard(stage, layout, mesh, precision, sharing)
-            _prefetch(stage, sharing.prefetch_depth(device.type))
-            if sharing.use_group_allocator:
-                _allocate_in_groups(stage, mesh, device)
-            stage.to_empty(device=device)
-        self._modules = [m for stage in stages for m in stage.modules() if isinstance(m, FSDPModule)]
-        self._parameters = dict(named_parameters(stages))
+        model.to(precision.param_dtype)
+        _shard(model, layout, mesh, precision, sharing)
+        _prefetch(model, sharing.prefetch_depth(device.type))
+        if sharing.use_group_allocator:
+            _allocate_in_groups(model, mesh, device)
+        model.to_empty(device=device)
+        self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._parameters = dict(model.named_parameters())
         self.boxes = {name: _box(layout, name, p) for name, p in self._parameters.items()}
         self.local = {name: _local(p) for name, p in self._parameters.items()}
 
+    @property
+    def _root(self) -> FSDPModule:
+        assert isinstance(self._model, FSDPModule)
+        return self._model
+
     def begin(self, is_last: bool) -> None:
-        for stage in self._stages:
-            assert isinstance(stage, FSDPModule)
-            stage.set_requires_gradient_sync(is_last or self._sharing.accumulate == "sharded")
-            if self._sharing.zero == 2:
-                stage.set_reshard_after_backward(is_last)
+        self._root.set_requires_gradient_sync(is_last or self._sharing.accumulate == "sharded")
+        if self._sharing.zero == 2:
+            self._root.set_reshard_after_backward(is_last)
 
     def start_pipeline_step(self, keep_unsharded: bool) -> None:
         """With keep_unsharded, stage 3 keeps gathered weights until the end of the step: the second part of a backward
         pass doesn't gather them again."""
         self._needs_reduction = True
-        for stage in self._stages:
-            assert isinstance(stage, FSDPModule)
-            stage.set_requires_gradient_sync(False)
-            stage.set_is_last_backward(False)
-            if keep_unsharded:
-                stage.set_reshard_after_forward(False)
-            stage.set_reshard_after_backward(not keep_unsharded and self._sharing.zero == 3)
+        self._root.set_requires_gradient_sync(False)
+        self._root.set_is_last_backward(False)
+        if keep_unsharded:
+            self._root.set_reshard_after_forward(False)
+        self._root.set_reshard_after_backward(not keep_unsharded and self._sharing.zero == 3)
 
     def reduce(self) -> None:
-        """Nothing where it was done in the last backward pass, after which no other stage could have one; then what
-        FSDP2 left anywhere in its buffers is laid where memory begins."""
-        for stage in self._stages if self._needs_reduction else ():
-            reduce_gradients(stage)
+        """Reduce a pipeline's gradients; otherwise the last backward pass has. Then what FSDP2 left anywhere in its
+        buffers is laid where memory begins."""
+        if self._needs_reduction:
+            reduce_gradients(self._model)
         self._needs_reduction = False
         before = self.gradients()
         for name, gradient in align_all(before).items():
-            whole = self._parameters[name].grad
-            if gradient is not before[name] and isinstance(whole, DTensor):
-                whole._local_tensor = gradient  # as FSDP2 itself sets it
+            dtensor = self._parameters[name].grad
+            if gradient is not before[name] and isinstance(dtensor, DTensor):
+                dtensor._local_tensor = gradient  # as FSDP2 itself sets it
 
     def gradients(self) -> dict[str, Tensor]:
         return {name: _local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
 
     def zero_grad(self) -> None:
-        for stage in self._stages:
-            stage.zero_grad(set_to_none=True)
+        self._model.zero_grad(set_to_none=True)
 
     def wait_for_weights(self) -> None:
         """Weights are gathered where they are used."""
@@ -102,7 +100,7 @@ class FullySharded:
 
 
 def _shard(
-    stage: nn.Module, layout: ModelLayout, mesh: Mesh, precision: Precision, sharing: ZeroOptions
+    model: nn.Module, layout: ModelLayout, mesh: Mesh, precision: Precision, sharing: ZeroOptions
 ) -> None:
     """Each block by itself, and what lies in none together; inside these, modules whose parameters have other data axes
     (experts) each by itself."""
@@ -111,15 +109,14 @@ def _shard(
         if precision.is_mixed
         else MixedPrecisionPolicy(reduce_dtype=sharing.reduce_dtype)
     )
-    placements = {p: layout[name] for name, p in named_parameters([stage])}
+    placements = {p: layout[name] for name, p in model.named_parameters()}
 
     def dim(parameter: nn.Parameter) -> Shard | None:
         return Shard(placements[parameter].fsdp_dim)
 
-    reshard = (
-        False if sharing.zero == 2 else None
-    )  # None: all but the root, whose weights are needed again at once
-    for module, data in _expert_modules(stage, layout):
+    # None: all but the root, whose weights are needed again at once.
+    reshard = False if sharing.zero == 2 else None
+    for module, data in _expert_modules(model, layout):
         fully_shard(
             module,
             mesh=mesh.fsdp_mesh(data),
@@ -128,7 +125,7 @@ def _shard(
             shard_placement_fn=dim,
         )
         _hide_hooks(module)
-    for module in (*transformer_blocks(stage), stage):
+    for module in (*transformer_blocks(model), model):
         fully_shard(
             module,
             mesh=mesh.fsdp_mesh(DENSE_DATA_AXES),
@@ -136,7 +133,7 @@ def _shard(
             reshard_after_forward=reshard,
             shard_placement_fn=dim,
         )
-    for module in stage.modules():
+    for module in model.modules():
         if isinstance(module, FSDPModule):
             # The loss is already divided by the global count, so gradients are to be summed, not averaged;
             # gloo has no pre-multiplied sum, which FSDP2 would otherwise choose.
@@ -144,12 +141,12 @@ def _shard(
             module.set_gradient_divide_factor(1.0)
 
 
-def _prefetch(stage: nn.Module, ahead: int) -> None:
+def _prefetch(model: nn.Module, ahead: int) -> None:
     """Have each block ask for the weights of so many after it before it runs, and of so many before it before its
     backward pass. Only within its own stack, whose blocks surely run one after another: what is asked for and not used
     would stay."""
     stacks: dict[str, list[FSDPModule]] = {}
-    for path, module in stage.named_modules():
+    for path, module in model.named_modules():
         if path.rpartition(".")[0].rpartition(".")[2] == "layers" and isinstance(module, FSDPModule):
             stacks.setdefault(path.rpartition(".")[0], []).append(module)
     for stack in stacks.values():
@@ -158,7 +155,7 @@ def _prefetch(stage: nn.Module, ahead: int) -> None:
             block.set_modules_to_backward_prefetch(stack[max(place - ahead, 0) : place][::-1])
 
 
-def _allocate_in_groups(stage: nn.Module, mesh: Mesh, device: torch.device) -> None:
+def _allocate_in_groups(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
     """Have process groups allocate what is sent, where they can."""
     group = mesh.group(DENSE_DATA_AXES.shard)
     if not group._get_backend(device).supports_tensor_alloc(device):
@@ -168,7 +165,7 @@ def _allocate_in_groups(stage: nn.Module, mesh: Mesh, device: torch.device) -> N
             device,
         )
         return
-    for module in stage.modules():
+    for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_allocate_memory_from_process_group_for_comm(True)
 
@@ -198,13 +195,14 @@ def _hide_hooks(module: nn.Module) -> None:
             hooks[key] = hidden(hook)
 
 
-def _expert_modules(stage: nn.Module, layout: ModelLayout) -> list[tuple[nn.Module, DataAxes]]:
+def _expert_modules(model: nn.Module, layout: ModelLayout) -> list[tuple[nn.Module, DataAxes]]:
     """The modules whose own parameters have data axes other than the model's."""
-    found = {}
-    for name, _ in named_parameters([stage]):
-        if (data := layout[name].data_axes) != DENSE_DATA_AXES:
-            found[name.rpartition(".")[0]] = data
-    return [(stage.get_submodule(path), data) for path, data in found.items()]
+    axes_by_path = {
+        name.rpartition(".")[0]: layout[name].data_axes
+        for name, _ in model.named_parameters()
+        if layout[name].data_axes != DENSE_DATA_AXES
+    }
+    return [(model.get_submodule(path), data_axes) for path, data_axes in axes_by_path.items()]
 
 
 def _box(layout: ModelLayout, name: str, parameter: nn.Parameter) -> Chunk:

@@ -1,6 +1,6 @@
-"""ZeRO stages 0 and 1: every data rank computes with whole weights; gradients are reduced once a step.
+"""ZeRO stages 0 and 1: every data rank computes with whole weights; gradients are reduced once a step, in buckets.
 
-Gradients add up in `.grad`. In the last backward pass of a step a bucket is on its way as soon as it is complete, while
+Gradients add up in `.grad`. In the last backward pass of a step a bucket is reduced as soon as it is complete, while
 the pass goes on. In a pipeline, whose passes take turns, buckets go when all passes are done, so any schedule will do.
 
 After a step stage 1 sends the moved weights for all buckets at once; a block waits for those that hold its own when it
@@ -8,32 +8,140 @@ next runs, so that the others arrive meanwhile.
 """
 
 import weakref
-from collections.abc import Collection, Mapping
-from functools import partial
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import Work
+from torch.distributed import ProcessGroup, Work
 
-from megatfm.engines.native.buckets import BUCKET_ELEMENTS, Bucket, all_gather, assign_buckets, reduce_scatter
-from megatfm.engines.native.data_parallel import Stages, ZeroOptions, named_parameters
-from megatfm.engines.precision import Precision
-from megatfm.engines.prepare import cast_inputs, materialize
-from megatfm.ops.aligned import align_all, aligned
-from megatfm.parallel.blocks import transformer_blocks
-from megatfm.parallel.layout import Chunk, ModelLayout
+from megatfm.engines.base import cast_inputs, materialize
+from megatfm.engines.interface import Precision
+from megatfm.engines.native.zero import ZeroOptions
+from megatfm.ops.transfer import align_all, aligned
+from megatfm.parallel.layout import Chunk, ModelLayout, transformer_blocks
 from megatfm.parallel.mesh import DataAxes, Mesh
+
+BUCKET_ELEMENTS = 2**24
+"""Enough for a network to run at its full rate, little enough to lie beside the gradients (64 MB in float32)."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors packed into one buffer, so that one collective moves many of them.
+
+    Their rows are divided among `ranks`: ⌈rows / ranks⌉ to each, the last ones fewer or none. The buffer is [ranks,
+    width]; row r holds what rank r keeps, filled up with zeros.
+    """
+
+    shapes: Mapping[str, Sequence[int]]
+    ranks: int
+
+    def rows(self, name: str, rank: int) -> tuple[int, int]:
+        """The first row that a rank keeps, and how many."""
+        n_rows = self.shapes[name][0]
+        each = -(-n_rows // self.ranks)
+        first = min(each * rank, n_rows)
+        return first, min(each, n_rows - first)
+
+    def pack(self, tensors: Mapping[str, Tensor], like: Tensor) -> Tensor:
+        """Whole tensors → the buffer; one that is missing counts as zeros. like: of the buffer's dtype and device."""
+        buffer = like.new_empty(self.ranks, self.width)
+        for name, start, size in self._columns:
+            if name not in tensors:
+                buffer[:, start : start + size] = 0
+                continue
+            rows = tensors[name].reshape(self.shapes[name][0], -1)
+            for rank in range(self.ranks):
+                first, count = self.rows(name, rank)
+                _fill(buffer[rank, start : start + size], rows[first : first + count])
+        return buffer
+
+    def pack_shard(self, blocks: Mapping[str, Tensor], like: Tensor) -> Tensor:
+        """The rows that this rank keeps → its row of the buffer [width]."""
+        row = like.new_empty(self.width)
+        for name, start, size in self._columns:
+            _fill(row[start : start + size], blocks[name])
+        return row
+
+    def unpack(self, buffer: Tensor, tensors: Mapping[str, Tensor]) -> None:
+        """The buffer → whole tensors, in place."""
+        for name, start, size in self._columns:
+            rows = tensors[name].view(self.shapes[name][0], -1)
+            for rank in range(self.ranks):
+                first, count = self.rows(name, rank)
+                part = rows[first : first + count]
+                part.copy_(buffer[rank, start : start + size][: part.numel()].view_as(part))
+
+    def unpack_shard(self, row: Tensor, rank: int) -> dict[str, Tensor]:
+        """Row [width] of a rank → views of the rows that it keeps."""
+        blocks = {}
+        for name, start, _ in self._columns:
+            shape = (self.rows(name, rank)[1], *self.shapes[name][1:])
+            blocks[name] = row[start : start + torch.Size(shape).numel()].view(shape)
+        return blocks
+
+    @property
+    def width(self) -> int:
+        """Elements that each rank has in the buffer, those that pad it included."""
+        return sum(size for _, _, size in self._columns)
+
+    @cached_property
+    def _columns(self) -> list[tuple[str, int, int]]:
+        """Name, start and size of what each tensor takes in a row of the buffer."""
+        columns, start = [], 0
+        for name in self.shapes:
+            size = self.rows(name, 0)[1] * torch.Size(self.shapes[name][1:]).numel()
+            columns.append((name, start, size))
+            start += size
+        return columns
+
+
+def _fill(room: Tensor, part: Tensor) -> None:
+    """Put a part at the beginning of a room, and zeros into what is left of it: most often nothing, and to write them
+    everywhere first is half as much again."""
+    room[: part.numel()] = part.reshape(-1)
+    if part.numel() < room.numel():
+        room[part.numel() :] = 0
+
+
+def assign_buckets(shapes: Mapping[str, Sequence[int]], ranks: int, most: int) -> Iterator[Bucket]:
+    """Buckets of neighbouring tensors, each of at most so many elements or of one tensor."""
+    bucket: dict[str, Sequence[int]] = {}
+    filled = 0
+    for name, shape in shapes.items():
+        size = torch.Size(shape).numel()
+        if bucket and filled + size > most:
+            yield Bucket(bucket, ranks)
+            bucket, filled = {}, 0
+        bucket[name] = shape
+        filled += size
+    if bucket:
+        yield Bucket(bucket, ranks)
+
+
+def reduce_scatter(buffer: Tensor, group: ProcessGroup) -> tuple[Tensor, Work]:
+    """[ranks, width] → [width], this rank's row of the sum over the ranks, and what to wait for before it is used."""
+    row = buffer.new_empty(buffer.shape[1])
+    return row, group._reduce_scatter_base(row, buffer.view(-1), dist.ReduceScatterOptions())
+
+
+def all_gather(row: Tensor, ranks: int, group: ProcessGroup) -> tuple[Tensor, Work]:
+    """[width] of each rank → [ranks, width], and what to wait for before it is used."""
+    buffer = row.new_empty(ranks, row.numel())
+    return buffer, group._allgather_base(buffer.view(-1), row)
 
 
 class Replicated:
-    """Stage 0 keeps everything on every rank. Stage 1 scatters the summed gradients over dp_shard; a rank moves the
-    rows that it is given, in the stored precision, and the weights are gathered after each change."""
+    """Stage 0 keeps everything on every rank. Stage 1 scatters the summed gradients over dp_shard; a rank moves its own
+    rows, in the stored precision, and the weights are gathered after each change."""
 
     def __init__(
         self,
-        stages: Stages,
+        model: nn.Module,
         layout: ModelLayout,
         mesh: Mesh,
         *,
@@ -41,18 +149,17 @@ class Replicated:
         precision: Precision,
         device: torch.device,
     ) -> None:
-        for stage in stages:
-            materialize(stage, precision, device)
-            if precision.is_mixed:
-                cast_inputs(stage, precision.compute_dtype)
+        materialize(model, precision, device)
+        if precision.is_mixed:
+            cast_inputs(model, precision.compute_dtype)
         self._mesh, self._precision = mesh, precision
-        self._parameters = dict(named_parameters(stages))
+        self._parameters = dict(model.named_parameters())
         self.sharded = sharing.zero == 1
         self._buffer_like = torch.empty(0, dtype=sharing.reduce_dtype or precision.param_dtype, device=device)
         trained = {name: p for name, p in self._parameters.items() if p.requires_grad}
         frozen = {name: p for name, p in self._parameters.items() if name not in trained}
-        dealt = self._assign(trained, layout)
-        self._buckets, self._bucket_axes = [bucket for bucket, _ in dealt], [data for _, data in dealt]
+        assigned = self._assign(trained, layout)
+        self._buckets, self._bucket_axes = [bucket for bucket, _ in assigned], [data for _, data in assigned]
         self._frozen = self._assign(frozen, layout)
         self._gradients: dict[str, Tensor] = {}
         self._pending_gradients: dict[int, tuple[Tensor, Work]] = {}
@@ -64,10 +171,10 @@ class Replicated:
             self._register_gradient_hooks()
         self._pending_parameters: dict[int, tuple[Tensor, Work]] = {}
         if self.sharded:
-            self._register_parameter_waits(stages)
+            self._register_parameter_waits(model)
         self.local: dict[str, Tensor] = {}
         self.boxes: dict[str, Chunk] = {}
-        for bucket, data in (*dealt, *self._frozen):
+        for bucket, data in (*assigned, *self._frozen):
             for name, shape in bucket.shapes.items():
                 first, count = bucket.rows(name, self._rank(bucket, data))
                 rows = self._parameters[name].detach()[first : first + count]
@@ -110,8 +217,8 @@ class Replicated:
     def reduce(self) -> None:
         self._awaited = []
         if not self._sums:  # nothing to sum, so nothing to pack
-            own = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
-            self._gradients = align_all(own)
+            gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+            self._gradients = align_all(gradients)
             return
         while len(self._pending_gradients) < len(self._buckets):
             self._start_next_reduction()
@@ -128,46 +235,44 @@ class Replicated:
 
     def _register_gradient_hooks(self) -> None:
         places = {name: place for place, bucket in enumerate(self._buckets) for name in bucket.shapes}
-        this = weakref.ref(
-            self
-        )  # hooks lie where Python's collector sees no cycle: what they hold would stay for ever
+        # Hooks lie where Python's collector sees no cycle: what they hold would stay for ever.
+        this = weakref.ref(self)
 
         def complete(place: int, parameter: Tensor) -> None:
-            if watcher := this():
-                watcher._on_gradient_ready(place, parameter)
+            if engine := this():
+                engine._on_gradient_ready(place, parameter)
 
         for name in places:
             parameter = self._parameters[name]
             parameter.register_post_accumulate_grad_hook(partial(complete, places[name]))
 
-    def _register_parameter_waits(self, stages: Stages) -> None:
-        """Before a block runs, the weights in it arrive; before a stage does, those that lie in none. A compiled block
-        can't wait by itself: its stage does. Any other module that runs alone, as a head may, waits for its own."""
+    def _register_parameter_waits(self, model: nn.Module) -> None:
+        """Have a block wait for its weights before it runs, and the model for those in no block. A compiled block can't
+        wait by itself: the model does. Any other module that runs alone, as a head may, waits for its own."""
         places = {
             self._parameters[name]: p for p, bucket in enumerate(self._buckets) for name in bucket.shapes
         }
         this = weakref.ref(self)
 
         def arrive(wanted: frozenset[int], *_: Any) -> None:
-            if watcher := this():
-                watcher._finish_parameter_sync(wanted)
+            if engine := this():
+                engine._finish_parameter_sync(wanted)
 
-        for stage in stages:
-            inside: set[nn.Parameter] = set()
-            compiled: set[nn.Module] = set()
-            for block in transformer_blocks(stage):
-                if block._compiled_call_impl is not None:
-                    compiled.update(block.modules())
-                else:
-                    inside.update(block.parameters())
-                    own = frozenset(places[p] for p in block.parameters() if p in places)
-                    block.register_forward_pre_hook(partial(arrive, own))
-            rest = frozenset(places[p] for p in stage.parameters() if p in places and p not in inside)
-            stage.register_forward_pre_hook(partial(arrive, rest))
-            for module in stage.modules():
-                here = frozenset(places[p] for p in module.parameters(recurse=False) if p in places)
-                if here and module not in compiled:
-                    module.register_forward_pre_hook(partial(arrive, here))
+        in_blocks: set[nn.Parameter] = set()
+        compiled: set[nn.Module] = set()
+        for block in transformer_blocks(model):
+            if block._compiled_call_impl is not None:
+                compiled.update(block.modules())
+            else:
+                in_blocks.update(block.parameters())
+                awaited = frozenset(places[p] for p in block.parameters() if p in places)
+                block.register_forward_pre_hook(partial(arrive, awaited))
+        others = frozenset(places[p] for p in model.parameters() if p in places and p not in in_blocks)
+        model.register_forward_pre_hook(partial(arrive, others))
+        for module in model.modules():
+            awaited = frozenset(places[p] for p in module.parameters(recurse=False) if p in places)
+            if awaited and module not in compiled:
+                module.register_forward_pre_hook(partial(arrive, awaited))
 
     def wait_for_weights(self) -> None:
         self._finish_parameter_sync(range(len(self._buckets)))
@@ -185,7 +290,10 @@ class Replicated:
         if not self._awaited:
             return
         if place in self._pending_gradients:
-            raise RuntimeError("a gradient came after its bucket was sent: a pass has changed it twice")
+            names = [name for name in self._buckets[place].shapes if self._parameters[name] is parameter]
+            raise RuntimeError(
+                f"the gradient of {names[0]} arrived after its bucket was reduced: call backward once per micro-batch"
+            )
         self._awaited[place].discard(parameter)
         while len(self._pending_gradients) < len(self._buckets) and not self._awaited[self._next]:
             self._start_next_reduction()
@@ -222,11 +330,8 @@ class Replicated:
 
     @torch.no_grad()
     def weights_changed(self, frozen: bool = False) -> None:
-        for (
-            _,
-            work,
-        ) in self._pending_parameters.values():  # overtaken: what is in their places may be the newer weights
-            work.wait()
+        for _, work in self._pending_parameters.values():
+            work.wait()  # overtaken: the parameters may hold newer weights already
         self._pending_parameters = {}
         changed = [*zip(self._buckets, self._bucket_axes, strict=True), *(self._frozen if frozen else [])]
         for place, (bucket, data) in enumerate(changed):
@@ -239,5 +344,5 @@ class Replicated:
                 sent[1].wait()
                 bucket.unpack(sent[0], self._parameters)
             elif self._precision.is_mixed:
-                own: list[Tensor] = [self._parameters[name] for name in bucket.shapes]
-                torch._foreach_copy_(own, [self.local[name] for name in bucket.shapes])
+                parameters: list[Tensor] = [self._parameters[name] for name in bucket.shapes]
+                torch._foreach_copy_(parameters, [self.local[name] for name in bucket.shapes])

@@ -1,28 +1,6 @@
-"""Attention layers and the key-value cache."""
+"""Attention layers, registered in ATTENTIONS on import, together with the position encodings that they read."""
 
-from megatfm.layers.attention import (
-    compressed,
-    disentangled,
-    disentangled_shared,
-    heads,
-    latent,
-    linformer,
-    longformer,
-)
-from megatfm.layers.attention.cache import KVCache, LayerCache
-from megatfm.layers.attention.core import DotProductAttention
-from megatfm.layers.attention.registry import ATTENTIONS
+from megatfm.layers.attention import deberta, gqa, linformer, longformer, memory_compressed, mla, shaw
+from megatfm.layers.attention.dot_product import ATTENTIONS
 
-__all__ = [
-    "ATTENTIONS",
-    "DotProductAttention",
-    "KVCache",
-    "LayerCache",
-    "compressed",
-    "disentangled",
-    "disentangled_shared",
-    "heads",
-    "latent",
-    "linformer",
-    "longformer",
-]
+__all__ = ["ATTENTIONS", "deberta", "gqa", "linformer", "longformer", "memory_compressed", "mla", "shaw"]

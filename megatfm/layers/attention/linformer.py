@@ -9,18 +9,19 @@ from torch import Tensor, nn
 from megatfm.config import LinformerAttentionConfig, ModelConfig, require_variant
 from megatfm.cost import Cost, TokenCounts, total_cost
 from megatfm.errors import UsageError
-from megatfm.layers.attention.cache import LayerCache
-from megatfm.layers.attention.core import log_once
-from megatfm.layers.attention.heads import HeadsAttention
-from megatfm.layers.attention.patterns import AttentionPattern, require_full
-from megatfm.layers.attention.registry import ATTENTIONS
+from megatfm.layers.attention.dot_product import ATTENTIONS, log_once
+from megatfm.layers.attention.gqa import HeadsAttention
+from megatfm.layers.attention.kv_cache import LayerCache
+from megatfm.layers.attention.patterns.local import require_full
+from megatfm.layers.attention.patterns.pattern import AttentionPattern
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.linear import Linear
-from megatfm.layers.part import SequenceShard
-from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.attention import FULL_MASK, AttentionOptions, AttentionRequest, attention_reference, choose
-from megatfm.ops.moved import to_host
+from megatfm.layers.sequence import SequenceMetadata, SequenceShard
+from megatfm.ops.attention.kernels import AttentionRequest, choose
+from megatfm.ops.attention.mask import FULL_MASK
+from megatfm.ops.attention.reference import AttentionOptions, attention_reference
+from megatfm.ops.transfer import to_host
 
 # B batch, T tokens, D model width, N heads, H head width, P places of a document, R rank
 
@@ -28,7 +29,7 @@ MAX_QUERIES_PER_CHUNK = 4096
 """Queries that a CPU takes at once: of more, what is in between is too large for caches, and for memory that is kept.
 Written-out products are faster there than the fused kernel (docs/LOG.md, 2026-11-23)."""
 MAX_SCORE_BYTES = 24 * 2**20
-"""Scores of a piece take no more: blocks of 32 MB would be mapped anew each time (`megatfm.train.watching.memory`)."""
+"""Scores of a piece take no more: blocks of 32 MB would be mapped anew each time (`megatfm.train.profiling`)."""
 
 KVProjections = tuple[Tensor, Tensor]
 """Projections of keys and of values."""
@@ -67,8 +68,13 @@ def layerwise_projection(
 class LinformerAttention(nn.Module):
     """softmax(q (E k)ᵀ · scale) (F v): each document has R keys and values. Padding is a document of its own."""
 
-    tp_plan = (("", "enter"), ("w[qkv]", "column"), ("wo", "row"), ("dropout", "keys of own part"))
-    cp_plan = "sums"
+    tp_plan = (
+        ("", "gather_input"),
+        ("w[qkv]", "colwise"),
+        ("wo", "rowwise"),
+        ("dropout", "local_shard_dropout"),
+    )
+    cp_plan = "all_reduce"
 
     def __init__(self, config: ModelConfig, initial: Initialiser, pattern: AttentionPattern) -> None:
         super().__init__()
@@ -154,22 +160,26 @@ class LinformerAttention(nn.Module):
         return self._looked(q_BNTH, k_BNRH, v_BNRH, rng_keys_BNT)
 
     def _looked(self, q_BNTH: Tensor, k_BNRH: Tensor, v_BNRH: Tensor, rng_keys_BNT: Tensor | None) -> Tensor:
-        rest = k_BNRH, v_BNRH, FULL_MASK, None, self.variant
+        shared_arguments = k_BNRH, v_BNRH, FULL_MASK, None, self.variant
         case = AttentionRequest.from_inputs(
             q_BNTH, k_BNRH, FULL_MASK, self.variant, drops=rng_keys_BNT is not None
         )
         kernel = None if case.has_dropout or case.device == "cpu" else choose(case)
         log_once(kernel.name if kernel else "products", f"Linformer(rank={self.rank})", case)
         if kernel:
-            return kernel.run(q_BNTH, *rest, None)
+            return kernel.run(q_BNTH, *shared_arguments, None)
         of_query = k_BNRH.shape[:3].numel() * q_BNTH.element_size()
         piece = max(1, min(MAX_QUERIES_PER_CHUNK, MAX_SCORE_BYTES // of_query))
         if q_BNTH.shape[2] <= piece:
-            return attention_reference(q_BNTH, *rest, rng_keys_BNT)
+            return attention_reference(q_BNTH, *shared_arguments, rng_keys_BNT)
         pieces = q_BNTH.split(piece, 2)
         rng_keys = [None] * len(pieces) if rng_keys_BNT is None else rng_keys_BNT.split(piece, 2)
         return torch.cat(
-            [attention_reference(q, *rest, keys) for q, keys in zip(pieces, rng_keys, strict=True)], 2
+            [
+                attention_reference(q, *shared_arguments, keys)
+                for q, keys in zip(pieces, rng_keys, strict=True)
+            ],
+            2,
         )
 
     def _parts(
@@ -190,11 +200,11 @@ class LinformerAttention(nn.Module):
                 at = slice(row, row + 1), slice(None), slice(first, last)
                 documents.append(at)
                 places_T = part.token_indices[at[2]] - start
-                made = [
+                outputs = [
                     project_sequence(x[at], one[places_T])
                     for x, one in zip((k_BNTH, v_BNTH), of, strict=True)
                 ]
-                sketches.append(torch.cat(made, -1))
+                sketches.append(torch.cat(outputs, -1))
         k_MNRH, v_MNRH = self.summed(torch.cat(sketches)).chunk(2, -1)
         looked = []
         for i, at in enumerate(documents):
@@ -210,7 +220,7 @@ class LinformerAttention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def reduced_numel(self, row: SequenceMetadata) -> int:
-        """How many numbers of a head are summed where rows are cut: a document's `rank` keys and values."""
+        """Numbers of a head that are summed where rows are cut: a document's `rank` keys and values."""
         documents = int((row.positions_in_document()[0] == 0).expand(len(row.positions), -1).sum())
         return documents * 2 * self.head_dim * self.rank
 
@@ -218,7 +228,7 @@ class LinformerAttention(nn.Module):
 class SequenceProjection(nn.Module):
     """A matrix [P, R] for all heads of a layer, or of all layers."""
 
-    tp_plan = (("", "shared by heads"),)
+    tp_plan = (("", "replicated_partial_grad"),)
 
     def __init__(self, options: LinformerAttentionConfig, initial: Initialiser) -> None:
         super().__init__()
@@ -235,7 +245,7 @@ class SequenceProjection(nn.Module):
 class PerHeadSequenceProjection(SequenceProjection):
     """A matrix [P, R] for each head, the heads last."""
 
-    tp_plan = (("", "last dim"),)
+    tp_plan = (("", "shard_last_dim"),)
 
     def _shape(self, options: LinformerAttentionConfig) -> tuple[int, ...]:
         return (options.max_length, options.projected_length, options.n_heads)

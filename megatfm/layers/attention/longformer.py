@@ -8,15 +8,16 @@ from torch import Tensor, nn
 from megatfm.config import LongformerAttentionConfig, ModelConfig, require_variant
 from megatfm.cost import Cost, TokenCounts
 from megatfm.errors import UsageError
-from megatfm.layers.attention.cache import LayerCache
-from megatfm.layers.attention.core import DotProductAttention
-from megatfm.layers.attention.patterns import AttentionPattern, Longformer
-from megatfm.layers.attention.registry import ATTENTIONS
+from megatfm.layers.attention.dot_product import ATTENTIONS, DotProductAttention
+from megatfm.layers.attention.kv_cache import LayerCache
+from megatfm.layers.attention.patterns.local import Longformer
+from megatfm.layers.attention.patterns.pattern import AttentionPattern
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.attention import DenseMask, attention_reference
-from megatfm.ops.moved import moved
+from megatfm.ops.attention.mask import DenseMask
+from megatfm.ops.attention.reference import attention_reference
+from megatfm.ops.transfer import moved
 
 # B batch, T tokens, D model width, N heads, H head width, G places of tokens that see all
 
@@ -25,8 +26,8 @@ from megatfm.ops.moved import moved
 class LongformerAttention(nn.Module):
     """All keys are projected twice: once for queries that see a window, once for those that see all."""
 
-    tp_plan = (("", "enter"), ("w[qkv]", "column"), ("w[qkv]_global", "column"), ("wo", "row"))
-    cp_plan = "alone"
+    tp_plan = (("", "gather_input"), ("w[qkv]", "colwise"), ("w[qkv]_global", "colwise"), ("wo", "rowwise"))
+    cp_plan = "local"
 
     def __init__(self, config: ModelConfig, initial: Initialiser, pattern: AttentionPattern) -> None:
         super().__init__()
@@ -95,8 +96,8 @@ class LongformerAttention(nn.Module):
         return moved(order_BG, device), moved(found_BG, device)
 
     def _heads(self, name: str, x: Tensor) -> Tensor:
-        made: Tensor = getattr(self, name)(x)
-        return made.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        projected: Tensor = getattr(self, name)(x)
+        return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
 class LocalAttention(DotProductAttention):
@@ -110,7 +111,7 @@ class LocalAttention(DotProductAttention):
 class GlobalAttention(DotProductAttention):
     """Attention of tokens that see all of their document."""
 
-    cp_plan = "wide"
+    cp_plan = "global_queries"
 
     def cost(self, tokens: TokenCounts) -> Cost:
         """Nothing more: the pattern's pairs, which the other core counts, have these."""

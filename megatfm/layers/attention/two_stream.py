@@ -13,13 +13,12 @@ from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
 from megatfm.cost import Cost, TokenCounts, module_cost, total_cost
-from megatfm.layers.attention.patterns import require_full
+from megatfm.layers.attention.patterns.local import require_full
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.attention import probabilities, unless_blind
-from megatfm.ops.attention.rows import attend_in_chunks
+from megatfm.ops.attention.reference import attend_in_chunks, probabilities, unless_blind
 
 # B batch, Q queries, S keys, D model width, N heads, H head width, R relative positions
 
@@ -32,7 +31,7 @@ class LocalAndFull(NamedTuple):
 
 
 class PairwiseInputs(NamedTuple):
-    """What stands between queries and keys, each [B, 1, q, S].
+    """Inputs for pairs of queries and keys, each [B, 1, q, S].
 
     mask: true where a query may look; None: everywhere. distances: the row of the table of relative positions, for
     query − key. segments: 0 where both are in the same segment, else 1.
@@ -45,7 +44,7 @@ class PairwiseInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class QueryStream:
-    """Where the queries of a stream stand, and what each of them may see of the row.
+    """Queries of a stream: their positions, and what each of them may see of the row.
 
     sequence: of the queries, for dropout. places int64 [B, Q]: in their rows. A query sees the tokens of its document
     whose rank in the order is no higher than the number that it has there; None: this hides nothing.
@@ -58,11 +57,11 @@ class QueryStream:
     order: LocalAndFull | None
 
     def at_layer(self, depth: int, skip_rate: float) -> Self:
-        """The same with one layer's random keys."""
+        """Return a copy with one layer's random keys."""
         return replace(self, sequence=self.sequence.at_layer(depth, skip_rate))
 
     def pairs(self, rows: slice) -> PairwiseInputs:
-        """Of some of the queries with all tokens; of all queries they are made once for all layers."""
+        """Inputs for some queries with all tokens; for all queries, computed once for all layers."""
         if len(range(*rows.indices(self.places_BQ.shape[1]))) < self.places_BQ.shape[1]:
             return self._pairs(rows)
         return self.sequence.cached("pairs of a stream", lambda: self._pairs(rows))
@@ -90,7 +89,7 @@ class ContentKeysValues:
 class GatherKV(nn.Module):
     """Keys and values of the tokens here → those of the whole row: the seam at which context parallelism takes over."""
 
-    cp_plan = "keys"
+    cp_plan = "gather_kv"
 
     def forward(self, k_BNSH: Tensor, v_BNSH: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Both as they are. length: of rows."""
@@ -104,15 +103,15 @@ class TwoStreamAttention(nn.Module):
     """
 
     tp_plan = (
-        ("", "enter, heads"),
-        ("content", "enter output"),
-        ("w[qkv]", "column"),
-        ("wk_position", "column"),
-        ("dropout", "keys of own part"),
-        ("wo", "row"),
+        ("", "gather_input_shard_heads"),
+        ("content", "gather_output"),
+        ("w[qkv]", "colwise"),
+        ("wk_position", "colwise"),
+        ("dropout", "local_shard_dropout"),
+        ("wo", "rowwise"),
     )
 
-    cp_plan = "alone"
+    cp_plan = "local"
     eager_when_long = True
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
@@ -158,7 +157,7 @@ class TwoStreamAttention(nn.Module):
         )
 
     def seen(self, content_BSD: Tensor, table_RD: Tensor) -> ContentKeysValues:
-        """What the queries of both streams look at; table: of relative positions."""
+        """Keys and values of both streams' queries; table: of relative positions."""
         content_BSD, positions_RD = self.content(content_BSD), table_RD.to(content_BSD.dtype)
         keys, values = self._heads(self.wk, content_BSD), self._heads(self.wv, content_BSD)
         keys, values = self.whole(keys, values, (len(table_RD) + 1) // 2)
@@ -181,7 +180,7 @@ class TwoStreamAttention(nn.Module):
     def _scores(
         self, q_BNQH: Tensor, seen: ContentKeysValues, pairs: PairwiseInputs
     ) -> tuple[Tensor, Tensor | None]:
-        """Of some of the queries, scaled, and their mask."""
+        """Scaled scores of some queries, and their mask."""
         content, position, segment = (
             q_BNQH + self.scale * bias[:, None]
             for bias in (self.content_bias, self.position_bias, self.segment_bias)

@@ -1,24 +1,91 @@
-"""A mixture of experts in the place of a feed-forward network."""
+"""Mixtures of experts in the place of a feed-forward network, and the auxiliary losses that keep routers balanced."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig, require_variant
-from megatfm.config.experts import MoEConfig
-from megatfm.layers.extra import AuxiliaryLoss, BlockOutput
-from megatfm.layers.ffn.dense import FFN
-from megatfm.layers.ffn.registry import FFNS
-from megatfm.layers.initialisation import Initialiser
-from megatfm.layers.moe import balance
+from megatfm.config.ffn import MoEConfig
+from megatfm.layers.feed_forward import FFN, FFNS
+from megatfm.layers.initialisation import Constant, Initialiser
+from megatfm.layers.loss_terms import AuxiliaryLoss, BlockOutput
 from megatfm.layers.moe.experts import Experts
-from megatfm.layers.moe.router import ROUTERS, RouterOutput
+from megatfm.layers.moe.routers import ROUTERS, RouterOutput
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.initial import Constant
 
 # B batch, T tokens, D model width, E experts, K chosen experts
+
+
+def load_balancing_loss(routing: RouterOutput, real_BT: Tensor, shares_E: Tensor) -> Tensor:
+    """Σₜ E Σₑ shareₑ pₜₑ over tokens (Fedus et al. 2022, equation 4; Qiu et al. 2025): 1 a token where all is even.
+
+    shares: of all choices of a global batch, that of the step before.
+    """
+    probabilities_BTE = routing.probabilities
+    weighted_BT = probabilities_BTE @ shares_E.to(probabilities_BTE.dtype) * len(shares_E)
+    return weighted_BT.masked_fill(~real_BT, 0).sum()
+
+
+class RowSums(nn.Module):
+    """Sums over the tokens of each row."""
+
+    def forward(self, numbers_BTX: Tensor) -> Tensor:
+        """[B, X]."""
+        return numbers_BTX.sum(1)
+
+
+def row_expert_counts(routing: RouterOutput, real_BT: Tensor, sums: Callable[[Tensor], Tensor]) -> Tensor:
+    """[B, 1 + E]: tokens of each row, and how often each expert was chosen for them."""
+    places_BTX = F.pad(torch.zeros_like(routing.probabilities), (0, 1))  # the last for none
+    chosen_BTE = places_BTX.scatter(-1, routing.expert_indices, 1.0)[..., :-1].detach()
+    kept_BT1 = real_BT[..., None].to(chosen_BTE.dtype)
+    return torch.cat([sums(kept_BT1), sums(chosen_BTE * kept_BT1)], dim=-1)
+
+
+def sequence_load_balancing_loss(
+    routing: RouterOutput, real_BT: Tensor, counts_BX: Tensor, sums: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Σ over rows of E Σₑ fₑ Pₑ, with shares of a row's choices and mean probabilities of its tokens (DeepSeek-AI 2024,
+    equations 17 to 20): 1 a row where all is even. counts: as of `row_expert_counts`, over whole rows."""
+    tokens_B1, chosen_BE = counts_BX[:, :1].clamp(min=1), counts_BX[:, 1:]
+    shares_BE = chosen_BE / (tokens_B1 * routing.expert_indices.shape[-1])
+    summed_BE = sums(routing.probabilities.masked_fill(~real_BT[..., None], 0))
+    return (shares_BE * summed_BE / tokens_B1).sum() * chosen_BE.shape[-1]
+
+
+def z_loss(routing: RouterOutput, real_BT: Tensor) -> Tensor:
+    """Σₜ logsumexp(logits)² (Zoph et al. 2022, equation 5)."""
+    return routing.logits.logsumexp(-1).square().masked_fill(~real_BT, 0).sum()
+
+
+def cv_squared_loss(numbers_BTE: Tensor, real_BT: Tensor, means_E: Tensor) -> Tensor:
+    """Σ over tokens of what adds up to tokens · CV², the squared coefficient of variation of their sums (Shazeer et al.
+    2017, equations 7 and 11): its tangent at the means of the step before, exact where they are this batch's own."""
+    n, total = len(means_E), means_E.sum()
+    value = n * means_E.square().sum() / total.square() - 1
+    slope_E = 2 * n / total * (means_E / total - means_E.square().sum() / total.square())
+    each_BT = value + numbers_BTE @ slope_E.to(numbers_BTE.dtype)
+    return each_BT.masked_fill(~real_BT, 0).sum()
+
+
+def squared_cv(sums_E: Tensor) -> float:
+    """Return CV² of sums over tokens; 0 where there was no token."""
+    sums_E = sums_E.double()
+    total = float(sums_E.sum())
+    return float(len(sums_E) * sums_E.square().sum() / total**2 - 1) if total else 0.0
+
+
+STEP = 2.0**-24
+"""Numbers are counted in steps of this size: whole numbers add up to the same in any order, on any layout."""
+
+
+def quantise_counts(numbers_BTE: Tensor, real_BT: Tensor) -> Tensor:
+    """int64 [E], the sum over tokens that are no padding."""
+    steps_BTE = (numbers_BTE.detach().double() / STEP).round().to(torch.int64)
+    return steps_BTE.masked_fill(~real_BT[..., None], 0).sum((0, 1))
 
 
 class RealTokens(nn.Module):
@@ -39,12 +106,12 @@ class MoE(nn.Module):
     """
 
     tp_plan = (
-        ("", "sequence"),
-        ("router", "sequence"),
-        ("real", "sequence output"),
-        ("row_sums", "sums of rows"),
-        ("counted", "sequence sum"),
-        ("total", "sequence sum"),
+        ("", "sequence_parallel"),
+        ("router", "sequence_parallel"),
+        ("real", "split_output"),
+        ("row_sums", "sum_tokens_by_row"),
+        ("counted", "sum_output"),
+        ("total", "sum_output"),
     )
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
@@ -56,7 +123,7 @@ class MoE(nn.Module):
         if options.n_shared_experts:
             self.shared = FFN(config.with_changes({"ffn": options.shared}), initial)
         # Where sums over a part of the row become those over all of it.
-        self.counted, self.total, self.row_sums = nn.Identity(), nn.Identity(), balance.RowSums()
+        self.counted, self.total, self.row_sums = nn.Identity(), nn.Identity(), RowSums()
         self.register_buffer(
             "shares", torch.empty(options.n_experts), persistent=options.router.aux_loss_coef > 0
         )
@@ -68,7 +135,7 @@ class MoE(nn.Module):
     def cp_plan(self) -> str:
         """See `parallel.cp_method`."""
         of_rows = self.options.seq_aux_loss_coef or self.options.of_encoders or self.experts.has_capacity
-        return "experts" if of_rows else "alone"
+        return "moe" if of_rows else "local"
 
     @staticmethod
     def terms(config: ModelConfig) -> dict[str, AuxiliaryLoss]:
@@ -102,25 +169,25 @@ class MoE(nn.Module):
             y_BTD, self._losses(routing, real_BT), self._counts(routing, real_BT, choices_BTK, taken_BTK)
         )
 
-    def _share(self, made: list[Tensor], x_BTD: Tensor, sequence: SequenceMetadata) -> None:
+    def _share(self, outputs: list[Tensor], x_BTD: Tensor, sequence: SequenceMetadata) -> None:
         """Add what the shared experts make to a list."""
         assert self.shared is not None
-        made.append(self.shared(x_BTD, sequence))
+        outputs.append(self.shared(x_BTD, sequence))
 
     def _losses(self, routing: RouterOutput, real_BT: Tensor) -> dict[str, Tensor]:
         losses: dict[str, Tensor] = {}
         if self.options.aux_loss_coef:
-            losses["balance"] = balance.load_balancing_loss(routing, real_BT, self.shares)
+            losses["balance"] = load_balancing_loss(routing, real_BT, self.shares)
         if self.options.seq_aux_loss_coef:
-            counts_BX = self.counted(balance.row_expert_counts(routing, real_BT, self.row_sums))
-            losses["sequence_balance"] = balance.sequence_load_balancing_loss(
+            counts_BX = self.counted(row_expert_counts(routing, real_BT, self.row_sums))
+            losses["sequence_balance"] = sequence_load_balancing_loss(
                 routing, real_BT, counts_BX, self.row_sums
             )
         if self.options.z_loss_coef:
-            losses["router_z"] = balance.z_loss(routing, real_BT)
+            losses["router_z"] = z_loss(routing, real_BT)
         for name, numbers_BTE in routing.balanced.items():
             means_E = self.router.get_buffer(name)
-            losses[name] = balance.cv_squared_loss(numbers_BTE, real_BT, means_E)
+            losses[name] = cv_squared_loss(numbers_BTE, real_BT, means_E)
         if losses:
             sums = self.total(torch.stack(list(losses.values())))
             losses = {name: sums[i].clone() for i, name in enumerate(losses)}  # FSDP2 warns of views
@@ -142,7 +209,7 @@ class MoE(nn.Module):
             "tokens": real_BT.sum(),
             "entropy": entropy_BT.double().sum(),
             **{
-                f"evened {name}": balance.quantise_counts(numbers, real_BT)
+                f"evened {name}": quantise_counts(numbers, real_BT)
                 for name, numbers in routing.balanced.items()
             },
         }
@@ -161,12 +228,12 @@ class MoE(nn.Module):
         for name in self.options.evens:
             if (sums_E := observed.get(f"evened {name}")) is None:
                 continue
-            means_E = sums_E.double() * balance.STEP / tokens.clamp(min=1)
+            means_E = sums_E.double() * STEP / tokens.clamp(min=1)
             means[name] = means_E.where(tokens > 0, self.router.get_buffer(name).double())
         self.router.update(load_E, means)
 
     def statistics(self, observed: Mapping[str, Tensor]) -> dict[str, float | list[float]]:
-        """Of a step. load: how often each expert was chosen, as a multiple of the mean; load_max, load_min: of the
+        """Metrics of a step. load: how often each expert was chosen, over the mean; load_max, load_min: of the
         busiest and the idlest; dropped: share of the choices that a capacity left out, if there is one; entropy: of
         a token's probabilities, in nats; importance_cv2, load_cv2: of what is evened CV² itself, of which the loss is a
         tangent that may be negative."""
@@ -181,7 +248,7 @@ class MoE(nn.Module):
             **dropped,
             "entropy": float(observed["entropy"] / observed["tokens"].clamp(min=1)),
             **{
-                f"{name}_cv2": balance.squared_cv(observed[f"evened {name}"])
+                f"{name}_cv2": squared_cv(observed[f"evened {name}"])
                 for name in self.options.evens
                 if f"evened {name}" in observed
             },

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatfm.ops.attention.products import AttentionOptions
-from megatfm.ops.attention.visible import AttentionMask
-from megatfm.ops.dropout import RATE_STEPS, keep_at
+from megatfm.ops.attention.mask import AttentionMask
+from megatfm.ops.attention.reference import AttentionOptions
+from megatfm.ops.keyed_random import RATE_STEPS, keep_at
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -57,42 +57,46 @@ def flex(
     if bias is not None:
         changed = _biased(bias.to(q_BNTH.dtype), q_BNTH.shape[2], changed)
     if rng_keys_BNT is None:
-        made, beside = run(q_BNTH, k_BKSH, v_BKSV, score_mod=changed, **options)
+        out_BNTV, aux = run(q_BNTH, k_BKSH, v_BKSV, score_mod=changed, **options)
         if sinks_N is None:
-            return made
-        shares_BNT = torch.sigmoid(beside.lse - sinks_N.to(beside.lse.dtype)[:, None])
-        return made * shares_BNT[..., None].to(made.dtype)
+            return out_BNTV
+        shares_BNT = torch.sigmoid(aux.lse - sinks_N.to(aux.lse.dtype)[:, None])
+        return out_BNTV * shares_BNT[..., None].to(out_BNTV.dtype)
     threshold = round(variant.dropout * RATE_STEPS)
-    made, left = run(q_BNTH, k_BKSH, v_BKSV, score_mod=_dropped(rng_keys_BNT, threshold, changed), **options)
-    _, beside = run(q_BNTH, k_BKSH, v_BKSV[..., :NARROW], score_mod=changed, **options)
-    whole_BNT = beside.lse
+    out_BNTV, kept_aux = run(
+        q_BNTH, k_BKSH, v_BKSV, score_mod=_dropped(rng_keys_BNT, threshold, changed), **options
+    )
+    _, aux = run(q_BNTH, k_BKSH, v_BKSV[..., :NARROW], score_mod=changed, **options)
+    whole_BNT = aux.lse
     if sinks_N is not None:
         whole_BNT = torch.logaddexp(whole_BNT, sinks_N.to(whole_BNT.dtype)[:, None])
     whole_BNT = whole_BNT.masked_fill(whole_BNT == -torch.inf, 0)  # of a query that sees no key
-    shares_BNT = (left.lse - whole_BNT).exp() * (RATE_STEPS / (RATE_STEPS - threshold))
-    return made * shares_BNT[..., None].to(made.dtype)
+    shares_BNT = (kept_aux.lse - whole_BNT).exp() * (RATE_STEPS / (RATE_STEPS - threshold))
+    return out_BNTV * shares_BNT[..., None].to(out_BNTV.dtype)
 
 
 def block_mask(seen: AttentionMask, queries: int, keys: int) -> "BlockMask":
     """The blocks that are visited, from the table of blocks: torch's own way asks for all pairs first."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    table_BnQJ, whole = seen.block_mask(SIZE), seen.full_block_mask(SIZE)
+    table_BnQJ, full_BnQJ = seen.block_mask(SIZE), seen.full_block_mask(SIZE)
     if keys % SIZE:
-        whole = whole & (torch.arange(whole.shape[-1], device=whole.device) < whole.shape[-1] - 1)
-    whole = whole & table_BnQJ
-    partial = table_BnQJ & ~whole
+        full_BnQJ = full_BnQJ & (
+            torch.arange(full_BnQJ.shape[-1], device=full_BnQJ.device) < full_BnQJ.shape[-1] - 1
+        )
+    full_BnQJ = full_BnQJ & table_BnQJ
+    partial = table_BnQJ & ~full_BnQJ
 
     def pair(b: Tensor, n: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return seen.mask_mod(b, n, q, k)
 
     return BlockMask.from_kv_blocks(
-        *_listed(partial), *_listed(whole), BLOCK_SIZE=SIZE, mask_mod=pair, seq_lengths=(queries, keys)
+        *_listed(partial), *_listed(full_BnQJ), BLOCK_SIZE=SIZE, mask_mod=pair, seq_lengths=(queries, keys)
     )
 
 
 def _listed(table: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of keys each block of queries sees, int32 [B, n, Q], and which, those first [B, n, Q, J]."""
+    """Number of key blocks that each query block sees, int32 [B, n, Q], and their indices, first in [B, n, Q, J]."""
     order = table.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return table.sum(-1, dtype=torch.int32).contiguous(), order.to(torch.int32).contiguous()
 
@@ -126,5 +130,5 @@ def _dropped(
 def _compiled() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    made: Callable[..., Any] = torch.compile(flex_attention)
-    return made
+    compiled: Callable[..., Any] = torch.compile(flex_attention)
+    return compiled

@@ -1,4 +1,4 @@
-"""Which kernel computes attention: a table of what each can carry and where it is the fastest."""
+"""The table of attention kernels: what each supports, where it is preferred, and the choice among them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,13 +7,13 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from megatfm.ops.attention.blocks import blocked
-from megatfm.ops.attention.distances import is_relative
+from megatfm.ops.attention.block_sparse import blocked
 from megatfm.ops.attention.flex import flex
-from megatfm.ops.attention.fused import fused
-from megatfm.ops.attention.products import AttentionOptions, attention_reference
+from megatfm.ops.attention.mask import AttentionMask, BuiltinMask
+from megatfm.ops.attention.reference import AttentionOptions, attention_reference
+from megatfm.ops.attention.relative_bias import is_relative
+from megatfm.ops.attention.sdpa import fused
 from megatfm.ops.attention.varlen import supports_head_dims, varlen
-from megatfm.ops.attention.visible import AttentionMask, BuiltinMask
 
 MATMUL_SCORES = 2**26
 """On a CPU in bfloat16, up to this many scores at once the written-out form is used: its matrix products run on
@@ -28,8 +28,8 @@ LONG_ON_GPU = 256
 
 @dataclass(frozen=True)
 class AttentionRequest:
-    """What is asked of a kernel. scores: B · N · T · S. plain: see `AttentionMask`. has_dropout: probabilities are
-    dropped.
+    """Description of one attention call. scores: B · N · T · S. plain: see `AttentionMask.builtin_mask`. has_dropout:
+    probabilities are dropped.
 
     has_dense_bias: numbers for all pairs are added to the scores. has_relative_bias: one for each distance. sinks:
     scores without keys take part. compiled: a block is being compiled. is_varlen: FlashAttention takes its heads,
@@ -109,7 +109,7 @@ def _anything(case: AttentionRequest) -> bool:
 
 
 def _on_cpu_by_blocks(case: AttentionRequest) -> bool:
-    """Which blocks are visited depends on the batch, so that it can't be compiled."""
+    """The blocks visited depend on the batch, so it can't be compiled."""
     return case.device == "cpu" and not (case.has_dense_bias or case.compiled)
 
 

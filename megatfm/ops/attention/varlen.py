@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatfm.ops.attention.products import AttentionOptions
-from megatfm.ops.attention.visible import AttentionMask
-from megatfm.ops.compiled import constant_when_compiled
+from megatfm.ops.attention.mask import AttentionMask
+from megatfm.ops.attention.reference import AttentionOptions
+from megatfm.ops.log_once import constant_when_compiled
 
 # B batch, N query heads, K key-value heads, T tokens, H head width, C documents that there is room for
 
@@ -23,7 +23,7 @@ ROOM = 128
 is compiled is compiled once more."""
 
 WIDEST = 256
-"""Of heads that FlashAttention takes; they are multiples of 8."""
+"""Widest heads that FlashAttention takes; widths are multiples of 8."""
 
 NEEDED = ("scale", "window_size")
 """Parameters that torch 2.10 has not."""
@@ -48,8 +48,8 @@ def varlen(
     if heads != k.shape[1]:
         options["enable_gqa"] = True
     # The longest is the row's length and not the longest document's, which would be another one in each batch.
-    made: Tensor = operator()(q, k, v, starts_C, starts_C, length, length, **options)
-    return made.unflatten(0, (rows, length)).transpose(1, 2)
+    out: Tensor = operator()(q, k, v, starts_C, starts_C, length, length, **options)
+    return out.unflatten(0, (rows, length)).transpose(1, 2)
 
 
 @constant_when_compiled
@@ -60,7 +60,7 @@ def supports_head_dims(width: int, of_values: int, *, grouped: bool) -> bool:
 
 
 def cu_seqlens_from_documents(documents_BT: NDArray[Any]) -> NDArray[np.int32]:
-    """Where documents begin in rows laid end to end, and at last where they end: int32 [C + 1], with the end again and
+    """Begins of documents in rows laid end to end, and at last the end: int32 [C + 1], with the end again and
     again, as often as there is room left. Padding counts as one more document of its row.
 
     C depends on the sizes alone, so that kernels see one shape; see `ROOM`.
@@ -68,12 +68,12 @@ def cu_seqlens_from_documents(documents_BT: NDArray[Any]) -> NDArray[np.int32]:
     rows, length = documents_BT.shape
     begins = np.ones((rows, length), bool)
     begins[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
-    found = np.flatnonzero(begins)
+    begin_indices = np.flatnonzero(begins)
     tokens, room = rows * length, ROOM
-    while len(found) > rows + -(-tokens // room):
+    while len(begin_indices) > rows + -(-tokens // room):
         room = max(room // 4, 1)
     starts = np.full(rows + -(-tokens // room) + 1, tokens, np.int32)
-    starts[: len(found)] = found
+    starts[: len(begin_indices)] = begin_indices
     return starts
 
 
@@ -81,8 +81,8 @@ def operator() -> Callable[..., Any]:
     """torch's; it is imported where it runs."""
     from torch.nn.attention.varlen import varlen_attn
 
-    found: Callable[..., Any] = varlen_attn
-    return found
+    result: Callable[..., Any] = varlen_attn
+    return result
 
 
 @cache
@@ -95,5 +95,5 @@ def parameters() -> frozenset[str]:
 
 
 def uniform_cu_seqlens(rows: int, length: int, device: torch.device) -> Tensor:
-    """The same of rows that are one document each."""
+    """Begins of rows that are one document each."""
     return torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=device)

@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import JOB_REPORT_PROPERTY
 from tests.e2e.conftest import PREP, SMALL
 from tests.e2e.slurm.cluster import HERE, JOB_REPORTS, Cluster, Job, run, why_not
-from tests.forks import ForkedCommand, last_of_each_key
+from tests.support.forked_commands import ForkedCommand, last_of_each_key
 
 # The run of these tests: two layers, forty steps, a checkpoint every five; ZeRO-3 where there are two ranks.
 STEPS = 40
@@ -138,7 +138,7 @@ def prep_config(texts: Path) -> Callable[[Project], Path]:
     def write(project: Project) -> Path:
         file = project.folder / "prep.toml"
         settings = PREP.format(out=project.folder / "corpus", texts=texts)
-        file.write_text(f"part_bytes = 5000\nworkers = 1\n{settings}")
+        file.write_text(f"task_bytes = 5000\nworkers = 1\n{settings}")
         return file
 
     return write

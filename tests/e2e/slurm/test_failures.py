@@ -64,7 +64,7 @@ def test_torchrun_starts_the_ranks_of_each_node(whole, project):
     assert curve(job.run_dir) == curve(whole.run_dir)
 
 
-@pytest.mark.slow  # two nodes are above, and stops that reach torchrun's workers in tests/unit/launchers/test_agent.py
+@pytest.mark.slow  # two nodes are above, and signals to torchrun's workers in unit/launchers/test_torchrun.py
 def test_a_stop_reaches_torchrun_s_ranks(whole, project):
     slow = project.plant_fault("slow", "0.3")
     job = project.launch("--start", "torchrun", nodes=2)

@@ -7,7 +7,7 @@ import pytest
 from tests.e2e.slurm.cluster import metrics
 
 
-@pytest.mark.slow  # six starts; tests/unit/launchers/test_jobside.py has what is asked of SLURM
+@pytest.mark.slow  # six starts; tests/unit/launchers/test_prolog_epilog.py has what is asked of SLURM
 def test_a_node_that_fails_twice_is_excluded(project):
     cluster = project.cluster
     if not cluster.has_namespaces:
@@ -26,7 +26,7 @@ def test_a_node_that_fails_twice_is_excluded(project):
     assert [(each["code"], each["failed_host"]) for each in attempts] == [(1, "n2"), (1, "n2"), (0, None)]
 
 
-@pytest.mark.slow  # tests/unit/launchers/test_jobside.py has what srun writes
+@pytest.mark.slow  # tests/unit/launchers/test_prolog_epilog.py has what srun writes
 def test_a_node_that_dies_before_srun_starts_its_task_is_blamed(project):
     """Twice, and comes back in between: then the run goes on beside it, and the healthy node is not left out."""
     cluster = project.cluster

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from tests.forks import ForkedCommand
+from tests.support.forked_commands import ForkedCommand
 
 ROOT = Path(__file__).parents[3]
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.forks import ForkedCommand
-from tests.unit.benchmarks.scripts import script
+from tests.support.benchmark_scripts import script
+from tests.support.forked_commands import ForkedCommand
 
 ROOT = Path(__file__).parents[3]
 
@@ -95,10 +95,10 @@ def test_it_writes_a_dated_result(tmp_path: Path, task: str, length: int, only: 
         assert list(stretches) == ["0 to 64", "64 to 128", "128 to 256"]
         assert all(loss > 0 for loss in stretches.values())
     else:
-        stages = {name: found for name, found in models[only[-1]].items() if name != "seconds"}
+        stages = {name: stage for name, stage in models[only[-1]].items() if name != "seconds"}
         if task == "recall":
             assert list(stages) == ["0 to 32", "32 to 64", "64 to 128", "128 to 256", "256 to 512", "all"]
-            assert stages["all"]["of"] == sum(found["of"] for found in stages.values()) / 2 == 2 * 8
+            assert stages["all"]["of"] == sum(stage["of"] for stage in stages.values()) / 2 == 2 * 8
         else:
             assert len(stages) == 3
-        assert all(0 <= found["right"] <= 1 for found in stages.values() if found["of"])
+        assert all(0 <= stage["right"] <= 1 for stage in stages.values() if stage["of"])

@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from tests.unit.benchmarks.scripts import script
+from tests.support.benchmark_scripts import script
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install triton"),
@@ -29,8 +29,8 @@ SLOW = pytest.mark.slow
 )
 def test_they_compile_for_a_gpu_and_spill_nothing(preset: str, dtype: str) -> None:
     """With their dropout: Triton takes no constant of 64 bits beside an index of 32."""
-    found = list(script("block_kernels").of_preset(preset, dtype))
-    assert {way for way, _, _ in found} == {"forward", "backward"}
-    for _, kernel, taken in found:
-        assert taken.registers <= 128, kernel.name
-        assert taken.spilled == 0, kernel.name
+    compiled = list(script("block_kernels").kernels_of_preset(preset, dtype))
+    assert {way for way, _, _ in compiled} == {"forward", "backward"}
+    for _, kernel, resources in compiled:
+        assert resources.registers <= 128, kernel.name
+        assert resources.spilled == 0, kernel.name

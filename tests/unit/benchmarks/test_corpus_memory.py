@@ -6,17 +6,20 @@ from typing import Any
 
 import pytest
 
-from megatfm.data import Corpus
-from megatfm.data.plan import build_packing_plan
-from tests.unit.benchmarks.scripts import script
+from megatfm.corpus.corpus import Corpus
+from megatfm.data.packing_plan import build_packing_plan
+from tests.support.benchmark_scripts import script
 
 memory: Any = script("corpus_memory")
 
 
 def test_memory_does_not_grow_with_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twenty shards of an index of 0.3 MB as they are in memory when they are read, 5.6 MB together."""
-    for name, value in {"indexes.INDEX_CACHE_BYTES": 2**17, "plan.SAMPLES_AT_ONCE": 2**12}.items():
-        monkeypatch.setattr(f"megatfm.data.{name}", value)
+    for name, value in {
+        "corpus.index_cache.INDEX_CACHE_BYTES": 2**17,
+        "data.packing_plan.SAMPLES_AT_ONCE": 2**12,
+    }.items():
+        monkeypatch.setattr(f"megatfm.{name}", value)
     monkeypatch.setattr(memory, "SHARD_DOCUMENTS", 10_000)
     memory.write(tmp_path, 200_000)
     Corpus.open(tmp_path)  # what is imported and cached meanwhile doesn't count

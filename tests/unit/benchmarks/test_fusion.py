@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.unit.benchmarks.scripts import script
+from tests.support.benchmark_scripts import script
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install triton"),
@@ -24,7 +24,9 @@ ADDITION = re.compile(r"triton_poi_fused_(_unsafe_view_)?add(_view)?_\d+")
 @pytest.mark.parametrize("case", BUDGETS)
 def test_what_stands_side_by_side_is_one_kernel(case: str) -> None:
     module = script("fusion")
-    forward, backward = ([kernel.name for kernel in made] for made in module.kernels(module.config_of(case)))
+    forward, backward = (
+        [kernel.name for kernel in written] for written in module.kernels(module.config_of(case))
+    )
     assert len(forward) <= BUDGETS[case][0], forward
     assert len(backward) <= BUDGETS[case][1], backward
     norms = [name for name in forward if NORM.search(name)]

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megatfm.models import build
-from tests.unit.benchmarks.scripts import script
-from tests.workers import Workers
+from tests.support.benchmark_scripts import script
+from tests.support.workers import Workers
 
 
 def rows(result: Path) -> list[list[str]]:
@@ -23,13 +23,13 @@ def decoders(folder: Path) -> None:
 def test_decoders_write_a_dated_result(workers: Workers, tmp_path: Path) -> None:
     workers.run(decoders, 1, tmp_path)
     (result,) = tmp_path.glob("*-gpu-124m.md")
-    head, *found = rows(result)
-    assert [row[4] for row in found] == ["", "packed"]
-    for row in found:
-        told = dict(zip(head, row, strict=True))
-        assert (told["Model"], told["Tokens a row"], told["Rows"]) == ("gpt2-124m", "64", "2")
-        assert float(told["Tokens a second"].replace(",", "")) > 0
-        assert float(told["Peak memory, GB"]) > 0
+    head, *cases = rows(result)
+    assert [row[4] for row in cases] == ["", "packed"]
+    for row in cases:
+        cells = dict(zip(head, row, strict=True))
+        assert (cells["Model"], cells["Tokens a row"], cells["Rows"]) == ("gpt2-124m", "64", "2")
+        assert float(cells["Tokens a second"].replace(",", "")) > 0
+        assert float(cells["Peak memory, GB"]) > 0
         assert row[-2:] == ["–", "–"]
 
 

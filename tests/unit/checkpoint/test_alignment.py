@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from megatfm import checkpoint
-from megatfm.checkpoint import metadata, shard
+from megatfm.checkpoint import file_format
 from megatfm.checkpoint.staging import Staging
-from megatfm.ops import aligned
-from tests.alignment import OFF, lies_wrong
+from megatfm.ops import transfer
+from tests.support.alignment import OFF, lies_wrong
 
 TENSORS = {
     name: torch.arange(float(size), dtype=dtype).to(dtype)
@@ -31,7 +31,7 @@ def numpy_begins_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
         memory = real(size + 2 * 4096, dtype)
         return memory[-memory.ctypes.data % 4096 + OFF :][:size]
 
-    monkeypatch.setattr(aligned.np, "empty", empty)
+    monkeypatch.setattr(transfer.np, "empty", empty)
 
 
 def wrong(tensors: dict[str, Tensor]) -> list[str]:
@@ -39,8 +39,8 @@ def wrong(tensors: dict[str, Tensor]) -> list[str]:
 
 
 def test_what_a_file_gives(tmp_path: Path) -> None:
-    entry = shard.write(tmp_path / "x.safetensors", TENSORS)
-    read = shard.read(tmp_path / "x.safetensors", entry, dict.fromkeys(TENSORS))
+    entry = file_format.write_safetensors(tmp_path / "x.safetensors", TENSORS)
+    read = file_format.read_safetensors(tmp_path / "x.safetensors", entry, dict.fromkeys(TENSORS))
     assert wrong(read) == []
     assert all(torch.equal(read[name], tensor) for name, tensor in TENSORS.items())
 
@@ -48,12 +48,12 @@ def test_what_a_file_gives(tmp_path: Path) -> None:
 @pytest.mark.parametrize("direct", [False, True])
 def test_what_a_checkpoint_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool) -> None:
     if direct:
-        monkeypatch.setattr(shard, "DIRECT_BYTES", 1)
+        monkeypatch.setattr(file_format, "DIRECT_BYTES", 1)
     path = checkpoint.write_checkpoint_from_iterator(tmp_path, 1, TENSORS.items(), {})
     read = checkpoint.read_tensors(path)
     assert wrong(read) == []
     assert all(torch.equal(read[name], tensor) for name, tensor in TENSORS.items())
-    assert metadata.read(path).files
+    assert file_format.read_metadata(path).files
 
 
 def test_the_staging_copy() -> None:

@@ -16,8 +16,18 @@ import pytest
 import torch
 from blake3 import blake3
 
-from megatfm.checkpoint import find_latest, flow, load, names, read_state, read_tensors, save, shard, verify
-from megatfm.checkpoint.folder import find_latest_intact
+from megatfm.checkpoint import (
+    chunked_io,
+    file_format,
+    find_latest,
+    load,
+    names,
+    read_state,
+    read_tensors,
+    save,
+    verify,
+)
+from megatfm.checkpoint.directory import find_latest_intact
 from megatfm.errors import MegatfmError
 
 SHARD = "rank-00000-000.safetensors"
@@ -28,8 +38,8 @@ METADATA = "metadata.json"
 def path(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Step 2, with a whole step 1 before it."""
     if request.param == "past it":
-        monkeypatch.setattr(shard, "DIRECT_BYTES", 0)
-        monkeypatch.setattr(flow, "_in_page_cache", lambda fd, size: False)
+        monkeypatch.setattr(file_format, "DIRECT_BYTES", 0)
+        monkeypatch.setattr(chunked_io, "_in_page_cache", lambda fd, size: False)
     tensors = {"w": torch.arange(24.0).reshape(4, 6), "b": torch.arange(6)}
     save(tmp_path, 1, tensors, {"step": 1})
     return save(tmp_path, 2, tensors, {"step": 2})
@@ -118,7 +128,7 @@ def test_every_flipped_byte_of_the_metadata_is_seen(path: Path) -> None:
 def test_every_flipped_byte_of_the_tensors_is_seen(path: Path) -> None:
     file = path / SHARD
     content = file.read_bytes()
-    every = 1 if shard.DIRECT_BYTES else 23  # past the page cache each one goes to the disk and back
+    every = 1 if file_format.DIRECT_BYTES else 23  # past the page cache each one goes to the disk and back
     for position in range(0, len(content), every):
         flipped = bytearray(content)
         flipped[position] ^= 1 << position % 8

@@ -16,17 +16,17 @@ import torch.distributed as dist
 
 from megatfm.checkpoint import (
     ShardedTensor,
+    file_format,
     find_latest,
     read_state,
     read_tensors,
     remove_leftovers,
     save,
-    shard,
     verify,
 )
-from megatfm.checkpoint.folder import list_checkpoints
+from megatfm.checkpoint.directory import list_checkpoints
 from megatfm.errors import MegatfmError
-from tests.workers import WorkerFailure, Workers
+from tests.support.workers import WorkerFailure, Workers
 
 HOST = socket.gethostname()
 OPERATIONS = ("mkdir", "open", "write", "fsync", "rename", "unlink", "rmdir")
@@ -97,14 +97,17 @@ def fail_at(folder: Path, rank: int, number: int, code: int, lasting: bool) -> t
             raise OSError(code, os.strerror(code))
 
     save_step(folder, 1)
-    shard.DIRECT_BYTES, before = shard.DIRECT_BYTES if code == errno.EIO else 0, shard.DIRECT_BYTES
+    file_format.DIRECT_BYTES, before = (
+        file_format.DIRECT_BYTES if code == errno.EIO else 0,
+        file_format.DIRECT_BYTES,
+    )
     with hooked(hook):
         try:
             return str(save_step(folder, 2)), seen
         except MegatfmError as error:
             return str(error), seen
         finally:
-            shard.DIRECT_BYTES = before
+            file_format.DIRECT_BYTES = before
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])

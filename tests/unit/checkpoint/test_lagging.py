@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatfm.checkpoint import ShardedTensor, disk, find_latest, load, save
+from megatfm.checkpoint import ShardedTensor, file_io, find_latest, load, save
 from megatfm.errors import MegatfmError
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 LAG = 0.3
 LOOKS = ("stat", "lstat", "open", "listdir", "scandir")
@@ -67,7 +67,7 @@ def lagging(root: Path) -> Iterator[None]:
 
 
 def save_and_load(folder: Path, patience: float) -> tuple[str, list[float]]:
-    disk.NFS_VISIBILITY_SECONDS = patience
+    file_io.NFS_VISIBILITY_SECONDS = patience
     rank = dist.get_rank()
     try:
         with lagging(folder):
@@ -79,7 +79,7 @@ def save_and_load(folder: Path, patience: float) -> tuple[str, list[float]]:
     except MegatfmError as error:
         return str(error), []
     finally:
-        disk.NFS_VISIBILITY_SECONDS = 10.0
+        file_io.NFS_VISIBILITY_SECONDS = 10.0
 
 
 def test_what_is_seen_late_is_waited_for(workers: Workers, tmp_path: Path) -> None:
@@ -100,6 +100,6 @@ def test_but_not_for_ever(workers: Workers, tmp_path: Path) -> None:
 @pytest.mark.parametrize("patience", [0.0, 0.2])
 def test_a_name_that_never_comes(tmp_path: Path, patience: float) -> None:
     start = time.monotonic()
-    disk.wait_until_visible(tmp_path / "absent", start + patience)
+    file_io.wait_until_visible(tmp_path / "absent", start + patience)
     assert patience <= time.monotonic() - start < patience + 20
-    disk.wait_until_size(tmp_path, 1, start + patience)
+    file_io.wait_until_size(tmp_path, 1, start + patience)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint import SavePlan
 
 from megatfm.checkpoint import ShardedTensor
-from megatfm.checkpoint.box import check_cover
 from megatfm.checkpoint.planner import balance_save_plans
+from megatfm.checkpoint.sharded_tensor import check_cover
 from megatfm.errors import MegatfmError
 
 Piece = tuple[tuple[int, ...], tuple[int, ...]]

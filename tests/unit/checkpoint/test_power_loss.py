@@ -13,18 +13,18 @@ import torch.distributed as dist
 from megatfm.checkpoint import (
     Saver,
     ShardedTensor,
-    disk,
+    file_format,
+    file_io,
     find_latest,
     read_state,
     read_tensors,
     save,
-    shard,
     verify,
 )
-from megatfm.checkpoint.folder import list_checkpoints
+from megatfm.checkpoint.directory import list_checkpoints
 from megatfm.errors import MegatfmError
+from tests.support.workers import Workers
 from tests.unit.checkpoint.power import CHOICES, Disk, Operation, build, recorded
-from tests.workers import Workers
 
 DRAWS = 6
 """Of what was not synced, for each prefix, besides the four extremes."""
@@ -41,12 +41,12 @@ def saved(folder: Path, step: int) -> Path | None:
 
 def recorded_save(folder: Path, direct: bool) -> list[Operation]:
     operations: list[Operation] = []
-    shard.DIRECT_BYTES, before = 0 if direct else shard.DIRECT_BYTES, shard.DIRECT_BYTES
+    file_format.DIRECT_BYTES, before = 0 if direct else file_format.DIRECT_BYTES, file_format.DIRECT_BYTES
     try:
         with recorded(operations):
             assert saved(folder, 2) is not None
     finally:
-        shard.DIRECT_BYTES = before
+        file_format.DIRECT_BYTES = before
     return operations
 
 
@@ -117,8 +117,11 @@ def test_a_missing_sync_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             real = os.fsync
             patch.setattr(os, "fsync", lambda fd: real(fd) if stat.S_ISDIR(os.fstat(fd).st_mode) else None)
         else:
-            sync, skipped = disk.sync_folder, {"name": lambda path: path, "draft": lambda path: path.parent}
-            patch.setattr(disk, "sync_folder", lambda path: skipped[fault](path) == folder or sync(path))
+            sync, skipped = (
+                file_io.sync_folder,
+                {"name": lambda path: path, "draft": lambda path: path.parent},
+            )
+            patch.setattr(file_io, "sync_folder", lambda path: skipped[fault](path) == folder or sync(path))
         save(folder, 2, {"x": torch.full((3,), 2.0)}, {"step": 2}, keep=1)
     shutil.rmtree(folder)
     before.rename(folder)

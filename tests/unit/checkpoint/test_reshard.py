@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatfm.checkpoint import ShardedTensor, box, load, metadata, read_tensors, save, verify
+from megatfm.checkpoint import ShardedTensor, file_format, load, read_tensors, save, sharded_tensor, verify
 from megatfm.errors import MegatfmError
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 HOST = socket.gethostname()
 SHAPES = {
@@ -64,11 +64,11 @@ def arrange(
 
 
 def save_as(folder: Path, layout: str, piece_bytes: int = 64) -> Path:
-    box.PIECE_BYTES, before = piece_bytes, box.PIECE_BYTES
+    sharded_tensor.PIECE_BYTES, before = piece_bytes, sharded_tensor.PIECE_BYTES
     try:
         return save(folder, 1, arrange(layout, reference(), dist.get_rank(), dist.get_world_size()), {"a": 1})
     finally:
-        box.PIECE_BYTES = before
+        sharded_tensor.PIECE_BYTES = before
 
 
 def load_as(path: Path, layouts: tuple[str, ...]) -> None:
@@ -111,7 +111,7 @@ def save_hsdp(folder: Path) -> Path:
 
 def test_replicas_are_written_once_and_by_turns(workers: Workers, tmp_path: Path) -> None:
     path = workers.run(save_hsdp, 4, tmp_path)[0]
-    content = metadata.read(path)
+    content = file_format.read_metadata(path)
     stored = Counter[str]()
     for tensor in content.tensors.values():
         for piece in tensor.pieces:
@@ -171,7 +171,7 @@ def save_wrongly(folder: Path, fault: str) -> str:
         ("gap", "rank 0 on HOST: tensor w: the pieces hold 6 elements, but its shape (4, 2) has 8"),
         ("overlap", "rank 0 on HOST: tensor w: the pieces hold 12 elements, but its shape (4, 2) has 8"),
         ("twice", "rank 0 on HOST: tensor w: the pieces at (0, 0) and (0, 1) overlap"),
-        ("replica", "rank 0 on HOST: tensor w: ranks 0 and 1 hold different boxes at (0, 0)"),
+        ("replica", "rank 0 on HOST: tensor w: ranks 0 and 1 hold different shards at (0, 0)"),
         (
             "dtype",
             "rank 0 on HOST: tensor w: ranks disagree on what it is, torch.float32 (4, 2) or torch.float64 (4, 2)",

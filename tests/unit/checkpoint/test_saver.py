@@ -18,18 +18,18 @@ import torch.distributed as dist
 from megatfm.checkpoint import (
     Saver,
     ShardedTensor,
-    disk,
+    file_format,
+    file_io,
     find_latest,
     read_state,
     read_tensors,
     saver,
-    shard,
     staging,
     verify,
 )
-from megatfm.checkpoint.folder import list_checkpoints
+from megatfm.checkpoint.directory import list_checkpoints
 from megatfm.errors import MegatfmError
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 HOST = socket.gethostname()
 
@@ -37,18 +37,18 @@ HOST = socket.gethostname()
 @contextmanager
 def held_up(release: threading.Event, monkeypatch: pytest.MonkeyPatch | None = None) -> Iterator[None]:
     """Files are written only once the event is set."""
-    genuine = shard.write
+    genuine = file_format.write_safetensors
 
     def wait(*args: Any) -> Any:
         assert release.wait(30)
         return genuine(*args)
 
-    shard.write = wait
+    file_format.write_safetensors = wait
     try:
         yield
     finally:
         release.set()
-        shard.write = genuine
+        file_format.write_safetensors = genuine
 
 
 def steps(folder: Path) -> list[int]:
@@ -354,7 +354,7 @@ def test_no_memory_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(MegatfmError, match=r"step 1 not saved: .*set checkpoint\.mode = \"sync\""):
             saving.wait_for_save()
     assert not tmp_path.joinpath("step-00000001").exists()
-    assert disk.NFS_VISIBILITY_SECONDS > 0
+    assert file_io.NFS_VISIBILITY_SECONDS > 0
 
 
 def test_an_error_in_listing_old_checkpoints_does_not_undo_the_new_one(

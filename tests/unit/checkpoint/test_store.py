@@ -13,18 +13,18 @@ from torch import Tensor
 
 from megatfm.checkpoint import (
     ShardedTensor,
-    box,
-    flow,
+    chunked_io,
+    file_format,
     load,
     names,
     read_state,
     read_tensors,
     save,
-    shard,
+    sharded_tensor,
     verify,
     writer,
 )
-from megatfm.checkpoint.metadata import DTYPES, check_json_round_trip
+from megatfm.checkpoint.file_format import DTYPES, check_json_round_trip
 from megatfm.errors import MegatfmError, UsageError
 
 
@@ -103,7 +103,7 @@ def test_the_files_are_what_safetensors_reads(tmp_path: Path) -> None:
 
 
 def test_large_boxes_are_cut_into_pieces_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(box, "PIECE_BYTES", 64)
+    monkeypatch.setattr(sharded_tensor, "PIECE_BYTES", 64)
     monkeypatch.setattr(writer, "FILE_BYTES", 200)
     tensors = {"wide": torch.arange(120.0).reshape(3, 40), "long": torch.arange(119.0).reshape(17, 7)}
     path = save(tmp_path, 1, tensors, {})
@@ -118,8 +118,10 @@ def test_large_boxes_are_cut_into_pieces_and_files(tmp_path: Path, monkeypatch: 
 def test_each_file_is_read_once_and_only_if_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "FILE_BYTES", 100)
     path = save(tmp_path, 1, {"a": torch.zeros(20), "b": torch.zeros(20), "c": torch.zeros(20)}, {})
-    read, opened = shard.read, []
-    monkeypatch.setattr(shard, "read", lambda file, *rest: opened.append(file.name) or read(file, *rest))
+    read, opened = file_format.read_safetensors, []
+    monkeypatch.setattr(
+        file_format, "read_safetensors", lambda file, *rest: opened.append(file.name) or read(file, *rest)
+    )
     load(path, {"a": torch.ones(20), "c": torch.ones(20)})
     assert opened == ["rank-00000-000.safetensors", "rank-00000-002.safetensors"]
 
@@ -129,8 +131,8 @@ def test_each_file_is_read_once_and_only_if_needed(tmp_path: Path, monkeypatch: 
 def test_files_written_past_the_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_of_rows: int, short: bool
 ) -> None:
-    monkeypatch.setattr(shard, "DIRECT_BYTES", 0)
-    monkeypatch.setattr(flow, "CHUNK_BYTES", 16384)
+    monkeypatch.setattr(file_format, "DIRECT_BYTES", 0)
+    monkeypatch.setattr(chunked_io, "CHUNK_BYTES", 16384)
     flags, real = [], os.write
 
     def write(fd: int, data: memoryview) -> int:
@@ -212,7 +214,7 @@ def test_what_can_not_be_stored(tmp_path: Path, tensors: dict[str, Tensor], mess
 
 
 def test_a_name_like_another_one_s_slice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(box, "PIECE_BYTES", 4)
+    monkeypatch.setattr(sharded_tensor, "PIECE_BYTES", 4)
     with pytest.raises(MegatfmError, match="same key"):
         save(tmp_path, 1, {"x": torch.zeros(2), "x[0:1]": torch.ones(1)}, {})
     assert list(tmp_path.iterdir()) == []
@@ -220,7 +222,7 @@ def test_a_name_like_another_one_s_slice(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_box_outside_its_tensor() -> None:
     with pytest.raises(
-        MegatfmError, match=r"a box of shape \(3,\) at \(2,\) lies outside its tensor of shape \(4,\)"
+        MegatfmError, match=r"a shard of shape \(3,\) at \(2,\) lies outside its tensor of shape \(4,\)"
     ):
         ShardedTensor(torch.zeros(3), (4,), (2,))
     with pytest.raises(MegatfmError, match="lies outside"):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from megatfm.checkpoint import Saver, read_tensors, shard, staging
+from megatfm.checkpoint import Saver, file_format, read_tensors, staging
 from megatfm.checkpoint.staging import Staging
 
 SOON = 30.0
@@ -116,13 +116,13 @@ def test_an_update_waits_for_the_copy_and_the_host_for_nothing(
     moved, turned, here = torch.zeros(4, 3), torch.zeros(3, 5).T, torch.zeros(2)
     there = {x.untyped_storage().data_ptr() for x in (moved, turned)}
     trains, copies, wrote = threading.Event(), threading.Event(), threading.Event()
-    write = shard.write
+    write = file_format.write_safetensors
 
     def noted(*args: Any) -> Any:
         wrote.set()
         return write(*args)
 
-    monkeypatch.setattr(shard, "write", noted)
+    monkeypatch.setattr(file_format, "write_safetensors", noted)
     with Saver(tmp_path) as saver, on_a_gpu(saver, there) as cuda:
         for step in (1, 2, 3):  # the second finds a stream and memory from the first
             for event in (trains, copies, wrote):

@@ -7,10 +7,10 @@ import pytest
 import torch.distributed as dist
 from blake3 import blake3
 
-from megatfm.checkpoint import disk, transfer
-from megatfm.checkpoint.metadata import FileEntry
+from megatfm.checkpoint import file_io, local
+from megatfm.checkpoint.file_format import FileEntry
 from megatfm.errors import MegatfmError
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 HOST = socket.gethostname()
 CONTENT = bytes(range(256)) * 40
@@ -19,7 +19,7 @@ ENTRY = FileEntry(bytes=len(CONTENT), blake3=blake3(CONTENT).hexdigest())
 
 def send(folder: Path, fault: str) -> str:
     """Rank 0 sends rank 1 three files in messages of 1,000 bytes; something is wrong with the second. The error."""
-    transfer.MESSAGE_BYTES, source, target = 1000, folder / "from", folder / "to"
+    local.MESSAGE_BYTES, source, target = 1000, folder / "from", folder / "to"
     names = ("a", "b", "c")
     if dist.get_rank() == 0:
         source.mkdir()
@@ -37,7 +37,7 @@ def send(folder: Path, fault: str) -> str:
             (target / "b").touch()
     dist.barrier()
     try:
-        transfer.transfer_files(
+        local.transfer_files(
             "not sent",
             dist.group.WORLD,
             source,
@@ -79,13 +79,13 @@ def test_a_file_comes_whole_or_all_say_why(workers: Workers, tmp_path: Path, fau
 def test_a_file_is_closed_where_sending_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, closed = tmp_path / "a", []
     path.write_bytes(CONTENT)
-    close = disk.HashedFile.close
-    monkeypatch.setattr(disk.HashedFile, "close", lambda file: (closed.append(file), close(file)))
+    close = file_io.HashedFile.close
+    monkeypatch.setattr(file_io.HashedFile, "close", lambda file: (closed.append(file), close(file)))
 
     def refuse(*_: object) -> None:
         raise RuntimeError("the other side is gone")
 
     monkeypatch.setattr(dist, "send", refuse)
     with pytest.raises(RuntimeError, match="gone"):
-        transfer._send(path, ENTRY, 1, None, [])
+        local._send(path, ENTRY, 1, None, [])
     assert len(closed) == 1

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatfm.commands import doctor
-from megatfm.commands.doctor import Finding, main
+from megatfm.commands.doctor import Finding, doctor_command
 
 ARGS = argparse.Namespace()
 
@@ -31,7 +31,7 @@ def findings(look: str) -> dict[str, Finding]:
 
 
 def test_this_machine_can_train(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(ARGS) == 0
+    assert doctor_command(ARGS) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if not line.startswith(" ")] == list(doctor.SECTIONS)
     assert any("torch" in line and line.split()[0] == "ok" for line in lines)
@@ -46,7 +46,7 @@ def test_the_verdict_is_no_where_torch_is_missing(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else real(name))
     for name in [name for name in sys.modules if name == "torch" or name.startswith("torch.")]:
         monkeypatch.setitem(sys.modules, name, None)
-    assert main(ARGS) == 1
+    assert doctor_command(ARGS) == 1
     printed = capsys.readouterr().out
     assert "missing torch" in " ".join(printed.split())
     assert "can't tell: ModuleNotFoundError" in printed

@@ -10,18 +10,21 @@ import jsonschema
 import pytest
 from pydantic import ValidationError
 
+from megatfm.commands.config import schema_of
 from megatfm.config import (
     AdamWConfig,
     Config,
     MuonConfig,
     PluginOptimizer,
     PluginSchedule,
+    find_config,
     load_config,
     preset_names,
     to_toml,
 )
 from megatfm.config.load import load as load_kind
 from megatfm.config.prep import PrepConfig
+from megatfm.config.sources import merge_files, read_files
 
 Load = Callable[..., Config]
 
@@ -155,19 +158,36 @@ def test_the_schema_is_one_and_every_key_says_what_it_means(kind: type[Config] |
             assert "description" in field or "const" in field or "$ref" in str(field), key
 
 
-@pytest.mark.parametrize("preset", preset_names())
-def test_the_schema_takes_the_presets_and_refuses_mistakes(preset: str) -> None:
-    from megatfm.config import find_config
+@pytest.mark.parametrize("kind", [Config, PrepConfig])
+def test_the_schema_takes_the_presets(kind: type[Config] | type[PrepConfig]) -> None:
+    of_files = jsonschema.Draft202012Validator(schema_of(kind))
+    of_configs = jsonschema.Draft202012Validator(kind.model_json_schema())
+    for preset in [name for name in preset_names() if kind_of(name) is kind]:
+        values = tomllib.loads(find_config(preset)[0].read_text(encoding="utf-8"))
+        of_files.validate(values)
+        if "extends" in values:
+            of_configs.validate(merge_files(kind, read_files(kind, preset)))
 
-    validator = jsonschema.Draft202012Validator(kind_of(preset).model_json_schema())
+
+@pytest.mark.parametrize("preset", ["quickstart", "quickstart-data"])
+def test_only_a_file_that_extends_another_may_leave_out_what_is_required(preset: str) -> None:
+    schema = schema_of(kind_of(preset))
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
     values = tomllib.loads(find_config(preset)[0].read_text(encoding="utf-8"))
-    validator.validate(values)
-    assert not validator.is_valid(values | {"nmae": 1})
+    extending = values | {"extends": "gpt2"}
+    for key in kind_of(preset).model_json_schema()["required"]:
+        assert not validator.is_valid({name: value for name, value in values.items() if name != key})
+        assert validator.is_valid({name: value for name, value in extending.items() if name != key})
+        if isinstance(values[key], dict) and key != "read":
+            assert not validator.is_valid(values | {key: {}})
+            assert validator.is_valid(extending | {key: {}})
+    for known in (values, extending):
+        assert not validator.is_valid(known | {"nmae": 1})
+    assert not validator.is_valid(values | {"extends": ["gpt2"]})
 
 
 def test_the_schema_refuses_what_loading_refuses() -> None:
-    from megatfm.config import find_config
-
     validator = jsonschema.Draft202012Validator(Config.model_json_schema())
     values = tomllib.loads(find_config("quickstart")[0].read_text(encoding="utf-8"))
     for section, key, value in [

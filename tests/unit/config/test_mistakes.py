@@ -13,10 +13,10 @@ import pytest
 import tomli_w
 
 from megatfm.config import Config, ModelConfig, load_config
-from megatfm.config.edit import sections_of
+from megatfm.config.foreign_keys import FOREIGN_KEYS
 from megatfm.config.load import load as load_kind
-from megatfm.config.other_names import FOREIGN_KEYS
 from megatfm.config.prep import PrepConfig
+from megatfm.config.section import sections_of
 from megatfm.errors import UsageError
 from megatfm.models import build
 from tests.plugins import plugin

@@ -8,9 +8,9 @@ import torch
 from pydantic import ValidationError
 
 from megatfm.config import Config, ModelConfig, load_config
-from megatfm.config.moved import MOVED
+from megatfm.config.foreign_keys import FLAT_MODEL_KEYS
 from megatfm.errors import UsageError
-from megatfm.layers.position.t5 import relative_position_bucket
+from megatfm.layers.position import relative_position_bucket
 
 SMALL = {"d_model": 8, "n_layers": 2, "attention.n_heads": 2, "ffn.d_ff": 8}
 LATENT = {"attention.name": "mla", "attention.kv_lora_rank": 4, "attention.qk_rope_head_dim": 2}
@@ -163,14 +163,16 @@ def test_an_unknown_name_without_a_plugin(part: str, near: str) -> None:
 def test_keys_of_earlier_versions_are_told_where_they_went(tmp_path: Path) -> None:
     """All of them at once, those that hold a part's name and those of MLA's table among them."""
     with pytest.raises(ValidationError) as caught:
-        ModelConfig.model_validate({**MOVED, "norm": "rms_norm", "init": "t5", "latent": {"kv_lora_rank": 4}})
+        ModelConfig.model_validate(
+            {**FLAT_MODEL_KEYS, "norm": "rms_norm", "init": "t5", "latent": {"kv_lora_rank": 4}}
+        )
     (error,) = caught.value.errors()
     names = {"norm": "norm.name", "init": "init.name", "latent.kv_lora_rank": "attention.kv_lora_rank"}
-    for key, place in (MOVED | names).items():
+    for key, place in (FLAT_MODEL_KEYS | names).items():
         assert f"{key} is model.{place} now" in error["msg"]
     known = set(ModelConfig.model_fields)
-    assert not known & MOVED.keys()
-    assert {place.partition(".")[0] for place in MOVED.values()} <= known
+    assert not known & FLAT_MODEL_KEYS.keys()
+    assert {place.partition(".")[0] for place in FLAT_MODEL_KEYS.values()} <= known
     with pytest.raises(
         UsageError, match=r"model: keys that have moved into sections: d_ff is model\.ffn\.d_ff now$"
     ):

@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 
 import megatfm
 from megatfm.convert.convert import convert
-from megatfm.convert.folder import HfFolder
+from megatfm.convert.hf_checkpoint import HfFolder
 from megatfm.models import build
-from tests.alignment import lies_wrong, only_torchs_memory
+from tests.support.alignment import lies_wrong, only_torchs_memory
 from tests.unit.convert import test_decoders as decoders
 from tests.unit.convert import test_encoders as encoders
 

@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import megatfm
 from megatfm import checkpoint
-from megatfm.commands.convert import add_arguments, main, size
+from megatfm.commands.models import add_convert_arguments, convert_command, size
 from megatfm.config import load_config
 from megatfm.convert import convert as convert_room
 from megatfm.convert.convert import convert
@@ -58,8 +58,8 @@ MODELS = [gpt2, llama]
 
 def run(*words: str) -> int:
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return main(parser.parse_args(words))
+    add_convert_arguments(parser)
+    return convert_command(parser.parse_args(words))
 
 
 @pytest.mark.parametrize("make", MODELS)

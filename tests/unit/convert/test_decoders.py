@@ -17,24 +17,23 @@ from transformers import AutoTokenizer
 
 import megatfm
 from megatfm import checkpoint, tokenizers
-from megatfm.commands import generate
+from megatfm.commands import models
 from megatfm.config import Config, ModelConfig, load_config
 from megatfm.config.position import LinearScaling, Llama3Scaling, YarnScaling
-from megatfm.convert import ARCHITECTURES, architecture_for, travels
+from megatfm.convert import tokenizer_files
+from megatfm.convert.architecture import ARCHITECTURES, architecture_for
 from megatfm.convert.convert import convert
-from megatfm.convert.folder import HfFolder
+from megatfm.convert.hf_checkpoint import HfFolder
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.generate.continuation import generate_text_beam
-from megatfm.generate.load import load
-from megatfm.generate.prompt import build_prompts
+from megatfm.inference.text import build_prompts, generate_text_beam, load
 from megatfm.models import build
 from megatfm.parallel.mesh import build_mesh
 from megatfm.tokenizers import train_byte_bpe, train_sentencepiece
 from megatfm.train.build import build_engine
 from megatfm.train.init_from import load_weights
-from tests.parity.oracle import perturb
+from tests.support.reference_gradients import perturb
+from tests.support.workers import Workers
 from tests.unit.convert.test_convert import fresh
-from tests.workers import Workers
 
 TOKENS = torch.randint(0, 60, (2, 9), generator=torch.Generator().manual_seed(3))
 SMALL = {"vocab_size": 60}
@@ -453,8 +452,8 @@ def test_ids_rates_and_how_to_generate_travel(
     assert generation == {"eos_token_id": [9, 11], "top_k": 3}
 
     origin = checkpoint.read_state(checkpoint.find_checkpoint(tmp_path / "ours"))["origin"]
-    assert travels.restore_origin(origin, {"embd_pdrop": 0.5})["bos_token_id"] == 7
-    assert "embd_pdrop" not in travels.restore_origin(origin, {"embd_pdrop": 0.5}), "it was set since"
+    assert tokenizer_files.restore_origin(origin, {"embd_pdrop": 0.5})["bos_token_id"] == 7
+    assert "embd_pdrop" not in tokenizer_files.restore_origin(origin, {"embd_pdrop": 0.5}), "it was set since"
 
     loaded = load(tmp_path / "ours")
     wanted = AutoTokenizer.from_pretrained(theirs)("import os")["input_ids"]
@@ -471,9 +470,9 @@ def test_ids_rates_and_how_to_generate_travel(
     for folder in (theirs, tmp_path / "ours"):
         assert megatfm.load(folder).generate("import os", max_tokens=6, temperature=0) == text, folder
     assert megatfm.load(theirs).encode(["import os"]).shape == (1, GPT["n_embd"])
-    generate.add_arguments(parser := argparse.ArgumentParser())
+    models.add_generate_arguments(parser := argparse.ArgumentParser())
     words = [str(theirs), "--prompt", "import os", "--max-tokens=6", "--temperature=0"]
-    assert generate.main(parser.parse_args(words)) == 0
+    assert models.generate_command(parser.parse_args(words)) == 0
     assert capsys.readouterr().out.endswith(f"import os{text}\n")
     transformers.GPT2Model(config).save_pretrained(theirs)
     with pytest.raises(UsageError, match="no head over the vocabulary, and makes no text"):

@@ -13,15 +13,14 @@ from transformers import PreTrainedModel
 import megatfm
 from megatfm import checkpoint
 from megatfm.config import ModelConfig, load_config
-from megatfm.convert import ARCHITECTURES, architecture_for
-from megatfm.convert.convert import _check_padding, convert
-from megatfm.convert.folder import HfFolder
-from megatfm.convert.pair import CLASSES
-from megatfm.convert.pair import DEBERTA as HALVES
-from megatfm.convert.template import starting_config
+from megatfm.convert.architecture import ARCHITECTURES, architecture_for
+from megatfm.convert.convert import _check_padding, convert, starting_config
+from megatfm.convert.electra_pair import CLASSES
+from megatfm.convert.electra_pair import DEBERTA as HALVES
+from megatfm.convert.hf_checkpoint import HfFolder
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.models import build
-from tests.parity.oracle import perturb
+from tests.support.reference_gradients import perturb
 from tests.unit.convert import test_decoders as decoders
 from tests.unit.convert.test_convert import config_of, edit, fresh, perturbed, retensor, whole
 

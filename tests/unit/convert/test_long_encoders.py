@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 import megatfm
 from megatfm.convert.convert import convert
-from megatfm.convert.folder import HfFolder
+from megatfm.convert.hf_checkpoint import HfFolder
 from megatfm.errors import UsageError
-from tests.parity.oracle import perturb
+from tests.support.reference_gradients import perturb
 from tests.unit.convert.test_convert import edit
 
 SMALL = {

@@ -10,9 +10,9 @@ import transformers
 
 import megatfm
 from megatfm.convert.convert import convert
-from megatfm.convert.folder import HfFolder
+from megatfm.convert.hf_checkpoint import HfFolder
 from megatfm.errors import MegatfmError, UsageError
-from tests.parity.oracle import perturb
+from tests.support.reference_gradients import perturb
 from tests.unit.convert.test_convert import edit, retensor, whole
 from tests.unit.convert.test_decoders import LLAMA, MODELS, SWITCH, T5, theirs_of
 from tests.unit.convert.test_encoders import TOKENS, first, make

@@ -9,16 +9,15 @@ import torch
 
 import megatfm
 from megatfm.checkpoint import find_checkpoint, read_state
-from megatfm.commands.convert import add_arguments, main
+from megatfm.commands.models import add_convert_arguments, convert_command
 from megatfm.config import Config
-from megatfm.convert import template
-from megatfm.convert.convert import convert
+from megatfm.convert.convert import convert, starting_config
 from megatfm.convert.upcycle import Upcycling, upcycle
 from megatfm.errors import UsageError
-from megatfm.layers.moe import Experts
+from megatfm.layers.moe.experts import Experts
 from megatfm.train.init_from import match_weights
 from tests.unit.convert.test_convert import TOKENS, gpt2, llama
-from tests.unit.generate.conftest import MODEL, random_model, tokenizer_model, write_run
+from tests.unit.inference.conftest import MODEL, random_model, tokenizer_model, write_run
 
 __all__ = ["tokenizer_model"]  # a fixture
 
@@ -64,9 +63,9 @@ def test_the_first_step_is_the_dense_model_s(dense: Path, tmp_path: Path, option
 
 def test_noise_makes_copies_differ(dense: Path, tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    add_convert_arguments(parser)
     words = f"{dense} {tmp_path / 'moe'} --to moe --experts 4 --noise 0.1 --seed 3"
-    assert main(parser.parse_args(words.split())) == 0
+    assert convert_command(parser.parse_args(words.split())) == 0
     plain, noisy = megatfm.load(dense), megatfm.load(tmp_path / "moe")
     down = noisy.get_parameter("decoder.layers.0.ffn.experts.w_down")
     exact = plain.get_parameter("decoder.layers.0.ffn.w_down.weight")
@@ -116,7 +115,7 @@ def test_a_length_that_can_t_be_is_a_usage_error(dense: Path, tmp_path: Path) ->
     with pytest.raises(
         UsageError, match=r"no config can be made .*: data\.sequence_length: Input should be greater"
     ):
-        template.starting_config(tmp_path, model, None, -1)
+        starting_config(tmp_path, model, None, -1)
 
 
 @pytest.mark.parametrize(
@@ -125,9 +124,9 @@ def test_a_length_that_can_t_be_is_a_usage_error(dense: Path, tmp_path: Path) ->
 )
 def test_flags_that_do_not_fit(words: str, said: str, tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    add_convert_arguments(parser)
     with pytest.raises(UsageError, match=said):
-        main(parser.parse_args(["a", str(tmp_path / "b"), *words.split()]))
+        convert_command(parser.parse_args(["a", str(tmp_path / "b"), *words.split()]))
 
 
 def test_kinds_of_blocks_with_networks_of_their_own(tmp_path: Path, tokenizer_model: bytes) -> None:

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatfm.data import Corpus, DocumentChunk, ShardWriter
-from megatfm.keyed import PieceKey
+from megatfm.corpus.corpus import Corpus
+from megatfm.corpus.writer import ShardWriter
+from megatfm.data.sequences import DocumentChunk
+from megatfm.rng import PieceKey
 
 BOS, EOS = 1, 2
 

@@ -5,8 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatfm.data import PAD_DOCUMENT_ID, BatchSchedule, DataLoader, PackedDataset, Stage, choose_interleave
-from megatfm.data.batch_schedule import split_rows
+from megatfm.data.dataset import PackedDataset
+from megatfm.data.loader import DataLoader, split_rows
+from megatfm.data.order import BatchSchedule, Stage, choose_interleave
+from megatfm.data.sequences import PAD_DOCUMENT_ID
 from megatfm.errors import UsageError
 
 WARMUP = BatchSchedule(12, (Stage(3, 4, 4), Stage(2, 8, 2)))
@@ -98,7 +100,7 @@ def test_whole_sequences_are_not_cut(memory_corpus: Any, causal_type: Any) -> No
         max_tokens = 15
 
     rows = PackedDataset(memory_corpus([[5, 9]]), Whole(), sequence_length=16, seed=0)
-    with pytest.raises(UsageError, match=r"data\.warmup: this objective's sequences are whole"):
+    with pytest.raises(UsageError, match=r"data\.rampup: this objective's sequences are whole"):
         DataLoader(rows, global_batch=WARMUP, micro_batch=4)
     with DataLoader(rows, global_batch=BatchSchedule(4, (Stage(2, 2),)), micro_batch=2) as loader:
         assert [len(next(loader)) for _ in range(4)] == [1, 1, 2, 2]

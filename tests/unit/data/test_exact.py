@@ -16,7 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatfm.data import BatchSchedule, DataLoader, Mixture, PackedDataset, Phase, RowDataset, RowOrder, Stage
+from megatfm.data.dataset import PackedDataset, RowDataset
+from megatfm.data.loader import DataLoader
+from megatfm.data.mixture import Mixture, Phase
+from megatfm.data.order import BatchSchedule, RowOrder, Stage
 from megatfm.data.workers import RowWorkers, _exit_code, worker_loop
 from megatfm.errors import MegatfmError
 

@@ -8,19 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatfm.data import (
-    Corpus,
-    DataLoader,
-    DocumentChunk,
-    Field,
-    Mixture,
-    PackedDataset,
-    Phase,
-    Quarantine,
-    ShardWriter,
-)
+from megatfm.corpus.corpus import Corpus
+from megatfm.corpus.writer import ShardWriter
+from megatfm.data.dataset import PackedDataset
+from megatfm.data.documents import Quarantine
+from megatfm.data.loader import DataLoader
+from megatfm.data.mixture import Mixture, Phase
+from megatfm.data.sequences import DocumentChunk, Field
 from megatfm.errors import MegatfmError
-from megatfm.keyed import PieceKey
+from megatfm.rng import PieceKey
 
 WIDTH, PIXELS = 3, (3, 4, 4)
 

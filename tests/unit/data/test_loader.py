@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatfm.data import Corpus, DataLoader, PackedDataset
-from megatfm.data.batch_schedule import BatchSchedule, Stage
+from megatfm.corpus.corpus import Corpus
+from megatfm.data.dataset import PackedDataset
+from megatfm.data.loader import DataLoader
+from megatfm.data.order import BatchSchedule, Stage
 from megatfm.errors import UsageError
 
 Batch = dict[str, np.ndarray]

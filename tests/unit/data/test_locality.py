@@ -7,15 +7,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatfm.data import Corpus, DataLoader, Mixture, PackedDataset, Phase, choose_interleave
-from megatfm.data.store import LocalStorage
+from megatfm.corpus.corpus import Corpus
+from megatfm.corpus.storage import LocalStorage
+from megatfm.data.dataset import PackedDataset
+from megatfm.data.loader import DataLoader
+from megatfm.data.mixture import Mixture, Phase
+from megatfm.data.order import choose_interleave
 
 LIMIT = 1.5
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from megatfm.data import ShardWriter
+    from megatfm.corpus.writer import ShardWriter
 
     folder, draw = tmp_path_factory.mktemp("local") / "corpus", np.random.default_rng(0)
     options: Any = {

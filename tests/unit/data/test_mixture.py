@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatfm.data import DataLoader, Mixture, PackedDataset, Phase, source_seed
-from megatfm.data.mixture import largest_remainder
-from megatfm.data.packing import join_rows
+from megatfm.data.dataset import PackedDataset
+from megatfm.data.loader import DataLoader
+from megatfm.data.mixture import Mixture, Phase, largest_remainder, source_seed
+from megatfm.data.sequences import join_rows
 from megatfm.errors import UsageError
 
 STREAMS, BLOCK = 4, 20
@@ -145,7 +146,9 @@ def test_its_identity_is_json_and_tells_mixtures_apart(make_mixture: Any) -> Non
         epoch = loader.state_dict()["epoch"]
     assert isinstance(epoch, str)
     assert epoch.startswith("a 0.")
-    assert any("mixture from row 132 on: a 10.00%, b 0.00%, c 90.00%" in n for n in make_mixture().warnings)
+    assert any(
+        "mixture from row 132 on: a 10.00 %, b 0.00 %, c 90.00 %" in n for n in make_mixture().warnings
+    )
 
 
 def test_quotas_are_of_largest_remainders() -> None:
@@ -214,5 +217,5 @@ def test_blocks_of_a_mixture_stay_within_64_bits() -> None:
     mixture = Mixture(sources, streams=2**18, block=block, **options)
     turns = np.arange(block) * mixture.streams
     assert sum(mixture.place(int(position) + 12_345)[0] == "a" for position in turns) == block * 3 // 4
-    with pytest.raises(UsageError, match=r"data\.mixture_block = 8193: .* choose at most 8192"):
+    with pytest.raises(UsageError, match=r"data\.mixture_block_rows = 8193: .* choose at most 8192"):
         Mixture(sources, streams=2**18, block=block + 1, **options)

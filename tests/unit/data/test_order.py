@@ -11,10 +11,12 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatfm.data import IGNORE_INDEX, PAD_DOCUMENT_ID, Corpus, DocumentChunk, PackedDataset, RowAddress
-from megatfm.data.order import make_row_order
+from megatfm.corpus.corpus import Corpus
+from megatfm.data.dataset import PackedDataset
+from megatfm.data.order import RowAddress, make_row_order
+from megatfm.data.sequences import IGNORE_INDEX, PAD_DOCUMENT_ID, DocumentChunk
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.keyed import PieceKey, permutation
+from megatfm.rng import PieceKey, permutation
 
 BOS, EOS, PAD = 1, 2, 0
 FIELDS = {"tokens", "targets", "documents", "positions"}

@@ -5,9 +5,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatfm.data import IGNORE_INDEX, PAD_DOCUMENT_ID, Corpus, DataLoader, PackedDataset, Quarantine
+from megatfm.corpus.corpus import Corpus
+from megatfm.data.dataset import PackedDataset
+from megatfm.data.documents import Quarantine
+from megatfm.data.loader import DataLoader
+from megatfm.data.sequences import IGNORE_INDEX, PAD_DOCUMENT_ID
 from megatfm.errors import MegatfmError, UsageError
-from tests.unit.data.tamper import SHARD
+from tests.unit.corpus.tamper import SHARD
 
 
 def test_ranges_are_sorted_and_joined() -> None:

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from megatfm import data_prep
-from megatfm.data.files import AtomicFile
+from megatfm.corpus.files import AtomicFile
 
 name, writes, rank, config, *rest = sys.argv[1:]
 fallen = Path(config).with_name("fallen")
@@ -22,7 +22,7 @@ count = 0
 
 def counted(self: AtomicFile, data: bytes) -> None:
     global count
-    if self.path.name.startswith("read."):
+    if self.path.name.startswith("clean."):
         count += 1
         if count == int(writes):
             fallen.touch()

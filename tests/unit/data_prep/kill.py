@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 from megatfm.config.prep import PrepConfig
-from megatfm.data.files import AtomicFile
+from megatfm.corpus.files import AtomicFile
 from megatfm.data_prep import pipeline
-from megatfm.data_prep.progress import Reporter
+from megatfm.data_prep.execution.progress import Reporter
 
 
 class Clock:

@@ -17,8 +17,7 @@ import pytest
 import zstandard
 
 from megatfm.config.prep import ReadConfig
-from megatfm.data_prep.files import InputFiles
-from megatfm.data_prep.read import DocumentReader
+from megatfm.data_prep.input_files import DocumentReader, InputFiles
 from megatfm.data_prep.readers.record import BadFileError, opened
 from tests.unit.data_prep.test_readers import warc_record
 
@@ -63,15 +62,15 @@ def parquet() -> bytes:
 
 
 BOMBS: dict[str, tuple[Callable[[], bytes], str]] = {
-    "a.jsonl.zst": (lambda: zeros(80_000), "breaks off"),
-    "a.jsonl.gz": (lambda: gzip.compress(bytes(LONG)), "breaks off"),
-    "a.jsonl.bz2": (lambda: bz2.compress(bytes(LONG)), "breaks off"),
-    "a.jsonl.xz": (lambda: lzma.compress(bytes(LONG)), "breaks off"),
-    "a.tar.gz": (lambda: tar(("a.txt", LONG)), "has a member of over 262,144 bytes"),
-    "b.tar.gz": (lambda: tar(*[("a.json", 2**17)] * 999), "has members of over 262,144 bytes"),
-    "c.tar.gz": (lambda: tar(*[("a.txt", 0)] * 20_000), "breaks off"),
-    "a.warc": (warc, "is longer than 262,144 bytes once unpacked"),
-    "a.parquet": (parquet, "is longer than 262,144 bytes"),
+    "a.jsonl.zst": (lambda: zeros(80_000), "unreadable_file"),
+    "a.jsonl.gz": (lambda: gzip.compress(bytes(LONG)), "unreadable_file"),
+    "a.jsonl.bz2": (lambda: bz2.compress(bytes(LONG)), "unreadable_file"),
+    "a.jsonl.xz": (lambda: lzma.compress(bytes(LONG)), "unreadable_file"),
+    "a.tar.gz": (lambda: tar(("a.txt", LONG)), "member_of_over_262_144_bytes"),
+    "b.tar.gz": (lambda: tar(*[("a.json", 2**17)] * 999), "members_of_over_262_144_bytes"),
+    "c.tar.gz": (lambda: tar(*[("a.txt", 0)] * 20_000), "unreadable_file"),
+    "a.warc": (warc, "longer_than_262_144_bytes_once_unpacked"),
+    "a.parquet": (parquet, "longer_than_262_144_bytes"),
 }
 
 
@@ -82,9 +81,9 @@ def test_a_bomb_is_refused_in_little_memory_and_the_rest_is_used(
     make, reason = BOMBS[name]
     (tmp_path / name).write_bytes(make())
     (tmp_path / "z.jsonl").write_bytes(GOOD)
-    for module in ("jsonl", "record", "warc", "webdataset", "parquet"):
+    for module in ("text", "record", "web", "webdataset", "tables"):
         monkeypatch.setattr(f"megatfm.data_prep.readers.{module}.MAX_RECORD_BYTES", MOST)
-    read = DocumentReader(InputFiles(ReadConfig(folder=str(tmp_path), on_bad="skip")), 2**20)
+    read = DocumentReader(InputFiles(ReadConfig(folder=str(tmp_path), on_error="skip")), 2**20)
     tracemalloc.start()
     try:
         for document in read.documents(lambda _: None):

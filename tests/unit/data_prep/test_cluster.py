@@ -15,19 +15,19 @@ from distributed.security import Security
 
 from megatfm import data_prep
 from megatfm.config.prep import PrepConfig
-from megatfm.data_prep.cluster import _DaskMember, dask_workers
-from megatfm.data_prep.command import cli
-from megatfm.data_prep.team import LockExecutor
-from megatfm.data_prep.work import Workspace
+from megatfm.data_prep.cli import cli
+from megatfm.data_prep.execution.dask import _DaskMember, dask_workers
+from megatfm.data_prep.execution.executors import LockExecutor
+from megatfm.data_prep.execution.workspace import Workspace
 from megatfm.errors import MegatfmError
 from tests.unit.data_prep.conftest import tree
 
 Make = Callable[..., PrepConfig]
 ALL: dict[str, Any] = {
-    "steps": [{"name": "redact"}],
-    "duplicates": [{"name": "lines"}, {"name": "near"}],
-    "part_bytes": 20_000,
-    "workers": 1,
+    "steps": [{"name": "pii"}],
+    "dedup": [{"name": "lines"}, {"name": "minhash"}],
+    "task_bytes": 20_000,
+    "tokenizer_threads": 1,
 }
 
 
@@ -76,7 +76,7 @@ def test_workers_make_the_same_and_one_that_dies_is_made_up_for(
     work = tmp_path / "together" / ".work"
 
     def kill() -> None:
-        while not list(work.glob("*/scan-0.*.json")):
+        while not list(work.glob("*/dedup-0-lines-keys.*.json")):
             time.sleep(0.01)
         os.kill(pids[0], signal.SIGKILL)
 
@@ -98,18 +98,18 @@ def test_an_open_scheduler_elsewhere_is_refused(tmp_path: Path, capsys: pytest.C
     ):
         assert cli(["quickstart-data", f"out={tmp_path / 'out'}", "--dask", where]) == 2
         assert what in capsys.readouterr().err
-    assert cli(["quickstart-data", f"out={tmp_path / 'out'}", "--dask", "x", "--part", "1/2"]) == 2
+    assert cli(["quickstart-data", f"out={tmp_path / 'out'}", "--dask", "x", "--task", "1/2"]) == 2
 
 
 def test_a_worker_leaves_a_folder_whose_client_is_gone(
     config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a stage that it waits to be asked for, and in one that only the client does; else it would lock others out."""
-    monkeypatch.setattr("megatfm.data_prep.cluster.CLIENT_SECONDS", 0.05)
+    monkeypatch.setattr("megatfm.data_prep.execution.dask.CLIENT_SECONDS", 0.05)
     member = _DaskMember(config(**ALL))
     member._thread.join(60)
     assert member.has_ended
-    monkeypatch.setattr("megatfm.data_prep.cluster._DaskMember.run_tasks", LockExecutor.run_tasks)
+    monkeypatch.setattr("megatfm.data_prep.execution.dask._DaskMember.run_tasks", LockExecutor.run_tasks)
     member = _DaskMember(config(**ALL))
     member._thread.join(60)
     assert member.has_ended

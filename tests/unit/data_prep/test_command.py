@@ -13,7 +13,8 @@ import pytest
 from megatfm import data_prep, tokenizers
 from megatfm.config import to_toml
 from megatfm.config.prep import PrepConfig
-from megatfm.data import Corpus, check
+from megatfm.corpus.corpus import Corpus
+from megatfm.corpus.inspect import check
 from tests.unit.data_prep.conftest import tree, write
 
 Make = Callable[..., PrepConfig]
@@ -33,7 +34,7 @@ def test_done(prep: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFix
     assert prep() == 0
     out, said = capfd.readouterr()
     assert out == ""
-    for expected in ("read and clean: done in", "exact duplicates", "same text", "validation", "bytes"):
+    for expected in ("clean | done in", "exact duplicates", "exact_duplicate", "validation", "bytes"):
         assert expected in said
     assert prep() == 0
     assert "was already prepared with this config: nothing to do" in capfd.readouterr().err
@@ -53,7 +54,7 @@ def test_nothing_held_out_nothing_mended_and_mostly_copies(
     other = {"text": "\n".join(lines[::-1]), "url": "http://b.org:80/"}
     records = [json.dumps(each) for each in (page, page, page, other)]
     write(tmp_path / "lines" / "a.jsonl", "\n".join(records).encode())
-    words = ["read.folder=lines", "split.validation=0", "read.repair_unicode=false"]
+    words = ["read.folder=lines", "split.validation=0", "read.fix_unicode=false"]
     assert prep(*words, "steps=[{name='language'}]") == 0
     said = capfd.readouterr().err
     assert "note: 2 of 4 documents" not in said, "half of them is not most"
@@ -79,7 +80,7 @@ def test_skipped_files_are_listed(
 ) -> None:
     write(corpus / "a.png", b"\x89PNG\0")
     (corpus / "loop").symlink_to(".")
-    assert prep("read.on_bad=skip", "plain_tars=true") == 0
+    assert prep("read.on_error=skip", "compress=false") == 0
     shards = sorted(path.name for path in (corpus.parent / "out/train").glob("shard-*.tar*"))
     assert shards == ["shard-000000.tar"]
     check(corpus.parent / "out/train")
@@ -91,8 +92,8 @@ def test_skipped_files_are_listed(
 USAGE = {
     "missing folder": (["read.folder=nowhere"], "nowhere: no such folder"),
     "empty folder": (["read.folder=empty"], "empty: no text files here"),
-    "only blank files": (["read.folder=blank"], "no document is left: 2 dropped, as each is empty"),
-    "one word": (["read.folder=word"], "too little text to hold 10% of it out"),
+    "only blank files": (["read.folder=blank"], "no document is left: 2 dropped: empty"),
+    "one word": (["read.folder=word"], "too little text to hold 10 % of it out"),
     "large vocabulary": (
         ["tokenizer.vocab_size=900000"],
         "too large for this little text, which gives at most",
@@ -102,12 +103,12 @@ USAGE = {
     "an out on the web": (["out=https://example.org/out"], "nothing can be written over HTTP"),
     "a scratch that is a URL": (["scratch=gs://bucket/x"], "is a URL: choose a folder of this machine"),
     "no code of a language": (
-        ["steps=[{name='language',keep=['english']}]"],
-        "keep = 'english' is no code of a language (did you mean 'en'?); the codes are",
+        ["steps=[{name='language',languages=['english']}]"],
+        "languages = 'english' is no code of a language (did you mean 'en'?); the codes are",
     ),
     "unknown key": (["read.foldr=x"], "read.foldr: unknown key"),
     "wrong range": (["split.validation=0.9"], "split.validation = 0.9"),
-    "wrong choice": (["read.on_bad=ignore"], "read.on_bad = 'ignore'"),
+    "wrong choice": (["read.on_error=ignore"], "read.on_error = 'ignore'"),
     "out in the corpus": (["out=corpus/out"], "lies inside read.folder"),
 }
 

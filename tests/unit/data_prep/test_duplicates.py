@@ -1,4 +1,4 @@
-"""`[[duplicates]]`: each search against its definition by brute force, however the corpus is cut and however little
+"""`[[dedup]]`: each search against its definition by brute force, however the corpus is cut and however little
 memory there is."""
 
 import itertools
@@ -16,13 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from megatfm.config.prep_steps import DuplicatesConfig, RepeatedLinesConfig
-from megatfm.data_prep import duplicates
-from megatfm.data_prep.counts import StepStats
-from megatfm.data_prep.documents import Document
-from megatfm.data_prep.duplicates.index import DedupContext, KeyTable, KeyTableWriter
-from megatfm.data_prep.duplicates.pieces import LineDedup
-from megatfm.data_prep.minhash import signatures
+from megatfm.config.prep_steps import DedupConfig, RepeatedLinesConfig
+from megatfm.data_prep.dedup.hashing import signatures
+from megatfm.data_prep.dedup.key_table import DedupContext, KeyTable, write_keys
+from megatfm.data_prep.dedup.methods import DedupMethod, LineDedup, make_dedup_method
+from megatfm.data_prep.documents import Document, StepStats
 from tests.unit.data_prep.conftest import one_by_one
 
 MANY = 2**30
@@ -31,19 +29,17 @@ WORDS = [
 ]
 
 
-def search(name: str, **settings: Any) -> duplicates.DedupMethod:
-    return duplicates.make(TypeAdapter(DuplicatesConfig).validate_python({"name": name, **settings}))
+def search(name: str, **settings: Any) -> DedupMethod:
+    return make_dedup_method(TypeAdapter(DedupConfig).validate_python({"name": name, **settings}))
 
 
 def thinned(
-    each: duplicates.DedupMethod, folder: Path, parts: Sequence[Sequence[Document]], memory: int = MANY
+    each: DedupMethod, folder: Path, parts: Sequence[Sequence[Document]], memory: int = MANY
 ) -> tuple[dict[str, str], StepStats]:
     """Source → text of what is left, and the counts: the three stages as prep runs them."""
     folder.mkdir(exist_ok=True)
     files = [folder / str(number) for number in range(len(parts))]
-    sizes = [
-        KeyTableWriter(file).write(each.compute_keys(part)) for file, part in zip(files, parts, strict=True)
-    ]
+    sizes = [write_keys(file, each.compute_keys(part)) for file, part in zip(files, parts, strict=True)]
     rows, index = KeyTable(files, *each.row, sizes), DedupContext(folder, memory, one_by_one)
     marks = index.is_duplicate(len(rows), each.find_duplicates(rows, index)["each"])
     counts, left = StepStats(each.title), {}
@@ -86,11 +82,11 @@ def test_lines(tmp_path: Path, sizes: tuple[int, ...], memory: int) -> None:
     assert left == expected
     assert counts.documents_in == 80
     assert counts.documents_out == len(expected)
-    assert counts.dropped["has nothing left"].documents == 80 - len(expected) > 0
+    assert counts.dropped["empty"].documents == 80 - len(expected) > 0
     removed = sum(text.count("\n") + 1 for text in texts) - sum(
         text.count("\n") + 1 for text in expected.values()
     )
-    assert counts.found["repeated lines removed"] >= removed - counts.dropped["has nothing left"].documents
+    assert counts.found["repeated lines removed"] >= removed - counts.dropped["empty"].documents
 
 
 _ODD = ["Σ", "ΟΔΟΣ", "É e\u0301_1", "a\0b", "", "x-9_", "İ"]
@@ -129,7 +125,7 @@ def test_paragraphs_strictly(tmp_path: Path) -> None:
         "another one here.\n\nOne paragraph of text.\n\nnew",
         "third\n\nthird",
     ]
-    left, counts = thinned(search("paragraphs", min_characters=6, loose=False), tmp_path, cut(texts, 1))
+    left, counts = thinned(search("paragraphs", min_characters=6, normalize=False), tmp_path, cut(texts, 1))
     assert left == {"0": texts[0], "1": "another one here.\n\nnew", "2": texts[2]}
     assert counts.found == {"repeated paragraphs removed": 1}
     loose, _ = thinned(search("paragraphs", min_characters=6), tmp_path, cut(texts, 1))
@@ -150,7 +146,7 @@ def test_substrings_by_definition(tmp_path: Path, sizes: tuple[int, ...], memory
             at = rng.randrange(len(piece))
             pieces += [piece[at : at + rng.randrange(60)], "".join(rng.choices("xyzé", k=rng.randrange(30)))]
         texts.append("".join(pieces) or "x")
-    left, counts = thinned(search("substrings", min_bytes=24), tmp_path, cut(texts, *sizes), memory)
+    left, counts = thinned(search("exact_substrings", min_bytes=24), tmp_path, cut(texts, *sizes), memory)
     seen: set[bytes] = set()
     expected = {}
     for number, text in enumerate(texts):
@@ -205,10 +201,10 @@ def test_near_duplicates_are_those_of_exact_similarity(
                 copy[rng.randrange(len(copy))] = rng.choice(WORDS)
             texts.append(", ".join(copy).title() if rng.random() < 0.3 else " ".join(copy))
     rng.shuffle(texts)
-    left, counts = thinned(search("near", shingle_words=3), tmp_path, cut(texts, *sizes), memory)
+    left, counts = thinned(search("minhash", n_grams=3), tmp_path, cut(texts, *sizes), memory)
     groups = components(texts, 0.75, 3)
     assert left == {str(number): text for number, text in enumerate(texts) if number == min(groups[number])}
-    assert 10 < counts.dropped["near an earlier document"].documents < len(texts)
+    assert 10 < counts.dropped["minhash_duplicate"].documents < len(texts)
 
 
 def test_near_duplicates_by_their_signatures(tmp_path: Path) -> None:
@@ -221,8 +217,8 @@ def test_near_duplicates_by_their_signatures(tmp_path: Path) -> None:
         for _ in range(rng.randrange(12)):
             words[rng.randrange(30)] = rng.choice(WORDS[:12])
         texts.append(" ".join(words))
-    settings = {"bands": 24, "rows": 1, "shingle_words": 1, "similarity": 0.9}
-    left, counts = thinned(search("near", **settings), tmp_path, cut(texts, 50))
+    settings = {"num_buckets": 24, "hashes_per_bucket": 1, "n_grams": 1, "similarity": 0.9}
+    left, counts = thinned(search("minhash", **settings), tmp_path, cut(texts, 50))
     signs = signatures(texts, 1, 24)
     groups = [{number} for number in range(150)]
     far = 0
@@ -247,7 +243,7 @@ def test_large_buckets(tmp_path: Path) -> None:
     rng = random.Random(1)
     stock = [" ".join(rng.choices(WORDS, k=40)) for _ in range(3)]
     texts = [rng.choice(stock) for _ in range(300)]
-    left, _ = thinned(search("near", bands=4, rows=1), tmp_path, cut(texts, 100))
+    left, _ = thinned(search("minhash", num_buckets=4, hashes_per_bucket=1), tmp_path, cut(texts, 100))
     assert sorted(left, key=int) == [str(texts.index(text)) for text in sorted(stock, key=texts.index)]
 
 

@@ -15,15 +15,14 @@ from hypothesis import strategies as st
 
 from megatfm import tokenizers
 from megatfm.config.prep import TokenizerConfig
-from megatfm.data_prep import tokenizer
-from megatfm.data_prep.fast import FastEncoder, _Gigatoken
-from megatfm.data_prep.word_memory import CachedWordEncoder
+from megatfm.data_prep.fast_encode import CachedWordEncoder, FastEncoder, _Gigatoken
+from megatfm.data_prep.tokenize import make_tokenizer_files, write_tokenizer
 from megatfm.errors import MegatfmError
 from megatfm.tokenizers import SentencePieceTokenizer, Tokenizer
 
 KINDS = [
     {"kind": "byte-bpe"},
-    {"kind": "byte-bpe", "pattern": "llama3"},
+    {"kind": "byte-bpe", "pretokenizer": "llama3"},
     {"kind": "sentencepiece-bpe"},
     {"kind": "sentencepiece-unigram"},
     {"kind": "wordpiece"},
@@ -87,16 +86,18 @@ def made(
 ) -> tuple[Tokenizer, Path, str]:
     folder = tmp_path_factory.mktemp("tokenizer")
     config = TokenizerConfig(vocab_size=600, **request.param)
-    files = tokenizer.make(config, (text for text in texts[:12]))
-    return tokenizer.write(folder, files), folder, config.kind
+    files = make_tokenizer_files(config, (text for text in texts[:12]))
+    return write_tokenizer(folder, files), folder, config.kind
 
 
 @pytest.fixture(scope="module")
 def words(
     texts: Sequence[str], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Tokenizer, CachedWordEncoder]:
-    files = tokenizer.make(TokenizerConfig(vocab_size=600), (text + "\r\n\r\n\f\n" for text in texts[:12]))
-    reference = tokenizer.write(tmp_path_factory.mktemp("words"), files)
+    files = make_tokenizer_files(
+        TokenizerConfig(vocab_size=600), (text + "\r\n\r\n\f\n" for text in texts[:12])
+    )
+    reference = write_tokenizer(tmp_path_factory.mktemp("words"), files)
     assert isinstance(reference, SentencePieceTokenizer)
     return reference, CachedWordEncoder(reference)
 
@@ -161,15 +162,15 @@ def test_the_words_of_hostile_texts(words: tuple[Tokenizer, CachedWordEncoder], 
 
 def test_added_tokens_that_are_no_special_ones(tmp_path: Path) -> None:
     """They are found in text before all else, which gigatoken is not asked to do."""
-    files = tokenizer.make(
-        TokenizerConfig(kind="byte-bpe", vocab_size=270, sentinels=2, modes=False), ["some text " * 50]
+    files = make_tokenizer_files(
+        TokenizerConfig(kind="byte-bpe", vocab_size=270, sentinels=2, ul2_modes=False), ["some text " * 50]
     )
     values = json.loads(files["tokenizer.json"])
     added = dict(values["added_tokens"][-1], id=270, content="tool", special=False)
     files["tokenizer.json"] = json.dumps(
         {**values, "added_tokens": [*values["added_tokens"], added]}
     ).encode()
-    reference = tokenizer.write(tmp_path, files)
+    reference = write_tokenizer(tmp_path, files)
     fast = FastEncoder(reference, tmp_path)
     texts = ["a tool here", "a text here", "toolbox"]
     expected = reference.encode_batch(texts, 1)
@@ -199,7 +200,7 @@ def test_a_difference_is_found(
 def test_the_memory_of_words_is_bounded(
     words: tuple[Tokenizer, CachedWordEncoder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatfm.data_prep.word_memory.MAX_CACHED_WORDS", 50)
+    monkeypatch.setattr("megatfm.data_prep.fast_encode.MAX_CACHED_WORDS", 50)
     reference, memory = words
     for number in range(20):
         text = " ".join(f"w{number}x{each}" for each in range(20)) + "y" * 100

@@ -13,13 +13,14 @@ import zstandard
 
 from megatfm import data_prep, tokenizers
 from megatfm.config.prep import PrepConfig, ReadConfig
-from megatfm.config.prep_steps import WhereConfig
-from megatfm.data import Corpus, Detokenizer, check, export, show, stats
-from megatfm.data_prep.counts import StepStats
-from megatfm.data_prep.documents import Document
+from megatfm.config.prep_steps import MetadataFilterConfig
+from megatfm.corpus.corpus import Corpus
+from megatfm.corpus.export import Detokenizer, export
+from megatfm.corpus.inspect import check, show, stats
+from megatfm.data_prep.documents import Document, StepStats
+from megatfm.data_prep.filters.selection import MetadataFilter
 from megatfm.data_prep.readers import reader
 from megatfm.data_prep.readers.record import Record
-from megatfm.data_prep.steps.where import MetadataFilter
 from megatfm.errors import UsageError
 from tests.unit.data_prep.conftest import write
 
@@ -40,9 +41,9 @@ def of_file(tmp_path: Path, keep: tuple[str, ...], **more: Any) -> PrepConfig:
     write(tmp_path / "in" / "a.jsonl", "\n".join(map(json.dumps, RECORDS)).encode())
     values = {
         "out": str(tmp_path / "out"),
-        "read": {"folder": str(tmp_path / "in"), "fields": {"keep": keep}},
+        "read": {"folder": str(tmp_path / "in"), "metadata_keys": keep},
         "split": {"validation": 0.2},
-        "tokenizer": {"kind": "byte-bpe", "vocab_size": 300, "sentinels": 0, "modes": False},
+        "tokenizer": {"kind": "byte-bpe", "vocab_size": 300, "sentinels": 0, "ul2_modes": False},
     }
     for name, value in more.items():
         values[name] = {**values.get(name, {}), **value} if isinstance(value, dict) else value
@@ -61,7 +62,7 @@ def fields_of(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("plain", [False, True])
 def test_fields_travel_into_the_shards_and_out_again(tmp_path: Path, plain: bool) -> None:
     out = tmp_path / "out"
-    data_prep.run(of_file(tmp_path, ("*",), plain_tars=plain))
+    data_prep.run(of_file(tmp_path, ("*",), compress=not plain))
     found = fields_of(out / "train") | fields_of(out / "validation")
     half = "\ufffd"
     expected = {
@@ -93,16 +94,18 @@ def test_named_fields_only_and_the_corpus_stays_what_it_was_without(tmp_path: Pa
     found = fields_of(tmp_path / "out" / "train") | fields_of(tmp_path / "out" / "validation")
     assert found["a.jsonl#1"] == {"scores.quality": 0.0, "licence": "mit"}
     assert found["a.jsonl#3"] == {"scores.quality": 0.05}
-    assert "keep" in made.result["config"]["read"]["fields"]
+    assert "metadata_keys" in made.result["config"]["read"]
     plain = data_prep.run(of_file(tmp_path, (), out=str(tmp_path / "plain")))
-    assert "fields" not in plain.result["config"]["read"]
-    assert "by" not in plain.result["config"]["split"]
+    assert "metadata_keys" not in plain.result["config"]["read"]
+    assert "partition_by" not in plain.result["config"]["split"]
     assert not any(fields_of(tmp_path / "plain" / "train").values())
     assert plain.result["train"]["tokens"] == made.result["train"]["tokens"]
 
 
 def test_a_corpus_for_each_value_to_be_mixed(tmp_path: Path) -> None:
-    made = data_prep.run(of_file(tmp_path, ("licence",), split={"validation": 0.2, "by": "licence"}))
+    made = data_prep.run(
+        of_file(tmp_path, ("licence",), split={"validation": 0.2, "partition_by": "licence"})
+    )
     train = tmp_path / "out" / "train"
     assert {path.name for path in train.iterdir()} == {"mit", "cc-by", "other", "%2E.%2Fx"}
     for name in ("mit", "cc-by"):
@@ -111,11 +114,11 @@ def test_a_corpus_for_each_value_to_be_mixed(tmp_path: Path) -> None:
     assert sum(each["tokens"] for each in of_all["corpora"].values()) == of_all["tokens"]
     assert sum(Corpus.open(train / name).n_tokens for name in of_all["corpora"]) == of_all["tokens"]
     assert data_prep.run(
-        of_file(tmp_path, ("licence",), split={"validation": 0.2, "by": "licence"})
+        of_file(tmp_path, ("licence",), split={"validation": 0.2, "partition_by": "licence"})
     ).already_done
     with pytest.raises(UsageError, match=r"holds a corpus for each of .*mit.*data\.mixture\.NAME\.path"):
         Corpus.open(train)
-    some = {"validation": 0.2, "by": "domain", "values": ["site1.org"]}
+    some = {"validation": 0.2, "partition_by": "domain", "partition_values": ["site1.org"]}
     data_prep.run(of_file(tmp_path, (), out=str(tmp_path / "some"), split=some))
     assert {path.name for path in (tmp_path / "some" / "train").iterdir()} == {"site1.org", "other"}
     alone = data_prep.run(of_file(tmp_path, (), out=str(tmp_path / "alone")))
@@ -126,13 +129,13 @@ def test_a_corpus_for_each_value_to_be_mixed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "kept"),
     [
-        ({"field": "n", "at_least": 2}, [2, 2.5]),
-        ({"field": "n", "at_most": 2.2}, [1, 2]),
-        ({"field": "date", "at_least": "2026-02", "at_most": "2026-03-31"}, ["2026-02-01"]),
-        ({"field": "domain", "is_in": ["b.org"]}, ["b.org"]),
-        ({"field": "licence", "is_not": ["mit"], "missing": "keep"}, [None, "gpl"]),
-        ({"field": "licence", "is_in": ["mit"]}, ["mit"]),
-        ({"field": "n", "at_least": "x"}, []),
+        ({"field": "n", "min": 2}, [2, 2.5]),
+        ({"field": "n", "max": 2.2}, [1, 2]),
+        ({"field": "date", "min": "2026-02", "max": "2026-03-31"}, ["2026-02-01"]),
+        ({"field": "domain", "allowed": ["b.org"]}, ["b.org"]),
+        ({"field": "licence", "denied": ["mit"], "missing": "keep"}, [None, "gpl"]),
+        ({"field": "licence", "allowed": ["mit"]}, ["mit"]),
+        ({"field": "n", "min": "x"}, []),
     ],
 )
 def test_where(settings: dict[str, Any], kept: list[Any]) -> None:
@@ -141,7 +144,7 @@ def test_where(settings: dict[str, Any], kept: list[Any]) -> None:
         Document("2", "x", "https://c.org/1", fields={"n": 2, "date": "2026-02-01", "licence": "mit"}),
         Document("3", "x", fields={"n": 2.5, "date": "2026-04-01", "licence": "gpl"}),
     ]
-    rule = MetadataFilter(WhereConfig.model_validate({"name": "where", **settings}))
+    rule = MetadataFilter(MetadataFilterConfig.model_validate({"name": "metadata_filter", **settings}))
     found = [each for each in documents if isinstance(rule.apply(each, StepStats("")), Document)]
     assert [each.get(settings["field"]) for each in found] == kept
 
@@ -152,7 +155,7 @@ def test_every_format_keeps_fields(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     with pyarrow.ipc.new_file(str(tmp_path / "a.arrow"), table.schema) as file:
         file.write_table(table)
-    config = ReadConfig.model_validate({"folder": "x", "fields": {"keep": ["when", "n.m"]}})
+    config = ReadConfig.model_validate({"folder": "x", "metadata_keys": ["when", "n.m"]})
     for name in ("parquet", "arrow"):
         (record,) = reader(name)(tmp_path / f"a.{name}", config)
         assert isinstance(record, Record)
@@ -172,9 +175,9 @@ def test_files_of_ones_own_are_held_out(tmp_path: Path) -> None:
     write(folder / "b" / "held.jsonl", "\n".join(map(json.dumps, kept)).encode())
     values: dict[str, Any] = {
         "out": str(tmp_path / "out"),
-        "read": {"folder": str(folder), "fields": {"keep": ["url"]}},
-        "split": {"files": ["b/*"], "validation": 0},
-        "tokenizer": {"kind": "byte-bpe", "vocab_size": 300, "sentinels": 0, "modes": False},
+        "read": {"folder": str(folder), "metadata_keys": ["url"]},
+        "split": {"validation_files": ["b/*"], "validation": 0},
+        "tokenizer": {"kind": "byte-bpe", "vocab_size": 300, "sentinels": 0, "ul2_modes": False},
     }
     made = data_prep.run(PrepConfig.model_validate(values))
     assert made.result["held_out"]["names"] == ["b/held.jsonl"]
@@ -190,10 +193,10 @@ def test_files_of_ones_own_are_held_out(tmp_path: Path) -> None:
         (["c/*"], r"'c/\*' matches no file below .*, where there are a/train.jsonl, b/held.jsonl"),
         (["*"], "all files would be held out: leave some for training"),
     ):
-        again = {**values, "out": str(tmp_path / "other"), "split": {"files": patterns}}
+        again = {**values, "out": str(tmp_path / "other"), "split": {"validation_files": patterns}}
         with pytest.raises(UsageError, match=message):
             data_prep.run(PrepConfig.model_validate(again))
     dropped = {**values, "out": str(tmp_path / "none")}
-    dropped["steps"] = [{"name": "where", "field": "url", "is_not": [each["url"] for each in kept]}]
+    dropped["steps"] = [{"name": "metadata_filter", "field": "url", "denied": [each["url"] for each in kept]}]
     with pytest.raises(UsageError, match=r"of b/\* no document is left to hold out"):
         data_prep.run(PrepConfig.model_validate(dropped))

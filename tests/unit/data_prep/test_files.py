@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatfm.config.prep import ReadConfig
-from megatfm.data_prep.files import InputFiles
+from megatfm.data_prep.input_files import InputFiles
 from megatfm.errors import MegatfmError, UsageError
 
 
@@ -43,13 +43,13 @@ def test_the_standard_library_without_tests_and_other_packages() -> None:
         if not {"test", "tests", "idle_test", "site-packages", "dist-packages"}
         & set(path.relative_to(stdlib).parts)
     }
-    found = InputFiles(ReadConfig(source="python-stdlib"))
+    found = InputFiles(ReadConfig(builtin="python-stdlib"))
     assert {file.name for file in found.files} == expected
     assert "json/decoder.py" in expected
 
 
 def test_a_folder_goes_before_a_source(root: Path) -> None:
-    assert len(InputFiles(ReadConfig(source="python-stdlib", folder=str(root))).files) == 5
+    assert len(InputFiles(ReadConfig(builtin="python-stdlib", folder=str(root))).files) == 5
 
 
 def test_links_are_followed(root: Path, tmp_path: Path) -> None:
@@ -75,10 +75,10 @@ def test_what_is_no_file_is_named_or_skipped(root: Path, kind: str) -> None:
             server.bind(os.path.relpath(bad))
     else:
         bad.symlink_to({"loop": "..", "self": "bad", "dangling": "nowhere"}[kind])
-    with pytest.raises(MegatfmError, match=f"{bad}: .*read.on_bad=skip") as caught:
+    with pytest.raises(MegatfmError, match=f"{bad}: .*read.on_error=skip") as caught:
         listing(root)
     assert "\n" not in str(caught.value)
-    found = listing(root, on_bad="skip")
+    found = listing(root, on_error="skip")
     assert [each.where for each in found.bad] == [str(bad)]
     assert len(found.files) == 5
 
@@ -88,7 +88,7 @@ def test_a_folder_without_permission(tmp_path: Path, root: Path, unprivileged: N
     try:
         with pytest.raises(MegatfmError, match="a: can't list this folder \\(Permission denied\\)"):
             listing(root)
-        assert len(listing(root, on_bad="skip").files) == 3
+        assert len(listing(root, on_error="skip").files) == 3
     finally:
         (root / "a").chmod(0o755)
 

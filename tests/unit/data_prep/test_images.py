@@ -22,9 +22,9 @@ from webdataset import tariterators
 from megatfm import data_prep
 from megatfm.cli import main
 from megatfm.config.prep import PrepConfig, TokenizerConfig
-from megatfm.data import Corpus
-from megatfm.data.inspect import check, show
-from megatfm.data_prep import tokenizer
+from megatfm.corpus.corpus import Corpus
+from megatfm.corpus.inspect import check, show
+from megatfm.data_prep.tokenize import make_tokenizer_files, write_tokenizer
 from megatfm.errors import MegatfmError, UsageError
 from tests.unit.data_prep.conftest import tree, write
 from tests.unit.data_prep.test_resume import KILLED, count_moments, killed
@@ -89,7 +89,7 @@ def taken(out: Path) -> dict[str, Any]:
 def test_every_byte_comes_through(tmp_path: Path, lay: Any) -> None:
     wanted = samples()
     lay(tmp_path / "in", wanted)
-    result = data_prep.run(config(tmp_path, part_bytes=1024)).result
+    result = data_prep.run(config(tmp_path, task_bytes=1024)).result
     found = taken(tmp_path / "out")
     assert len(found) == len(wanted) == result["steps"][0]["documents_out"]
     for source, sample in found.items():
@@ -99,7 +99,7 @@ def test_every_byte_comes_through(tmp_path: Path, lay: Any) -> None:
         assert (len(sample.tokens), sample.text_bytes) == (0, 0)
     assert result["tokenizer"] == {"kind": "none", "blake3": "none", "vocab_size": 0}
     assert "pillow" in result["libraries"]
-    again = data_prep.run(config(tmp_path, part_bytes=1024))
+    again = data_prep.run(config(tmp_path, task_bytes=1024))
     assert again.already_done
     sink = io.StringIO()
     Console(file=sink, width=200).print(again.table())
@@ -108,7 +108,7 @@ def test_every_byte_comes_through(tmp_path: Path, lay: Any) -> None:
         assert "token" not in re.sub(r"<dt>tokenizer[^<]*|no tokenizer|sentencepiece|>tokenizers<", "", page)
 
     # The same whatever the parts, and readable by others.
-    data_prep.run(config(tmp_path, "again", part_bytes=2**20))
+    data_prep.run(config(tmp_path, "again", task_bytes=2**20))
     first, again = tree(tmp_path / "out" / "train"), tree(tmp_path / "again" / "train")
     assert first == again
     with open(tmp_path / "out" / "train" / "shard-000000.tar.zst", "rb") as shard:
@@ -124,7 +124,7 @@ def test_every_byte_comes_through(tmp_path: Path, lay: Any) -> None:
 @pytest.mark.parametrize("lay", [pytest.param(as_folder, marks=pytest.mark.slow), as_tar])
 def test_killed_at_any_moment(tmp_path: Path, lay: Any) -> None:
     lay(tmp_path / "in", samples())
-    small = config(tmp_path, part_bytes=1024)
+    small = config(tmp_path, task_bytes=1024)
     whole = tree(data_prep.run(small).out)
     moments = count_moments(tmp_path, small)
     rng = random.Random(0)
@@ -134,12 +134,14 @@ def test_killed_at_any_moment(tmp_path: Path, lay: Any) -> None:
     statuses = killed(tmp_path, small, [*((f"{last}", last) for last in lasts), *again])
     assert statuses[: len(lasts) + 1] == [KILLED] * (len(lasts) + 1)
     for out in ("again", *map(str, lasts)):
-        assert tree(data_prep.run(config(tmp_path, out, part_bytes=1024)).out) == whole
+        assert tree(data_prep.run(config(tmp_path, out, task_bytes=1024)).out) == whole
 
 
 def test_captions_become_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = ["A caption of many images, 0123456789 é " * 40]
-    known = tokenizer.write(tmp_path, tokenizer.make(TokenizerConfig(kind="byte-bpe", vocab_size=320), text))
+    known = write_tokenizer(
+        tmp_path, make_tokenizer_files(TokenizerConfig(kind="byte-bpe", vocab_size=320), text)
+    )
     as_folder(tmp_path / "in", samples())
     data_prep.run(config(tmp_path, tokenizer={"file": str(tmp_path)}))
     captioned = 0
@@ -198,7 +200,7 @@ def test_what_is_no_image_is_named(tmp_path: Path, lay: Any, members: dict[str, 
     lay(tmp_path / "in", {**samples(12), "500": members})
     with pytest.raises(MegatfmError, match=rf"500.* has .*{message}"):
         data_prep.run(config(tmp_path))
-    result = data_prep.run(config(tmp_path, read={"on_bad": "skip"})).result
+    result = data_prep.run(config(tmp_path, read={"on_error": "skip"})).result
     assert len(taken(tmp_path / "out")) == 12
     assert len(result["skipped_files"]) == 1
     assert "500" in result["skipped_files"][0]

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from megatfm.data_prep.duplicates import index as index_module
-from megatfm.data_prep.duplicates.alike import mark_near_duplicates, spanning_forest
-from megatfm.data_prep.duplicates.index import DedupContext, Facts, KeyTable, KeyTableWriter, Partitioning
-from megatfm.data_prep.duplicates.later import group_equal_keys, mark_repeats
+from megatfm.data_prep.dedup import key_table as index_module
+from megatfm.data_prep.dedup.clusters import mark_near_duplicates, spanning_forest
+from megatfm.data_prep.dedup.first_occurrence import group_equal_keys, mark_repeats
+from megatfm.data_prep.dedup.key_table import DedupContext, Facts, KeyTable, Partitioning, write_keys
 from tests.unit.data_prep.conftest import one_by_one
 
 MANY = 2**30
@@ -32,7 +32,7 @@ def marked(
     edges = np.cumsum([0, *sizes, len(values) - sum(sizes)]).tolist()
     files = [folder / f"rows.{number}" for number in range(len(edges) - 1)]
     for file, begin, end in zip(files, edges, edges[1:], strict=False):
-        KeyTableWriter(file).write(iter([values[begin:end]]))
+        write_keys(file, [values[begin:end]])
     rows = KeyTable(files, values.dtype.str, values.shape[1], np.diff(edges).tolist())
     index = DedupContext(folder, memory, one_by_one)
     told = find(rows, index)
@@ -204,7 +204,7 @@ def test_the_memory_of_a_task_is_bounded(tmp_path: Path, memory: int, kind: str)
         values = rng.integers(0, 2**32, (20_000, 112), np.uint32)
         find = lambda rows, index: mark_near_duplicates(rows, index, 14, 0.75)  # noqa: E731
     values[::3] = values[0]
-    KeyTableWriter(tmp_path / "rows").write(iter([values]))
+    write_keys(tmp_path / "rows", [values])
     rows = KeyTable([tmp_path / "rows"], values.dtype.str, values.shape[1], [len(values)])
     expected = np.arange(len(values)) % 3 == 0
     expected[0] = False

@@ -5,6 +5,7 @@ import io
 import json
 import tarfile
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ import zstandard
 from megatfm import data_prep
 from megatfm.config import load
 from megatfm.config.prep import PrepConfig
-from megatfm.data import Corpus
+from megatfm.corpus.corpus import Corpus
 from megatfm.errors import MegatfmError, UsageError
 from tests.unit.data_prep.conftest import tree, write
 
@@ -41,7 +42,7 @@ def test_the_splits_share_no_package_and_have_the_share(config: Make) -> None:
     assert not {name.split("/")[0] for name in train} & {name.split("/")[0] for name in validation}
     held_out, rest = (sum(len(text.encode()) for text in split.values()) for split in (validation, train))
     assert 0.05 <= held_out / (held_out + rest) <= 0.1
-    assert summary.result["held_out"]["level"] == "top-level package"
+    assert summary.result["held_out"]["level"] == "top-level folder"
     assert sorted({name.split("/")[0] for name in validation}) == summary.result["held_out"]["names"]
 
 
@@ -54,7 +55,7 @@ def test_nothing_in_training_is_near_the_held_out(config: Make, corpus: Path) ->
     after = data_prep.run(config(out="other"))
     assert after.result["held_out"] == before.result["held_out"]
     assert "json/twin.py" not in shard_texts(after.out, "train")
-    dropped = after.result["steps"][-1]["dropped"]["near a validation document"]
+    dropped = after.result["steps"][-1]["dropped"]["near_validation_document"]
     assert any(example.startswith(f"json/twin.py ~ {name}") for example in dropped["examples"])
 
 
@@ -66,6 +67,8 @@ def test_the_numbers_add_up(config: Make) -> None:
     for step in steps.values():
         dropped = sum(drop["documents"] for drop in step["dropped"].values())
         assert step["documents_in"] == step["documents_out"] + dropped
+    for before, step in pairwise(result["steps"]):
+        assert (before["documents_out"], before["bytes_out"]) == (step["documents_in"], step["bytes_in"])
     for name in ("train", "validation"):
         corpus, made = Corpus.open(summary.out / name), result[name]
         assert (corpus.n_samples, corpus.n_tokens, corpus.n_text_bytes, corpus.fingerprint) == (
@@ -75,10 +78,11 @@ def test_the_numbers_add_up(config: Make) -> None:
             made["fingerprint"],
         )
         assert corpus.tokenizer_hash == result["tokenizer"]["blake3"]
-    assert steps["near duplicates"]["documents_out"] == result["train"]["documents"]
-    assert steps["near duplicates"]["bytes_out"] == result["train"]["text_bytes"]
-    unsplit = steps["near duplicates"]["documents_in"] + result["validation"]["documents"]
-    assert unsplit == steps["exact duplicates"]["documents_out"]
+    assert steps["split"]["documents_out"] == result["train"]["documents"]
+    assert steps["split"]["bytes_out"] == result["train"]["text_bytes"]
+    held_out = steps["split"]["dropped"]["held_out"]
+    assert held_out["documents"] == result["validation"]["documents"] > 0
+    assert held_out["bytes"] == result["validation"]["text_bytes"]
     assert json.loads((summary.out / "tokenizer.json").read_text()) == result["tokenizer"]
 
 
@@ -95,7 +99,10 @@ def test_the_tokenizer_never_sees_held_out_text(config: Make, corpus: Path) -> N
 
 
 def test_neither_workers_nor_place_change_a_byte(config: Make) -> None:
-    trees = [tree(data_prep.run(config(out=f"out{workers}", workers=workers)).out) for workers in (1, 2, 5)]
+    trees = [
+        tree(data_prep.run(config(out=f"out{workers}", tokenizer_threads=workers)).out)
+        for workers in (1, 2, 5)
+    ]
     assert trees[0] == trees[1] == trees[2]
     assert set(trees[0]) >= {"tokenizer.model", "tokenizer.json", "prep.json", "train/manifest.json"}
     assert not any(name.startswith(".") or "/." in name for name in trees[0])
@@ -136,7 +143,7 @@ def test_a_corpus_without_packages_is_split_more_finely(
 def test_a_second_run_does_nothing(config: Make) -> None:
     first = data_prep.run(config())
     times = {path: path.stat().st_mtime_ns for path in first.out.rglob("*")}
-    second = data_prep.run(config(workers=1))
+    second = data_prep.run(config(tokenizer_threads=1))
     assert (first.already_done, second.already_done) == (False, True)
     assert second.result == first.result
     assert {path: path.stat().st_mtime_ns for path in first.out.rglob("*")} == times
@@ -156,7 +163,7 @@ def test_another_config_is_refused_unless_it_may_overwrite(config: Make) -> None
 def test_what_an_earlier_version_made_is_told_of(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     out = data_prep.run(config()).out
     before = tree(out)
-    monkeypatch.setattr("megatfm.data_prep.work.VERSION", 99)
+    monkeypatch.setattr("megatfm.data_prep.execution.workspace.VERSION", 99)
     with pytest.raises(UsageError, match=r"by another version of megatfm.*overwrite=true"):
         data_prep.run(config())
     assert tree(out) == before
@@ -214,7 +221,7 @@ def test_a_file_system_without_locks_is_told_of(
 
 def test_the_preset_reads_the_standard_library() -> None:
     config = load(PrepConfig, "quickstart-data")
-    assert config.read.source == "python-stdlib"
+    assert config.read.builtin == "python-stdlib"
     assert config.out == str(Path.cwd() / "corpora" / "quickstart")
     assert load(PrepConfig, "quickstart-data", ["read.folder=texts"]).read.folder == str(Path.cwd() / "texts")
 
@@ -246,7 +253,7 @@ def test_no_record_lies_on_both_sides_of_the_split(
     config: Make, tmp_path: Path, many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Long records, cut into pieces, in a single file: halves of a record stay together, be they named or too many."""
-    monkeypatch.setattr("megatfm.data_prep.hold_out.MANY", many)
+    monkeypatch.setattr("megatfm.data_prep.split.MANY", many)
     line = "Piece {} of article {}, which is one of many words that fill a line of it.\n\n"
     records = [{"text": "".join(line.format(piece, article) for piece in range(40))} for article in range(30)]
     write(tmp_path / "flat" / "all.jsonl", "".join(json.dumps(each) + "\n" for each in records).encode())

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from megatfm.config.prep import ReadConfig
 from megatfm.data_prep.documents import Document
-from megatfm.data_prep.files import InputFiles
-from megatfm.data_prep.read import DocumentReader
+from megatfm.data_prep.input_files import DocumentReader, InputFiles
 from megatfm.errors import MegatfmError
 
 
@@ -25,7 +24,7 @@ def test_blank_files_are_dropped_and_counted(tmp_path: Path) -> None:
     documents, reader = read(tmp_path)
     assert [document.id for document in documents] == ["c.txt"]
     assert (reader.counts.documents_in, reader.counts.documents_out) == (3, 1)
-    assert reader.counts.dropped["is empty"].examples == ["a.txt", "b.txt"]
+    assert reader.counts.dropped["empty"].examples == ["a.txt", "b.txt"]
 
 
 @pytest.mark.parametrize("paragraph", ["line\n" * 50 + "\n", "line\n", "ä東🙂" * 7])
@@ -75,9 +74,9 @@ def test_a_file_that_is_no_text(tmp_path: Path, name: str) -> None:
     data, reason = BAD[name]
     (tmp_path / "bad.txt").write_bytes(data)
     (tmp_path / "good.txt").write_bytes(b"good")
-    with pytest.raises(MegatfmError, match=f"{tmp_path}/bad.txt: {reason}.*read.on_bad=skip"):
+    with pytest.raises(MegatfmError, match=f"{tmp_path}/bad.txt: {reason}.*read.on_error=skip"):
         read(tmp_path, limit=1024)
-    documents, reader = read(tmp_path, limit=1024, on_bad="skip")
+    documents, reader = read(tmp_path, limit=1024, on_error="skip")
     assert documents == [Document("good.txt", "good")]
     assert reader.counts.documents_in == reader.counts.documents_out + 1
     assert [dropped.documents for dropped in reader.counts.dropped.values()] == [1]
@@ -88,7 +87,7 @@ def test_a_file_without_permission(tmp_path: Path, unprivileged: None) -> None:
     (tmp_path / "closed.txt").chmod(0)
     with pytest.raises(MegatfmError, match=r"closed\.txt: can't be read \(Permission denied\)"):
         read(tmp_path)
-    assert read(tmp_path, on_bad="skip")[0] == []
+    assert read(tmp_path, on_error="skip")[0] == []
 
 
 def test_a_file_that_vanishes_is_named(tmp_path: Path) -> None:

@@ -27,10 +27,10 @@ from warcio.warcwriter import WARCWriter
 
 from megatfm.config.prep import ReadConfig
 from megatfm.data_prep.documents import Document
-from megatfm.data_prep.files import InputFiles
-from megatfm.data_prep.read import DocumentReader
-from megatfm.data_prep.readers import FORMATS, Bad, BadFileError, format_of, reader
-from megatfm.data_prep.readers.mediawiki import plain
+from megatfm.data_prep.input_files import DocumentReader, InputFiles
+from megatfm.data_prep.readers import FORMATS, format_of, reader
+from megatfm.data_prep.readers.record import Bad, BadFileError
+from megatfm.data_prep.readers.web import plain
 from megatfm.errors import MegatfmError
 
 TEXTS = ["The first text.\n", "second: é 東京 \U0001f600\nwith lines\n\nand more", "x" * 3000, "fourth"]
@@ -209,10 +209,10 @@ def test_damage_is_named_and_what_came_before_it_can_be_used(tmp_path: Path, nam
     path = tmp_path / "in" / name
     path.parent.mkdir()
     path.write_bytes(data)
-    some, read = documents(path, on_bad="skip")
+    some, read = documents(path, on_error="skip")
     if bad := read._listing.bad:
         assert sum(dropped.documents for dropped in read.counts.dropped.values()) >= 1
-        with pytest.raises(MegatfmError, match=r"read\.on_bad=skip") as caught:
+        with pytest.raises(MegatfmError, match=r"read\.on_error=skip") as caught:
             documents(path)
         assert str(caught.value).startswith(f"{path}: {bad[0].reason}")
         assert "\n" not in str(caught.value)
@@ -237,15 +237,15 @@ def test_bad_records_are_counted_and_the_rest_is_used(tmp_path: Path) -> None:
     path.write_text("\n".join(lines))
     with pytest.raises(MegatfmError, match=r"a\.jsonl: record 2 is not JSON; mend it, or skip"):
         documents(path)
-    found, read = documents(path, on_bad="skip")
+    found, read = documents(path, on_error="skip")
     assert [(document.id, document.text) for document in found] == [
         ("a.jsonl#1", "good"),
         ("a.jsonl#8", "\ufffd!"),
     ]
     assert {reason: dropped.documents for reason, dropped in read.counts.dropped.items()} == {
-        "is not JSON": 2,
-        "has int, not text, as field 'text'": 1,
-        "has no field 'text'": 2,
+        "not_json": 2,
+        "int_not_text_as_field_text": 1,
+        "no_field_text": 2,
     }
 
 
@@ -254,31 +254,33 @@ def test_what_is_wrong_with_a_record_is_said(tmp_path: Path) -> None:
     path = tmp_path / "in" / "a.jsonl"
     path.parent.mkdir()
     path.write_bytes(b'{"body": "x"}\n{"body": "caf\xe9"}')
-    there = r"record 1 has no field 'text': its fields are body; name the one that holds the text: read\.fields\.text"
+    there = (
+        r"record 1 has no field 'text': its fields are body; name the one that holds the text: read\.text_key"
+    )
     with pytest.raises(MegatfmError, match=rf"a\.jsonl: {there}; mend it"):
         documents(path)
     with pytest.raises(MegatfmError, match=r"a\.jsonl: record 2 is not valid UTF-8: byte 13 of its line"):
-        documents(path, fields={"text": "body"})
-    _, read = documents(path, on_bad="skip")
-    assert set(read.counts.dropped) == {"has no field 'text'", "is not valid UTF-8"}
+        documents(path, text_key="body")
+    _, read = documents(path, on_error="skip")
+    assert set(read.counts.dropped) == {"no_field_text", "not_valid_utf_8"}
     path.unlink()
     table = pyarrow.table({"body": ["x"], "n": [1]})
     pyarrow.parquet.write_table(table, path.with_name("a.parquet"))
     with pytest.raises(MegatfmError, match=there.replace("body;", "body, n;")):
         documents(path)
-    assert [each.id for each in documents(path, fields={"text": "body"})[0]] == ["a.parquet#1"]
+    assert [each.id for each in documents(path, text_key="body")[0]] == ["a.parquet#1"]
 
 
 def test_fields_can_lie_inside_others(tmp_path: Path) -> None:
     path = tmp_path / "in" / "a.jsonl"
     path.parent.mkdir()
     path.write_text('{"page": {"body": "inside", "at": "u"}}')
-    found, _ = documents(path, fields={"text": "page.body", "url": "page.at"})
+    found, _ = documents(path, text_key="page.body", url_key="page.at")
     assert [(each.text, each.url) for each in found] == [("inside", "u")]
     nested = pyarrow.table({"page": [{"body": "inside", "at": "u"}]})
     pyarrow.parquet.write_table(nested, path.with_name("b.parquet"))
     path.unlink()
-    assert [each.text for each in documents(path, fields={"text": "page.body"})[0]] == ["inside"]
+    assert [each.text for each in documents(path, text_key="page.body")[0]] == ["inside"]
 
 
 def test_text_under_compression_and_json_that_is_text(tmp_path: Path) -> None:
@@ -325,7 +327,7 @@ def test_halves_of_surrogate_pairs_go_from_names_and_addresses(tmp_path: Path) -
         link = tarfile.TarInfo(f"{name}.txt")
         link.type = tarfile.SYMTYPE
         archive.addfile(link)
-    found, read = documents(tmp_path / "x", on_bad="skip")
+    found, read = documents(tmp_path / "x", on_error="skip")
     assert [each.text for each in found] == ["one", "two"]
     said = [*found[0].to_list(), *found[1].to_list(), read.counts.as_json(), read._listing.bad]
     assert "\ufffd" in str(said)
@@ -446,7 +448,7 @@ def test_a_record_of_a_length_of_5000_digits(tmp_path: Path) -> None:
 
 
 def test_endless_lines_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatfm.data_prep.readers.jsonl.MAX_RECORD_BYTES", 10_000)
+    monkeypatch.setattr("megatfm.data_prep.readers.text.MAX_RECORD_BYTES", 10_000)
     for name, data in (("a.jsonl", b" " * 20_000), ("a.jsonl.gz", gzip.compress(b" " * 20_000))):
         (tmp_path / name).write_bytes(data)
         with pytest.raises(BadFileError, match="line 1 is longer than 10,000 bytes"):
@@ -507,7 +509,7 @@ def test_bodies_of_answers_are_unpacked(tmp_path: Path, monkeypatch: pytest.Monk
                 )
             )
         with monkeypatch.context() as patch:
-            patch.setattr("megatfm.data_prep.readers.warc.MAX_RECORD_BYTES", 10_000)
+            patch.setattr("megatfm.data_prep.readers.web.MAX_RECORD_BYTES", 10_000)
             found = list(reader("warc")(tmp_path / name, ReadConfig(folder=str(tmp_path))))
         texts = [(each.url, each.text) for each in found if not isinstance(each, Bad)]
         assert texts == [(f"https://example.org/{number}", text) for number in range(len(good))]

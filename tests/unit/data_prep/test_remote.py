@@ -15,10 +15,12 @@ from moto.server import ThreadedMotoServer
 
 from megatfm import data_prep
 from megatfm.config.prep import PrepConfig, ReadConfig
-from megatfm.data import Corpus, RemoteFolder, remote
-from megatfm.data_prep.away import RemoteOutput
-from megatfm.data_prep.files import InputFiles
-from megatfm.data_prep.team import LockExecutor
+from megatfm.corpus import remote
+from megatfm.corpus.corpus import Corpus
+from megatfm.corpus.remote import RemoteFolder
+from megatfm.data_prep.execution.executors import LockExecutor
+from megatfm.data_prep.execution.upload import RemoteOutput
+from megatfm.data_prep.input_files import InputFiles
 from megatfm.errors import MegatfmError, UsageError
 from tests.unit.data_prep.conftest import write
 
@@ -70,7 +72,7 @@ def small(tmp_path: Path) -> Path:
 
 SETTINGS: dict[str, Any] = {
     "split": {"validation": 0.1},
-    "tokenizer": {"kind": "byte-bpe", "vocab_size": 300, "sentinels": 0, "modes": False},
+    "tokenizer": {"kind": "byte-bpe", "vocab_size": 300, "sentinels": 0, "ul2_modes": False},
 }
 
 
@@ -173,7 +175,7 @@ def test_several_machines_share_the_work_by_a_folder_that_all_see(
     names = threading.local()
     monkeypatch.setattr("socket.gethostname", lambda: getattr(names, "host", "node-9"))
     errors = list[BaseException]()
-    config = of(str(small), "memory://bucket/out", tmp_path / "scratch", part_bytes=2**10)
+    config = of(str(small), "memory://bucket/out", tmp_path / "scratch", task_bytes=2**10)
 
     def task(number: int) -> None:
         names.host = f"node-{number}"
@@ -202,7 +204,7 @@ def test_another_machine_goes_on_only_where_it_sees_the_work(
         raise KilledError
 
     with monkeypatch.context() as patch:
-        patch.setattr("megatfm.data_prep.work.Workspace.finish", stop)
+        patch.setattr("megatfm.data_prep.execution.workspace.Workspace.finish", stop)
         with pytest.raises(KilledError):
             data_prep.run(of(str(small), "memory://bucket/out", tmp_path / "scratch"))
     monkeypatch.setattr("socket.gethostname", lambda: "node-2")

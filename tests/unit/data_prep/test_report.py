@@ -11,11 +11,10 @@ import numpy as np
 
 from megatfm import data_prep, tokenizers
 from megatfm.config.prep import PrepConfig, TokenizerConfig
-from megatfm.data import Corpus
-from megatfm.data_prep import tokenizer
-from megatfm.data_prep.report import render
-from megatfm.data_prep.report.page import bars, number, size
-from megatfm.data_prep.statistics import Statistics
+from megatfm.corpus.corpus import Corpus
+from megatfm.data_prep.report.page import bars, number, render, size
+from megatfm.data_prep.shards import Statistics
+from megatfm.data_prep.tokenize import make_tokenizer_files, write_tokenizer
 from tests.unit.data_prep.conftest import write
 
 Make = Callable[..., PrepConfig]
@@ -42,8 +41,8 @@ def test_the_statistics_are_those_of_the_shards(config: Make) -> None:
 
 
 def test_lengths_and_sources_by_hand(tmp_path: Path) -> None:
-    config = TokenizerConfig(kind="byte-bpe", vocab_size=270, sentinels=2, modes=False)
-    statistics = Statistics(tokenizer.write(tmp_path, tokenizer.make(config, ["some text " * 50])))
+    config = TokenizerConfig(kind="byte-bpe", vocab_size=270, sentinels=2, ul2_modes=False)
+    statistics = Statistics(write_tokenizer(tmp_path, make_tokenizer_files(config, ["some text " * 50])))
     lengths = zip("aabbb", (1, 2, 4, 5, 8), strict=True)
     documents = [(f"{name}/{tokens}", tokens, 10 * tokens) for name, tokens in lengths]
     statistics.add(np.zeros(20, np.int32), documents)

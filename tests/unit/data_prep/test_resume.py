@@ -15,7 +15,7 @@ import pytest
 from megatfm import data_prep
 from megatfm.config import to_toml
 from megatfm.config.prep import PrepConfig
-from megatfm.data_prep.work import Workspace
+from megatfm.data_prep.execution.workspace import Workspace
 from tests.unit.data_prep.conftest import tree
 
 Make = Callable[..., PrepConfig]
@@ -56,14 +56,14 @@ def test_what_is_finished_is_not_done_again(config: Make, monkeypatch: pytest.Mo
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("megatfm.data_prep.written.ShardWriter.finish", fail)
+        patch.setattr("megatfm.data_prep.shards.ShardWriter.finish", fail)
         with pytest.raises(KeyboardInterrupt):
             data_prep.run(config())
     for done in (
         "clean.DocumentReader",
-        "hold_out.plan_split",
-        "hold_out.plan_parts_of_files",
-        "encode.tokenizer.make",
+        "split.plan_split",
+        "split.plan_parts_of_files",
+        "tokenize.make_tokenizer_files",
     ):
         monkeypatch.setattr(f"megatfm.data_prep.{done}", fail)
     out = data_prep.run(config()).out
@@ -87,7 +87,7 @@ def test_what_other_settings_made_is_not_used(config: Make, monkeypatch: pytest.
 
     for number, settings in enumerate(OTHERS):
         with monkeypatch.context() as patch:
-            patch.setattr("megatfm.data_prep.work.Workspace.finish", fail)
+            patch.setattr("megatfm.data_prep.execution.workspace.Workspace.finish", fail)
             with pytest.raises(KeyboardInterrupt):
                 data_prep.run(config(f"{number}", **settings))
         assert tree(data_prep.run(config(f"{number}")).out) == clean
@@ -110,7 +110,7 @@ def test_a_request_to_stop_ends_with_75_and_the_same_command_goes_on(config: Mak
     falling = [sys.executable, str(Path(__file__).with_name("falling.py")), "SIGTERM", "9", "-", str(path)]
     stopped = subprocess.run(falling, capture_output=True, text=True)
     assert stopped.returncode == 75, stopped.stderr
-    assert stopped.stderr.strip().splitlines()[-1].startswith("stopped: ")
+    assert stopped.stderr.strip().splitlines()[-1].startswith("interrupted: ")
     assert "Traceback" not in stopped.stderr
     data_prep.run(config())
     assert tree(tmp_path / "out") == tree(data_prep.run(config("clean")).out)

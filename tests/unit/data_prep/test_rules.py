@@ -4,6 +4,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from pydantic import TypeAdapter
 
 from megatfm.config.prep_steps import StepConfig
 from megatfm.data_prep.documents import Document
-from megatfm.data_prep.steps import STEPS, language, make
-from megatfm.data_prep.steps.repetition import _Runs
-from megatfm.data_prep.steps.rule import PipelineStep
+from megatfm.data_prep.filters.base import PipelineStep, filter_names, make_filter
+from megatfm.data_prep.filters.repetition import _Runs
+from megatfm.data_prep.filters.text import _identifier
 from megatfm.errors import UsageError
 
 WORDS = [
@@ -78,7 +79,7 @@ def same_words(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def step(name: str, **settings: Any) -> PipelineStep:
-    return make(TypeAdapter(StepConfig).validate_python({"name": name, **settings}))
+    return make_filter(TypeAdapter(StepConfig).validate_python({"name": name, **settings}))
 
 
 def outcome(each: PipelineStep, text: str, url: str = "") -> tuple[str | None, str]:
@@ -120,7 +121,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[int], Iterator[str]], dict[s
     "gopher_quality": (
         lambda: their_quality.GopherQualityFilter(min_doc_words=20),
         lambda count: (re.sub(r"(?<!\S)[•-](?!\S)", "•the", text) for text in blank_free(count)),
-        {"min_words": 20},
+        {"min_doc_words": 20},
     ),
     "fineweb": (
         lambda: their_fineweb.FineWebQualityFilter(None, char_duplicates_ratio=0.1),
@@ -182,37 +183,37 @@ def test_what_the_paper_leaves_open_is_as_in_the_code_that_made_c4(text: str, le
 def test_a_run_of_dots_is_looked_at_once() -> None:
     """Looked at from each dot on, these would take an hour."""
     text = f"One two three four five{'.' * 10**6}x. A. B."
-    assert outcome(step("c4", max_word_characters=10**8), text)[0] == text
+    assert outcome(step("c4", max_word_length=10**8), text)[0] == text
 
 
 SHORT = "It is so. "
 DROPPED = {
     "c4": [
-        ("has lorem ipsum", f"Some LOREM ipsum text is here.\n{SHORT * 9}"),
-        ("has a curly bracket", f"function is a word here {{}}.\n{SHORT * 9}"),
-        ("has too few sentences", "This line has five words indeed.\n"),
+        ("lorem_ipsum", f"Some LOREM ipsum text is here.\n{SHORT * 9}"),
+        ("curly_bracket", f"function is a word here {{}}.\n{SHORT * 9}"),
+        ("too_few_sentences", "This line has five words indeed.\n"),
     ],
     "gopher_quality": [
-        ("has too few words", "the and " * 24),
-        ("has short words", "a b c " * 30),
-        ("has long words", "incomprehensibilities " * 60),
-        ("has many hash signs", "the and #tag " * 40),
-        ("has many ellipses", "the and wait... " * 40),
-        ("has many words without a letter", "the and with 1234 5678 " * 20),
-        ("has too few common words", "cats like their warm milk " * 20),
-        ("is a list of bullets", "• the and with that have\n" * 20),
+        ("gopher_short_doc", "the and " * 24),
+        ("gopher_below_avg_threshold", "a b c " * 30),
+        ("gopher_above_avg_threshold", "incomprehensibilities " * 60),
+        ("gopher_too_many_hashes", "the and #tag " * 40),
+        ("gopher_too_many_ellipsis", "the and wait... " * 40),
+        ("gopher_below_alpha_threshold", "the and with 1234 5678 " * 20),
+        ("gopher_enough_stop_words", "cats like their warm milk " * 20),
+        ("gopher_too_many_bullets", "• the and with that have\n" * 20),
         (
-            "has many lines that end in an ellipsis",
+            "gopher_too_many_end_ellipsis",
             "the and with that have been here all along for a very long time...\n" * 20,
         ),
     ],
     "fineweb": [
         (
-            "has few lines that end with punctuation",
+            "line_punct_ratio",
             "some words that are long enough to be a line here\n" * 10,
         ),
-        ("has many short lines", "".join(f"short {n}.\n" for n in range(9))),
-        ("is a list", "".join(f"{n:x>40}.\n" for n in range(9))),
+        ("short_line_ratio", "".join(f"short {n}.\n" for n in range(9))),
+        ("list_ratio", "".join(f"{n:x>40}.\n" for n in range(9))),
     ],
 }
 
@@ -254,9 +255,14 @@ def test_ngrams_by_definition() -> None:
         top_over = any(_Runs(words).top_is_over(n, len(text)) for n in (2, 3, 4))
         for n in range(5, 11):
             share = their_repetition.find_all_duplicate(words, n) / len(text)
-            loose = {"lines": 1, "paragraphs": 1, "line_characters": 1, "top_ngrams": [1, 1, 1]}
+            loose = {
+                "dup_line_frac": 1,
+                "dup_para_frac": 1,
+                "dup_line_char_frac": 1,
+                "top_n_grams": [1, 1, 1],
+            }
             most = [0.5 * share if each == n else 1.0 for each in range(5, 11)]
-            assert (outcome(step("gopher_repetition", **loose, repeated_ngrams=most), text)[0] is None) == (
+            assert (outcome(step("gopher_repetition", **loose, dup_n_grams=most), text)[0] is None) == (
                 share > 0 or top_over
             )
     assert over > 300, "bounds decided that often"
@@ -277,10 +283,10 @@ REDACTED = {
 
 @pytest.mark.parametrize("text", REDACTED)
 def test_redaction(text: str) -> None:
-    each = step("redact")
+    each = step("pii")
     assert outcome(each, text)[0] == REDACTED[text]
     assert sum(each.counts.found.values()) == len(re.findall(r"<(?:EMAIL|IP|PHONE)>", REDACTED[text]))
-    assert outcome(step("redact", email="", ip="", phone=""), text)[0] == text
+    assert outcome(step("pii", email="", ip="", phone=""), text)[0] == text
 
 
 CAUGHT = {
@@ -335,12 +341,12 @@ LEFT = [
     ("stands", "text"), [(stands, text) for stands, some in CAUGHT.items() for text in some]
 )
 def test_what_redaction_catches(stands: str, text: str) -> None:
-    assert outcome(step("redact"), f"It is {text}, they say.")[0] == f"It is {stands}, they say."
+    assert outcome(step("pii"), f"It is {text}, they say.")[0] == f"It is {stands}, they say."
 
 
 @pytest.mark.parametrize("text", LEFT)
 def test_what_redaction_leaves(text: str) -> None:
-    assert outcome(step("redact"), f"It is {text}, they say.")[0] == f"It is {text}, they say."
+    assert outcome(step("pii"), f"It is {text}, they say.")[0] == f"It is {text}, they say."
 
 
 def test_redaction_takes_no_time_on_long_runs() -> None:
@@ -358,7 +364,7 @@ def test_redaction_takes_no_time_on_long_runs() -> None:
         "(0" * 5 * 10**5,
         "12-" * 3 * 10**5,
     ):
-        step("redact")(Document("x", text))
+        step("pii")(Document("x", text))
 
 
 def test_html() -> None:
@@ -371,7 +377,7 @@ def test_html() -> None:
     assert "Home" in (outcome(step("html", main_content=False), page)[0] or "")
     for plain in ("a < b and c > d", "#include <stdio.h>\nint x;", "List<String> a"):
         assert outcome(step("html"), plain)[0] == plain
-    assert outcome(step("html"), "<html><head></head><body><p></p></body></html>") == (None, "has no content")
+    assert outcome(step("html"), "<html><head></head><body><p></p></body></html>") == (None, "no_content")
 
 
 def test_languages() -> None:
@@ -381,16 +387,16 @@ def test_languages() -> None:
         "fr": "Le rapide renard brun saute par-dessus le chien paresseux, et personne ne sait pourquoi.",
         "ru": "Быстрая коричневая лиса прыгает через ленивую собаку, и никто не знает почему.",
     }
-    each = step("language", keep=["en", "ru"])
+    each = step("language", languages=["en", "ru"])
     kept = [each(Document(name, text)) for name, text in texts.items()]
     assert [document.language for document in kept if document] == ["en", "ru"]
     assert each.counts.found == dict.fromkeys(texts, 1)
-    assert set(each.counts.dropped) == {"is in another language (de)", "is in another language (fr)"}
-    assert outcome(step("language", min_probability=1.0), "ok")[1] == "is in no certain language"
+    assert set(each.counts.dropped) == {"language_de", "language_fr"}
+    assert outcome(step("language", language_threshold=1.0), "ok")[1] == "language_threshold"
 
 
 def test_languages_and_probabilities_are_those_of_the_library() -> None:
-    theirs, ours = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True), language._identifier()
+    theirs, ours = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True), _identifier()
     rng = random.Random(0)
     blocks = [(32, 127), (0xA0, 0x500), (0x900, 0xE00), (0x3000, 0xD7FF), (0x1F300, 0x1FAFF), (0, 32)]
     texts = ["", "a", "é", "ABC DEF", "e\u0301", "\x00" * 9]
@@ -401,8 +407,8 @@ def test_languages_and_probabilities_are_those_of_the_library() -> None:
         some = rng.sample(blocks, rng.randrange(1, 3))
         texts.append("".join(chr(rng.randrange(*rng.choice(some))) for _ in range(rng.randrange(40))))
     texts += [page[:at] for page in pages(40) for at in (7, 1000)]
-    folder = Path(language.__file__).parent
-    texts += [path.read_text()[:2000] for path in sorted(folder.glob("*.py"))]
+    folder = Path(str(resources.files("megatfm.data_prep")))
+    texts += [path.read_text()[:2000] for path in sorted(folder.rglob("*.py"))]
     assert len({ours.classify(text)[0] for text in texts}) > 20
     for text in texts:
         assert ours.rank(text) == theirs.rank(text), text
@@ -428,21 +434,21 @@ def test_blocked_urls(tmp_path: Path) -> None:
     path = tmp_path / "urls.txt"
     path.write_text("# no\nbad.com\nhttps://www.mixed.org/bad/  # only this\n")
     for url, why in {
-        "http://bad.com/": "comes from a blocked domain",
-        "https://www.sub.BAD.com:8080/x": "comes from a blocked domain",
+        "http://bad.com/": "domain",
+        "https://www.sub.BAD.com:8080/x": "domain",
         "https://notbad.com/": "",
         "https://mixed.org/good": "",
-        "http://mixed.org/bad/page": "has a blocked address",
+        "http://mixed.org/bad/page": "url",
         "http://[broken/": "",
         "": "",
     }.items():
-        assert outcome(step("blocked_urls", file=str(path)), "text", url)[1] == why, url
+        assert outcome(step("url_filter", file=str(path)), "text", url)[1] == why, url
 
 
 def test_blocked_words(tmp_path: Path) -> None:
     path = tmp_path / "words.txt"
     path.write_text("darn\nFoo bar\nc++\n")
-    each = lambda **settings: step("blocked_words", file=str(path), **settings)  # noqa: E731
+    each = lambda **settings: step("c4_badwords", file=str(path), **settings)  # noqa: E731
     for text, found in {
         "Darn!": True,
         "darned": False,
@@ -451,9 +457,9 @@ def test_blocked_words(tmp_path: Path) -> None:
         "in C++.": True,
     }.items():
         assert (outcome(each(), text)[0] is None) == found, text
-    assert outcome(each(whole_words=False), "darned")[1] == "has a blocked word"
+    assert outcome(each(whole_words=False), "darned")[1] == "document_removed_with_badwords"
     with pytest.raises(UsageError, match=r"none\.txt: can't be read"):
-        step("blocked_words", file=str(tmp_path / "none.txt"))
+        step("c4_badwords", file=str(tmp_path / "none.txt"))
     path.write_text("\n\n")
     with pytest.raises(UsageError, match="this list is empty"):
         each()
@@ -464,7 +470,7 @@ def test_decontamination_by_definition(tmp_path: Path) -> None:
     rng = random.Random(0)
     sentences = [" ".join(rng.choices(WORDS, k=rng.randrange(4, 30))) for _ in range(40)]
     (tmp_path / "set.jsonl").write_text("".join(f'{{"q": {{"a": ["{text}"]}}}}\n' for text in sentences))
-    each = step("decontaminate", against=[str(tmp_path / "set.jsonl")], words=9, min_words=5)
+    each = step("decontaminate", files=[str(tmp_path / "set.jsonl")], n_grams=9, min_words=5)
 
     def grams(text: str) -> list[str]:
         return re.findall(r"\w+", text.lower())
@@ -501,12 +507,12 @@ def test_decontamination_says_what_it_can_not_look_for(tmp_path: Path) -> None:
     path = tmp_path / "set.txt"
     path.write_text("three short words")
     with pytest.raises(UsageError, match="none of 1 texts has 8 words or more"):
-        step("decontaminate", against=[str(path)])
+        step("decontaminate", files=[str(path)])
     (tmp_path / "bad.jsonl").write_text("{}\n{")
     with pytest.raises(UsageError, match=r"bad\.jsonl: line 2 is not JSON"):
-        step("decontaminate", against=[str(tmp_path / "bad.jsonl")])
+        step("decontaminate", files=[str(tmp_path / "bad.jsonl")])
     (tmp_path / "some.jsonl").write_text('["short", "one two three four five six seven eight nine"]')
-    each = step("decontaminate", against=[str(tmp_path / "some.jsonl")])
+    each = step("decontaminate", files=[str(tmp_path / "some.jsonl")])
     assert each.notes == [
         "decontamination: 1 of 2 evaluation texts are too short to be looked for, with fewer than 8 words "
         "(decontaminate.min_words); the longest is 'short'"
@@ -519,20 +525,27 @@ def test_samples_are_fixed_and_grow() -> None:
         names = [f"{folder}/{number}" for folder in ("web", "books") for number in range(500)]
         return {name for name in names if each(Document(name, "x"))}
 
-    some, more = kept(keep=0.3), kept(keep=0.5)
+    some, more = kept(rate=0.3), kept(rate=0.5)
     assert 230 < len(some) < 370
     assert some < more
-    assert kept(keep=0.3, seed=1) != some
-    mixed = kept(by_path={"web/*": 0.1})
+    assert kept(rate=0.3, seed=1) != some
+    mixed = kept(rate_by_path={"web/*": 0.1})
     assert sum(name.startswith("books") for name in mixed) == 500
     assert 25 < sum(name.startswith("web") for name in mixed) < 80
 
 
 def test_every_step_counts_what_went_in_and_out(tmp_path: Path) -> None:
     (tmp_path / "list").write_text("cat sat on mat with that have\n")
-    for name in set(STEPS.names()) - {"where", "linear", "fasttext", "presidio", "perplexity", "classifier"}:
-        listed = {"file": str(tmp_path / "list")} if name.startswith("blocked") else {}
-        against = {"against": [str(tmp_path / "list")], "min_words": 5} if name == "decontaminate" else {}
+    for name in set(filter_names()) - {
+        "metadata_filter",
+        "linear_classifier",
+        "fasttext",
+        "presidio",
+        "perplexity",
+        "classifier",
+    }:
+        listed = {"file": str(tmp_path / "list")} if name in ("url_filter", "c4_badwords") else {}
+        against = {"files": [str(tmp_path / "list")], "min_words": 5} if name == "decontaminate" else {}
         each = step(name, **listed, **against)
         left = [document for text in pages(40) if (document := each(Document("x", text)))]
         counts = each.counts

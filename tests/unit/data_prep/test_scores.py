@@ -12,16 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from megatfm.config.base import Section
 from megatfm.config.prep import PrepConfig
-from megatfm.data_prep.counts import StepStats
-from megatfm.data_prep.documents import Document
-from megatfm.data_prep.steps import make
-from megatfm.data_prep.steps.linear import LinearClassifier, features
-from megatfm.data_prep.work import config_identity
+from megatfm.config.section import Section
+from megatfm.data_prep.documents import Document, StepStats
+from megatfm.data_prep.execution.workspace import config_identity
+from megatfm.data_prep.filters.base import make_filter
+from megatfm.data_prep.filters.classifiers import LinearClassifier, features
 from megatfm.errors import UsageError
-from megatfm.generate.load import load
-from tests.unit.generate.conftest import random_model, tokenizer_model, wide, write_run  # noqa: F401
+from megatfm.inference.text import load
+from tests.unit.inference.conftest import random_model, tokenizer_model, wide, write_run  # noqa: F401
 
 PROSE = [
     "the",
@@ -68,12 +67,12 @@ def texts(words: list[str], count: int, seed: int) -> list[str]:
 
 
 def section(**values: Any) -> Section:
-    config = PrepConfig.model_validate({"out": "x", "read": {"source": "python-stdlib"}, "steps": [values]})
+    config = PrepConfig.model_validate({"out": "x", "read": {"builtin": "python-stdlib"}, "steps": [values]})
     return config.steps[0]
 
 
 def apply(text: str, **values: Any) -> Document | str:
-    return make(section(**values))._rule.apply(Document("x", text), StepStats(""))
+    return make_filter(section(**values))._rule.apply(Document("x", text), StepStats(""))
 
 
 @pytest.fixture(scope="module")
@@ -87,16 +86,16 @@ def test_a_linear_classifier_of_ones_own(weights: LinearClassifier, tmp_path: Pa
     path = tmp_path / f"w{suffix}"
     weights.save(path)
     good, bad = texts(PROSE, 20, 2), texts(SPAM, 20, 3)
-    how = {"name": "linear", "file": str(path), "at_least": 0.5, "field": "quality"}
+    how = {"name": "linear_classifier", "file": str(path), "min_score": 0.5, "save_as": "quality"}
     for text in good:
         found = apply(text, **how)
         assert isinstance(found, Document)
         (places,) = features([text], weights.ngrams, len(weights.weight))
         by_hand = 1 / (1 + math.exp(-weights.bias - weights.weight[places].astype(float).mean()))
         assert found.fields["quality"] == pytest.approx(by_hand, abs=1e-6)
-    assert {apply(text, **how) for text in bad} == {"has too low a probability"}
-    assert {apply(text, **{**how, "at_least": 0.0, "at_most": 0.5}) for text in good} == {
-        "has too high a probability"
+    assert {apply(text, **how) for text in bad} == {"probability_below_min_score"}
+    assert {apply(text, **{**how, "min_score": 0.0, "max_score": 0.5}) for text in good} == {
+        "probability_above_max_score"
     }
     (tmp_path / "bad.npz").write_bytes(b"no")
     with pytest.raises(UsageError, match=r"bad\.npz: can't be read as weights"):
@@ -128,7 +127,7 @@ def test_perplexity_under_a_run(tmp_path: Path, request: pytest.FixtureRequest) 
         tmp_path / "run", request.getfixturevalue("tokenizer_model"), random_model(wide(), torch.float32)
     )
     text = "def indent(text, prefix): return text.splitlines(True)\n" * 3
-    how = {"name": "perplexity", "run": str(run), "field": "perplexity", "tokens": 30}
+    how = {"name": "perplexity", "run": str(run), "save_as": "perplexity", "max_tokens": 30}
     found = apply(text, **how)
     assert isinstance(found, Document)
     model = load(run)
@@ -140,8 +139,8 @@ def test_perplexity_under_a_run(tmp_path: Path, request: pytest.FixtureRequest) 
             logits = model.model(torch.tensor([list(map(int, ids[begin:at]))])).logits[0, -1]
             total -= float(torch.log_softmax(logits.double(), -1)[int(ids[at])])
     assert found.fields["perplexity"] == pytest.approx(math.exp(total / 30), rel=1e-4)
-    assert apply(text, **how, at_most=1.5) == "has too high a perplexity"
-    assert apply(text, **how, at_least=1e6) == "has too low a perplexity"
+    assert apply(text, **how, max_score=1.5) == "perplexity_above_max_score"
+    assert apply(text, **how, min_score=1e6) == "perplexity_below_min_score"
 
 
 def write_classifier(folder: Path, outputs: int, seed: int = 0) -> None:
@@ -195,13 +194,13 @@ def test_no_code_of_a_classifier_is_run(
 def test_keys_of_a_plugins_step_are_its_own() -> None:
     step = {
         "name": "mine",
-        "words": "space",
+        "word_tokenizer": "space",
         "file": "no such file",
         "run": "r",
-        "against": ["a"],
+        "files": ["a"],
         "folder": "f",
     }
-    values = {"out": "x", "read": {"source": "python-stdlib"}, "plugins": ["mine"], "steps": [step]}
+    values = {"out": "x", "read": {"builtin": "python-stdlib"}, "plugins": ["mine"], "steps": [step]}
     assert config_identity(PrepConfig.model_validate(values))["steps"] == [step]
 
 
@@ -214,7 +213,7 @@ def test_a_transformer_that_classifies(tmp_path: Path) -> None:
         folder = tmp_path / str(outputs)
         write_classifier(folder, outputs)
         judge = pipeline("text-classification", str(folder), top_k=None, device="cpu")
-        how = {"name": "classifier", "folder": str(folder), "field": "q", "tokens": 30}
+        how = {"name": "classifier", "folder": str(folder), "save_as": "q", "max_tokens": 30}
         how |= {} if label is None else {"label": label}
         scores = []
         for text in some:
@@ -227,7 +226,7 @@ def test_a_transformer_that_classifies(tmp_path: Path) -> None:
         below, above = sorted(scores)[3:5]
         assert above - below > 1e-5  # or it would be a matter of rounding which are kept
         middle = (below + above) / 2
-        kept = [isinstance(apply(text, **how, at_least=middle), Document) for text in some]
+        kept = [isinstance(apply(text, **how, min_score=middle), Document) for text in some]
         assert kept == [score > middle for score in scores]
         assert sum(kept) == 4
     with pytest.raises(UsageError, match="has no label 'x'; its labels are LABEL_0, LABEL_1, LABEL_2"):
@@ -241,7 +240,7 @@ def test_a_transformer_that_classifies(tmp_path: Path) -> None:
         for values in (
             {
                 "out": "x",
-                "read": {"source": "python-stdlib"},
+                "read": {"builtin": "python-stdlib"},
                 "steps": [{"name": "classifier", "folder": str(folder)}],
             }
             for folder in (tmp_path / "1", tmp_path / "3")
@@ -272,11 +271,11 @@ def test_fasttext(tmp_path: Path) -> None:
     model.save_model(str(tmp_path / "m.bin"))
     how = {"name": "fasttext", "file": str(tmp_path / "m.bin"), "label": "__label__hq"}
     good, bad = texts(PROSE, 1, 5)[0], texts(SPAM, 1, 6)[0]
-    found = apply(good.replace(" ", "\n", 3), **how, field="q", at_least=0.5)
+    found = apply(good.replace(" ", "\n", 3), **how, save_as="q", min_score=0.5)
     assert isinstance(found, Document)
     by_label = {label: p for p, label in model.f.predict(f"{good}\n", -1, 0.0, "strict")}
     assert found.fields["q"] == pytest.approx(by_label["__label__hq"], abs=1e-5)
-    assert apply(bad, **how, at_least=0.5) == "has too low a probability"
+    assert apply(bad, **how, min_score=0.5) == "probability_below_min_score"
     with pytest.raises(UsageError, match="has no label 'x'; its labels are __label__hq, __label__lq"):
         apply(good, **{**how, "label": "x"})
 
@@ -291,7 +290,7 @@ def test_fasttext(tmp_path: Path) -> None:
             "pip install presidio-analyzer, or use",
         ),
         ("transformers", {"name": "classifier", "folder": "x"}, "pip install transformers, or fit"),
-        ("spacy", {"name": "fineweb", "words": "spacy"}, "pip install spacy, or leave words out"),
+        ("spacy", {"name": "fineweb", "word_tokenizer": "spacy"}, "pip install spacy, or leave it out"),
     ],
 )
 def test_what_is_not_installed_is_said(
@@ -306,7 +305,7 @@ def test_words_by_spacy_are_datatrove_s() -> None:
     pytest.importorskip("spacy")
     from datatrove.utils.word_tokenizers import SpaCyTokenizer
 
-    from megatfm.data_prep.steps.split_words import _SpacyWords
+    from megatfm.data_prep.filters.heuristics import _SpacyWords
 
     theirs, ours = SpaCyTokenizer("en"), _SpacyWords("en")
     for text in (*texts(PROSE, 3, 7), "Don't — it's $5.00!  (e.g. U.S. \n\n e-mail: a@b.org)…", ""):
@@ -372,9 +371,9 @@ FALSE = {
 def test_keys_cards_and_accounts(what: str) -> None:
     text, expected = TRUE[what] if what in TRUE else (FALSE[what], FALSE[what])
     for before, after in (("", ""), ("See (", "), and"), ("x: ", ".\nNEXT LINE")):
-        found = apply(f"{before}{text}{after}", name="redact", phone="")
+        found = apply(f"{before}{text}{after}", name="pii", phone="")
         assert isinstance(found, Document)
         assert found.text == f"{before}{expected}{after}"
-    off = apply(text, name="redact", secret="", card="", iban="", phone="")
+    off = apply(text, name="pii", secret="", card="", iban="", phone="")
     assert isinstance(off, Document)
     assert off.text == text

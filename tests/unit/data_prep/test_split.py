@@ -11,10 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatfm.config.prep import NearDuplicatesConfig
-from megatfm.data_prep.counts import StepStats
-from megatfm.data_prep.documents import Document
-from megatfm.data_prep.guard import NearDuplicates
-from megatfm.data_prep.split import choose_held_out, plan_parts_of_files, plan_split
+from megatfm.data_prep.documents import Document, StepStats
+from megatfm.data_prep.split import ValidationNearDuplicates, choose_held_out, plan_parts_of_files, plan_split
 
 WORDS = [f"w{number}" for number in range(5000)]
 sizes = st.dictionaries(st.text(min_size=1, max_size=5), st.integers(0, 1000), max_size=50)
@@ -50,7 +48,7 @@ def test_a_level_is_left_only_when_it_can_not_give_the_share() -> None:
         plan_parts_of_files({**few, "record": parts}, 0.1, 0),
         plan_parts_of_files(few, 0.1, 0),
     )
-    levels = ("top-level package", "file", "record", "part of a file")
+    levels = ("top-level folder", "file", "record", "part of a file")
     for split, some, level in zip(plans, (packages, files, parts, parts), levels, strict=True):
         assert split is not None
         assert split.level == level
@@ -75,13 +73,18 @@ def guarded(
     folder: Path, held_out: Mapping[str, str], texts: Mapping[str, str], **settings: Any
 ) -> StepStats:
     """What became of the texts, given what is held out."""
-    near, counts = NearDuplicates(NearDuplicatesConfig(**settings), folder), StepStats(NearDuplicates.title)
+    near, counts = (
+        ValidationNearDuplicates(NearDuplicatesConfig(**settings), folder),
+        StepStats("split"),
+    )
     # In two parts, and one that has none.
     for part, some in enumerate((dict([*held_out.items()][:1]), {}, dict([*held_out.items()][1:]))):
         near.scan(part, documents(some))
     assert near.index(3) == len(held_out)
     # Those who look need not be those who wrote.
-    left = list(NearDuplicates(NearDuplicatesConfig(**settings), folder).without(documents(texts), counts))
+    left = list(
+        ValidationNearDuplicates(NearDuplicatesConfig(**settings), folder).drop_near(documents(texts), counts)
+    )
     assert [document.id for document in left] == [
         name
         for name in texts
@@ -100,8 +103,8 @@ def documents(texts: Mapping[str, str]) -> Iterator[Document]:
 def test_near_duplicates_against_exact_similarity(
     tmp_path: Path, threshold: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatfm.data_prep.counts.EXAMPLES", 1000)
-    monkeypatch.setattr("megatfm.data_prep.minhash.BATCH_BYTES", 20_000)  # in many batches
+    monkeypatch.setattr("megatfm.data_prep.documents.EXAMPLES", 1000)
+    monkeypatch.setattr("megatfm.data_prep.dedup.hashing.BATCH_BYTES", 20_000)  # in many batches
     rng = random.Random(0)
     held_out = {f"v{number}\n/é": " ".join(rng.choices(WORDS, k=400)) for number in range(20)}
     texts, similarities = {}, {}
@@ -112,9 +115,9 @@ def test_near_duplicates_against_exact_similarity(
         # The other held-out texts are random too: they share next to nothing with this one.
         texts[f"t{number}"] = " ".join(words)
         similarities[f"t{number}"] = jaccard(texts[f"t{number}"], held_out[f"v{number % 20}\n/é"])
-    counts = guarded(tmp_path, held_out, texts, similarity=threshold, shingle_words=3)
+    counts = guarded(tmp_path, held_out, texts, similarity=threshold, n_grams=3)
     found = {}
-    for example in counts.dropped["near a validation document"].examples:
+    for example in counts.dropped["near_validation_document"].examples:
         match = re.fullmatch(r"t(\d+) ~ v(\d+)\n/é \((0\.\d\d|1\.00)\)", example)
         assert match
         assert int(match[1]) % 20 == int(match[2])
@@ -130,7 +133,7 @@ def test_what_is_dropped_is_counted_with_what_it_is_near(tmp_path: Path) -> None
     text = " ".join(WORDS[:200])
     texts = {"copy.txt": text.upper(), "other.txt": " ".join(WORDS[300:500])}
     counts = guarded(tmp_path, {"first.txt": "another", "held.txt": text, "same.txt": text + " ."}, texts)
-    assert counts.dropped["near a validation document"].examples == ["copy.txt ~ held.txt (1.00)"]
+    assert counts.dropped["near_validation_document"].examples == ["copy.txt ~ held.txt (1.00)"]
     assert (counts.documents_in, counts.documents_out) == (2, 1)
     assert (counts.bytes_in, counts.bytes_out) == (len("".join(texts.values())), len(texts["other.txt"]))
 

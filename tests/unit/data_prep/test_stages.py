@@ -38,29 +38,29 @@ def every_step(config: Make, corpus: Path, tmp_path: Path) -> Callable[..., Prep
         "set": write(tmp_path / "set.txt", secret.encode()),
     }
     steps = [
-        {"name": "blocked_urls", "file": str(listed["blocked"])},
+        {"name": "url_filter", "file": str(listed["blocked"])},
         {"name": "html"},
         {"name": "language"},
-        {"name": "redact"},
-        {"name": "decontaminate", "against": [str(listed["set"])]},
-        {"name": "sample", "keep": 0.95},
+        {"name": "pii"},
+        {"name": "decontaminate", "files": [str(listed["set"])]},
+        {"name": "sample", "rate": 0.95},
     ]
-    duplicates = [{"name": "near"}, {"name": "lines"}, {"name": "substrings", "min_bytes": 300}]
-    return lambda out="out", **settings: config(out, **{"steps": steps, "duplicates": duplicates, **settings})
+    duplicates = [{"name": "minhash"}, {"name": "lines"}, {"name": "exact_substrings", "min_bytes": 300}]
+    return lambda out="out", **settings: config(out, **{"steps": steps, "dedup": duplicates, **settings})
 
 
 def test_parts_and_memory_and_kills_change_nothing(every_step: Make, tmp_path: Path) -> None:
     summary = data_prep.run(every_step())
     whole = tree(summary.out)
-    other = every_step("other", part_bytes=9000, memory_bytes=2**20, workers=1)
+    other = every_step("other", task_bytes=9000, dedup_memory_bytes=2**20, tokenizer_threads=1)
     assert tree(data_prep.run(other).out) == whole
-    small = every_step(part_bytes=60_000)
+    small = every_step(task_bytes=60_000)
     moments = count_moments(tmp_path, small)
     lasts = sorted(random.Random(0).sample(range(moments), 3))
     # One folder, killed again and again, and then left to finish.
     statuses = killed(tmp_path, small, [("again", last) for last in lasts])
     assert KILLED in statuses
-    assert tree(data_prep.run(every_step("again", part_bytes=60_000)).out) == whole
+    assert tree(data_prep.run(every_step("again", task_bytes=60_000)).out) == whole
 
 
 def test_what_each_step_did_is_told(every_step: Make) -> None:
@@ -69,26 +69,24 @@ def test_what_each_step_did_is_told(every_step: Make) -> None:
     assert list(steps) == [
         "read",
         "fix unicode",
-        "blocked URLs",
+        "URL filter",
         "HTML",
         "language",
-        "redaction",
+        "PII",
         "decontamination",
         "sample",
         "exact duplicates",
-        "near duplicates of each other",
+        "MinHash dedup",
         "repeated lines",
-        "repeated substrings",
-        "near duplicates",
+        "exact substrings",
+        "split",
     ]
     for before, after in zip([*steps.values()][:-2], [*steps.values()][1:-1], strict=True):
         assert after["documents_in"] == before["documents_out"]
         assert after["bytes_in"] == before["bytes_out"]
-    assert steps["blocked URLs"]["dropped"]["comes from a blocked domain"]["documents"] == 3
-    assert (
-        steps["decontamination"]["dropped"]["shares a run of words with an evaluation set"]["documents"] == 1
-    )
-    assert steps["redaction"]["found"]["e-mail addresses"] >= 1
+    assert steps["URL filter"]["dropped"]["domain"]["documents"] == 3
+    assert steps["decontamination"]["dropped"]["contaminated"]["documents"] == 1
+    assert steps["PII"]["found"]["e-mail addresses"] >= 1
     assert steps["language"]["found"]["en"] > 10
     assert steps["repeated lines"]["found"]["repeated lines removed"] > 10
     texts = {**shard_texts(summary.out, "train"), **shard_texts(summary.out, "validation")}
@@ -109,6 +107,6 @@ def test_a_list_is_what_it_says(every_step: Make, tmp_path: Path) -> None:
 
 
 def test_nothing_left_says_why(config: Make) -> None:
-    nothing = config(steps=[{"name": "gopher_quality", "min_words": 90_000}])
-    with pytest.raises(UsageError, match=r"no document is left: .*has too few words"):
+    nothing = config(steps=[{"name": "gopher_quality", "min_doc_words": 90_000}])
+    with pytest.raises(UsageError, match=r"no document is left: .*gopher_short_doc"):
         data_prep.run(nothing)

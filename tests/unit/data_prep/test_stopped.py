@@ -11,42 +11,44 @@ import pytest
 
 from megatfm import data_prep
 from megatfm.config.prep import PrepConfig
-from megatfm.data_prep.fast import FastEncoder
-from megatfm.data_prep.team import LockExecutor
-from megatfm.data_prep.work import Workspace
+from megatfm.data_prep.execution.executors import LockExecutor
+from megatfm.data_prep.execution.workspace import Workspace
+from megatfm.data_prep.fast_encode import FastEncoder
 from megatfm.errors import UsageError
 from tests.unit.data_prep.conftest import tree, write
 
-STEP = {"name": "c4", "min_sentences": 1, "min_line_words": 2}
+STEP = {"name": "c4", "min_num_sentences": 1, "min_words_per_line": 2}
 OTHERS: dict[str, dict[str, Any]] = {
-    "plain_tars": {"plain_tars": True},
-    "no validation": {"split": {"validation": 0, "by": None}},
-    "no split.by": {"split": {"validation": 0.2, "by": None}},
-    "memory": {"memory_bytes": 2**20},
+    "plain tars": {"compress": False},
+    "no validation": {"split": {"validation": 0, "partition_by": None}},
+    "no split.partition_by": {"split": {"validation": 0.2, "partition_by": None}},
+    "memory": {"dedup_memory_bytes": 2**20},
     "a step": {"steps": [STEP]},
-    "duplicates": {"duplicates": [{"name": "near"}]},
-    "near duplicates": {"near_duplicates": {"shingle_words": 2}},
-    "tokenizer": {"tokenizer": {"kind": "byte-bpe", "vocab_size": 280, "sentinels": 0, "modes": False}},
+    "duplicates": {"dedup": [{"name": "minhash"}]},
+    "near duplicates": {
+        "split": {"validation": 0.2, "partition_by": "lang", "near_duplicates": {"n_grams": 2}}
+    },
+    "tokenizer": {"tokenizer": {"kind": "byte-bpe", "vocab_size": 280, "sentinels": 0, "ul2_modes": False}},
 }
 """By name, settings that another config has."""
 STAGES = (
-    "read.00001",
-    "read",
-    "sort-exact",
-    "found-exact",
     "clean.00001",
-    "scan-0",
-    "found-0",
-    "thin-0",
-    "plan",
-    "held-out",
-    "split.00000",
+    "clean",
+    "exact_dedup-sort",
+    "exact_dedup-duplicates",
+    "exact_dedup.00001",
+    "dedup-0-lines-keys",
+    "dedup-0-lines-duplicates",
+    "dedup-0-lines",
+    "split-plan",
+    "split-validation",
+    "split-train.00000",
     "tokenizer",
     "tokenize-train",
     "tokenize-validation",
     "finish",
 )
-WITHOUT_VALIDATION = ("held-out", "tokenize-validation")
+WITHOUT_VALIDATION = ("split-validation", "tokenize-validation")
 CASES = [
     (other, stage, then, tasks)
     for other in OTHERS
@@ -87,13 +89,13 @@ def make(tmp_path: Path) -> Callable[..., PrepConfig]:
     def config(out: str, **settings: Any) -> PrepConfig:
         values: dict[str, Any] = {
             "out": str(tmp_path / out),
-            "workers": 1,
-            "part_bytes": 1024,
-            "memory_bytes": 2**21,
-            "read": {"folder": str(tmp_path / "texts"), "fields": {"keep": ["lang"]}},
-            "split": {"validation": 0.2, "by": "lang"},
-            "duplicates": [{"name": "lines"}],
-            "tokenizer": {"kind": "byte-bpe", "vocab_size": 270, "sentinels": 0, "modes": False},
+            "tokenizer_threads": 1,
+            "task_bytes": 1024,
+            "dedup_memory_bytes": 2**21,
+            "read": {"folder": str(tmp_path / "texts"), "metadata_keys": ["lang"]},
+            "split": {"validation": 0.2, "partition_by": "lang"},
+            "dedup": [{"name": "lines"}],
+            "tokenizer": {"kind": "byte-bpe", "vocab_size": 270, "sentinels": 0, "ul2_modes": False},
         }
         return PrepConfig.model_validate({**values, **settings})
 
@@ -125,6 +127,8 @@ def prepare(config: PrepConfig, tasks: int) -> None:
 def stop(config: PrepConfig, stage: str, tasks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prepare until a stage is done, and is about to be committed."""
     commit = Workspace.commit
+    if config.dedup[0].name == "minhash":
+        stage = stage.replace("lines-keys", "minhash-signatures").replace("lines", "minhash")
 
     def stopping(self: Workspace, name: str, *rest: Any, **more: Any) -> None:
         if name == stage:
@@ -165,7 +169,7 @@ def test_what_other_settings_left_is_in_no_corpus(
 
 @pytest.mark.parametrize(
     ("other", "name"),
-    [("memory", "memory_bytes"), ("a step", "steps"), ("no validation", "split.validation")],
+    [("memory", "dedup_memory_bytes"), ("a step", "steps"), ("no validation", "split.validation")],
 )
 def test_a_task_with_another_config_is_refused_by_name(
     make: Callable[..., PrepConfig], other: str, name: str, monkeypatch: pytest.MonkeyPatch
@@ -202,7 +206,7 @@ def test_a_task_that_slept_does_not_do_again_what_others_have_finished(
     make: Callable[..., PrepConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One sleeps while the other does the last part, joins all and removes what nobody needs any more."""
-    monkeypatch.setattr("megatfm.data_prep.team.POLL_SECONDS", 1.0)
+    monkeypatch.setattr("megatfm.data_prep.execution.executors.POLL_SECONDS", 1.0)
     encoded = list[str]()
     encode = FastEncoder.encode_batch
 
@@ -219,17 +223,19 @@ def test_a_task_that_slept_does_not_do_again_what_others_have_finished(
 def test_what_no_later_stage_needs_is_removed_on_the_way(
     make: Callable[..., PrepConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = make("out", duplicates=[{"name": "lines"}, {"name": "near"}])
+    config = make("out", dedup=[{"name": "lines"}, {"name": "minhash"}])
     stop(config, "finish", 1, monkeypatch)
     work = Path(config.out, ".work")
     for needless in (
-        "read.*.zst",
-        "thin-0.*.zst",
+        "clean.*.zst",
+        "dedup-0-lines.*.zst",
         "*.tokens",
         "rows-*",
         "digests.*",
         "identity.*",
         "marks.*",
+        "exact_dedup.*.zst",
+        "dedup-1-minhash.*.zst",
     ):
         assert not list(work.rglob(needless)), needless
-    assert list(work.rglob("thin-1.*.zst"))
+    assert list(work.rglob("train.*.zst"))

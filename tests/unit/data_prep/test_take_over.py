@@ -12,8 +12,8 @@ from datatrove.pipeline.tokens.megatron_tokenizer import MegatronTokenizedFile
 
 from megatfm import data_prep, tokenizers
 from megatfm.config.prep import PrepConfig, TokenizerConfig
-from megatfm.data import Corpus
-from megatfm.data_prep import tokenizer
+from megatfm.corpus.corpus import Corpus
+from megatfm.data_prep.tokenize import make_tokenizer_files, write_tokenizer
 from megatfm.errors import MegatfmError, UsageError
 from tests.unit.data_prep.conftest import tree
 
@@ -25,7 +25,9 @@ WORDS = ["token", " ids", " of", " text", "\n", " é", " more"]
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     text = "".join(random.Random(0).choices(WORDS, k=3000))
-    made = tokenizer.write(folder, tokenizer.make(TokenizerConfig(kind="byte-bpe", vocab_size=330), [text]))
+    made = write_tokenizer(
+        folder, make_tokenizer_files(TokenizerConfig(kind="byte-bpe", vocab_size=330), [text])
+    )
     assert made.vocab_size == 330
     return folder
 
@@ -63,7 +65,7 @@ def by_datatrove(path: Path, documents: Sequence[Sequence[int]], size: int) -> N
 
 
 def config(folder: Path, model: Path, format_: str, out: str = "out", **read: Any) -> PrepConfig:
-    read = {"folder": str(folder / "in"), "format": format_, "tokens": {"end": END}, **read}
+    read = {"folder": str(folder / "in"), "format": format_, "tokens": {"eos_id": END}, **read}
     values = {
         "out": str(folder / out),
         "read": read,
@@ -176,7 +178,7 @@ def test_ids_of_another_tokenizer_are_refused(tmp_path: Path, model: Path) -> No
     with pytest.raises(MegatfmError, match="3 bytes, which is no whole number of uint16 ids"):
         data_prep.run(config(tmp_path, model, "tokens"))
     (tmp_path / "in" / "a.bin").write_bytes(np.array([END, END], "<u2").tobytes())
-    with pytest.raises(UsageError, match=r"no document for train.*2 dropped, as each is empty"):
+    with pytest.raises(UsageError, match=r"no document for train.*2 dropped: empty"):
         data_prep.run(config(tmp_path, model, "tokens"))
 
 
@@ -185,7 +187,7 @@ def test_ids_of_another_tokenizer_are_refused(tmp_path: Path, model: Path) -> No
     [
         ({"tokenizer": {}}, "set tokenizer.file"),
         ({"steps": [{"name": "html"}]}, "leave them out"),
-        ({"read": {"folder": "x", "format": "tokens"}}, "set read.tokens.end"),
+        ({"read": {"folder": "x", "format": "tokens"}}, "set read.tokens.eos_id"),
     ],
 )
 def test_what_makes_no_sense_is_refused(changes: dict[str, Any], reason: str) -> None:

@@ -16,7 +16,7 @@ import pytest
 from megatfm import data_prep
 from megatfm.config import to_toml
 from megatfm.config.prep import PrepConfig
-from megatfm.data_prep.team import (
+from megatfm.data_prep.execution.executors import (
     LockExecutor,
     mpi_rank_from_environment,
     mpi_world,
@@ -30,8 +30,8 @@ Make = Callable[..., PrepConfig]
 ROOT = Path(__file__).parents[3]
 PART = 20_000  # the corpus has 20 parts of this size
 ALL: dict[str, Any] = {  # one step of each kind: what sees a document, a line, the whole corpus
-    "steps": [{"name": "language"}, {"name": "redact"}],
-    "duplicates": [{"name": "lines"}, {"name": "near"}],
+    "steps": [{"name": "language"}, {"name": "pii"}],
+    "dedup": [{"name": "lines"}, {"name": "minhash"}],
 }
 
 
@@ -40,7 +40,7 @@ def start(config: Make, tmp_path: Path) -> Iterator[Callable[..., subprocess.Pop
     """`start(*words, before=[…], falls=[…])`: prepare the corpus in small parts into `together`, in a process of its
     own, which may fall (see falling.py)."""
     path = tmp_path / "prep.toml"
-    path.write_text(to_toml(config("together", part_bytes=PART, workers=1, **ALL)))
+    path.write_text(to_toml(config("together", task_bytes=PART, tokenizer_threads=1, **ALL)))
     started = []
 
     def go(*words: str, before: tuple[str, ...] = (), falls: tuple[str, ...] = ()) -> subprocess.Popen[str]:
@@ -63,29 +63,29 @@ def start(config: Make, tmp_path: Path) -> Iterator[Callable[..., subprocess.Pop
 
 def test_the_size_of_parts_changes_nothing(config: Make) -> None:
     whole = tree(data_prep.run(config()).out)
-    assert tree(data_prep.run(config("small", part_bytes=PART)).out) == whole
+    assert tree(data_prep.run(config("small", task_bytes=PART)).out) == whole
 
 
 def test_tasks_share_the_work_and_take_over_from_one_that_is_killed(
     config: Make, start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     whole = tree(data_prep.run(config(**ALL)).out)
-    victim = start("--part", "2/2", falls=("SIGSTOP", "9", "-"))
+    victim = start("--task", "2/2", falls=("SIGSTOP", "9", "-"))
     work = tmp_path / "together" / ".work"
     deadline = time.monotonic() + 60
     while psutil.Process(victim.pid).status() != psutil.STATUS_STOPPED:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert list(work.glob("*/.read.*.partial")), "in the middle of a part, which it holds"
-    other = start("--part", "1/2")
-    while len(list(work.glob("*/read.*.json"))) < 3:
+    assert list(work.glob("*/.clean.*.partial")), "in the middle of a part, which it holds"
+    other = start("--task", "1/2")
+    while len(list(work.glob("*/clean.*.json"))) < 3:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     victim.kill()
     _, said = other.communicate(timeout=120)
     assert other.returncode == 0, said
     assert tree(tmp_path / "together") == whole
-    late = config("together", part_bytes=PART, workers=1, **ALL)
+    late = config("together", task_bytes=PART, tokenizer_threads=1, **ALL)
     assert data_prep.run(late, team=lambda folder: LockExecutor(2, 2, folder)).already_done
 
 
@@ -106,13 +106,13 @@ def mpirun(monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
 def test_ranks_under_mpirun_make_the_same(
     config: Make, start: Callable[..., subprocess.Popen[str]], tmp_path: Path, mpirun: tuple[str, ...]
 ) -> None:
-    whole = tree(data_prep.run(config("together", part_bytes=PART, workers=1, **ALL)).out)
+    whole = tree(data_prep.run(config("together", task_bytes=PART, tokenizer_threads=1, **ALL)).out)
     # The first time they claim parts, as below; to replace a corpus they take turns, which needs MPI.
     together = start("overwrite=true", before=mpirun)
     _, said = together.communicate(timeout=120)
     assert together.returncode == 0, said
     assert tree(tmp_path / "together") == whole
-    assert said.count("read and clean: done") == 1, "rank 0 speaks for all"
+    assert said.count("clean | done") == 1, "rank 0 speaks for all"
     (tmp_path / "together" / "prep.json").unlink()
     (tmp_path / "together" / "a stranger").touch()
     failing = start("overwrite=true", before=mpirun)
@@ -190,7 +190,7 @@ def test_tasks_need_locks(config: Make, monkeypatch: pytest.MonkeyPatch) -> None
     assert supports_flock(Path(config().out))
     monkeypatch.setattr("fcntl.flock", flock)
     assert not supports_flock(Path(config().out))
-    with pytest.raises(UsageError, match="--part needs them: use mpirun"):
+    with pytest.raises(UsageError, match="--task needs them: use mpirun"):
         data_prep.run(config(), team=lambda folder: LockExecutor(1, 2, folder))
 
 

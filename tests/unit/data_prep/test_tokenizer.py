@@ -10,8 +10,8 @@ import pytest
 from megatfm import data_prep, tokenizers
 from megatfm.config import load
 from megatfm.config.prep import PrepConfig
-from megatfm.data import Corpus
-from megatfm.data_prep.work import config_identity
+from megatfm.corpus.corpus import Corpus
+from megatfm.data_prep.execution.workspace import config_identity
 from megatfm.errors import UsageError
 from tests.unit.data_prep.conftest import tree
 
@@ -71,11 +71,11 @@ def test_options_reach_the_training(config: Make) -> None:
         for number, settings in enumerate(
             (
                 {"kind": "byte-bpe"},
-                {"kind": "byte-bpe", "pattern": "llama3"},
-                {"kind": "byte-bpe", "modes": False},
+                {"kind": "byte-bpe", "pretokenizer": "llama3"},
+                {"kind": "byte-bpe", "ul2_modes": False},
                 {"kind": "wordpiece"},
                 {"kind": "wordpiece", "lowercase": False},
-                {"modes": True},
+                {"ul2_modes": True},
             )
         )
     }
@@ -108,7 +108,7 @@ def test_a_model_that_is_brought_along_is_described(config: Make) -> None:
 def test_another_tokenizer_under_the_same_name_is_another_corpus(config: Make, tmp_path: Path) -> None:
     mine = tmp_path / "mine.json"
     for number, modes in enumerate((True, False)):
-        out = data_prep.run(config(out=f"{number}", tokenizer={"kind": "byte-bpe", "modes": modes})).out
+        out = data_prep.run(config(out=f"{number}", tokenizer={"kind": "byte-bpe", "ul2_modes": modes})).out
         mine.write_bytes((out / "tokenizer.json").read_bytes())
         if number == 0:
             data_prep.run(brought(config, "kept", mine))
@@ -140,8 +140,8 @@ def test_settings_that_came_later_leave_old_corpora_as_they_are() -> None:
             "is used as it is: leave out tokenizer.vocab_size, or file",
         ),
         (
-            ["tokenizer.pattern=llama3"],
-            "pattern is an option of kind = 'byte-bpe', not of 'sentencepiece-bpe'",
+            ["tokenizer.pretokenizer=llama3"],
+            "pretokenizer is an option of kind = 'byte-bpe', not of 'sentencepiece-bpe'",
         ),
         (
             ["tokenizer.kind=byte-bpe", "tokenizer.lowercase=false"],

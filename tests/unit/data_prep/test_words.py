@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 
 from megatfm.config.prep_steps import DecontaminateConfig
-from megatfm.data_prep.counts import StepStats
-from megatfm.data_prep.documents import Document
-from megatfm.data_prep.minhash import signatures
-from megatfm.data_prep.steps.decontaminate import Decontaminate
-from megatfm.data_prep.words import ngram_hashes, word_hashes
+from megatfm.data_prep.dedup.hashing import ngram_hashes, signatures, word_hashes
+from megatfm.data_prep.documents import Document, StepStats
+from megatfm.data_prep.filters.selection import Decontaminate
 
 # Article 1 of the Universal Declaration of Human Rights.
 ARTICLES = {
@@ -113,7 +111,7 @@ def some_text(language: str, characters: int, seed: int) -> str:
 def test_an_evaluation_text_is_found_in_every_spelling(language: str, tmp_path: Path) -> None:
     article = ARTICLES[language]
     (tmp_path / "set.txt").write_text(article)
-    rule = Decontaminate(DecontaminateConfig(name="decontaminate", against=(str(tmp_path / "set.txt"),)))
+    rule = Decontaminate(DecontaminateConfig(name="decontaminate", files=(str(tmp_path / "set.txt"),)))
     begin, end = (some_text(language, 500, seed) for seed in (1, 2))
     gap = "" if language in ("Chinese", "Japanese", "Thai") else " "
     for name, spelled in SPELLINGS.items():

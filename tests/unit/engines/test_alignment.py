@@ -13,13 +13,13 @@ from megatfm import checkpoint
 from megatfm.checkpoint import ShardedTensor
 from megatfm.config import OptimizerSection, ParallelConfig, SoapConfig
 from megatfm.engines.native.engine import NativeEngine
+from megatfm.layers.initialisation import draw
 from megatfm.models import build
-from megatfm.ops.initial import draw
-from tests.alignment import lies_wrong, misaligned, only_torchs_memory
 from tests.parity.test_layouts import CAUSAL, MODEL, global_batch, make_engine, microbatches
+from tests.support.alignment import lies_wrong, misaligned, only_torchs_memory
+from tests.support.workers import Workers
 from tests.unit.engines.native.test_native import load_and_train, tensor_of, train_and_save
 from tests.unit.engines.test_optimizers import OPTIMIZERS
-from tests.workers import Workers
 
 LAYOUTS = {
     "one": (1, ParallelConfig()),
@@ -131,7 +131,7 @@ def test_drawn_weights_and_buffers_lie_in_torchs_memory(
     workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workers.run(initial_weights_lie_right, 1, ParallelConfig())
-    name = "megatfm.ops.initial.draw"
+    name = "megatfm.layers.initialisation.draw"
     monkeypatch.setattr(name, lambda *args, **kwargs: misaligned(draw(*args, **kwargs)))
     from megatfm.layers.initialisation import initialise
 

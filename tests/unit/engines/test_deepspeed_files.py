@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatfm.engines.deepspeed.files import SyncIOHandle
+from megatfm.engines.deepspeed.nvme_offload import SyncIOHandle
 from megatfm.errors import MegatfmError
 
 

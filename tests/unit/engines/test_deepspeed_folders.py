@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from megatfm.engines.deepspeed.folders import CONTENT, MARK, OffloadDirectory
+from megatfm.engines.deepspeed.nvme_offload import CONTENT, MARK, OffloadDirectory
 from megatfm.errors import UsageError
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from megatfm.engines.deepspeed.folders import OffloadDirectory
+from megatfm.engines.deepspeed.nvme_offload import OffloadDirectory
 own = OffloadDirectory(Path(sys.argv[1]))
 (own.path / "weights.swp").touch()
 os.kill(os.getpid(), signal.SIGKILL)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatfm.engines.deepspeed import operators
-from megatfm.engines.deepspeed.operators import load_quantizer
+from megatfm.engines.deepspeed import library
+from megatfm.engines.deepspeed.library import load_quantizer
 from megatfm.errors import UsageError
 
 
@@ -25,7 +25,7 @@ class Builder:
 
 def refusal(builder: Builder) -> str:
     with pytest.raises(UsageError) as found:
-        operators._compiled(builder, "this needs the quantizer", "compile it")
+        library._compiled(builder, "this needs the quantizer", "compile it")
     assert "\n" not in str(found.value)
     return str(found.value)
 
@@ -50,4 +50,4 @@ def test_an_operator_that_can_t_be_had_is_refused_and_never_compiled(
 
 def test_rounding_is_for_gpus() -> None:
     with pytest.raises(UsageError, match=r"deepspeed.quantized_weights on 'cpu': .*, or run on GPUs"):
-        load_quantizer(operators, torch.device("cpu"), "deepspeed.quantized_weights")
+        load_quantizer(library, torch.device("cpu"), "deepspeed.quantized_weights")

@@ -10,7 +10,7 @@ from torch import nn
 
 from megatfm.config import load_config
 from megatfm.config.deepspeed_json import derive
-from megatfm.engines.deepspeed.settings import _add_buffers, buffers_in_use
+from megatfm.engines.deepspeed.nvme_offload import add_buffers, buffers_in_use
 from megatfm.errors import UsageError
 from megatfm.models import build
 from megatfm.parallel.layout import TensorLayout
@@ -59,7 +59,7 @@ def test_a_json_may_ask_for_more_buffers_and_never_has_fewer() -> None:
     setup: Any = SimpleNamespace(model=model, layout=layout, mesh=mesh, precision="fp32")
     largest = max(p.numel() for p in model.parameters()) // 2
     derived = derive(config, "fp32")
-    _add_buffers(derived, setup)
+    add_buffers(derived, setup)
     place = derived["zero_optimization"]["offload_param"]
     kept = {name for name, p in model.named_parameters() if p.numel() * 4 / 2 >= 2**20}
     assert kept
@@ -67,10 +67,10 @@ def test_a_json_may_ask_for_more_buffers_and_never_has_fewer() -> None:
     assert derived["zero_optimization"]["offload_optimizer"]["buffer_count"] == 4
     mesh.size = lambda axis: 1
     with pytest.raises(UsageError, match="weights that one data rank holds whole"):
-        _add_buffers(derived, setup)
+        add_buffers(derived, setup)
     mesh.size = lambda axis: 2 if axis == SHARD else 1
     place |= {"buffer_count": 1, "buffer_size": 10 * largest}
     derived["zero_optimization"]["offload_optimizer"]["buffer_count"] = 9
-    _add_buffers(derived, setup)
+    add_buffers(derived, setup)
     assert (place["buffer_count"], place["buffer_size"]) == (buffers_in_use(model, kept), 10 * largest)
     assert derived["zero_optimization"]["offload_optimizer"]["buffer_count"] == 9

@@ -9,7 +9,7 @@ from megatfm.config import ParallelConfig
 from megatfm.parallel.mesh import PIPELINE
 from tests.parity.test_layouts import CAUSAL, MODEL, global_batch
 from tests.parity.test_pipelines import make_engine, microbatches
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 
 def groups_by_direction(parallel: ParallelConfig) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.engines.native.engine import NativeEngine
-from megatfm.parallel.blocks import transformer_blocks
+from megatfm.parallel.layout import transformer_blocks
 from tests.parity.test_layouts import (
     ADAMW,
     CAUSAL,
@@ -23,7 +23,7 @@ from tests.parity.test_layouts import (
 from tests.parity.test_pipelines import case, reference
 from tests.parity.test_pipelines import make_engine as make_stages
 from tests.parity.test_pipelines import microbatches as stage_microbatches
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 LAYOUTS = [
     ParallelConfig(dp_shard=2, zero=0),

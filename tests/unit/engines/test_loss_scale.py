@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from megatfm import checkpoint
 from megatfm.config import ParallelConfig
-from megatfm.engines.interface import Batch
-from megatfm.engines.loss_scale import LossScale
+from megatfm.engines.interface import Batch, LossScale
 from tests.parity.test_layouts import (
     ADAMW,
     CAUSAL,
@@ -22,7 +21,7 @@ from tests.parity.test_layouts import (
     one_device,
     one_device_gradients,
 )
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 
 def test_the_rule_is_torch_s() -> None:

@@ -14,17 +14,17 @@ from megatfm import checkpoint
 from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.config.objective import CausalObjective
 from megatfm.engines.interface import Stateful
-from megatfm.engines.module_state import ModuleState
 from megatfm.engines.native.engine import NativeEngine
+from megatfm.engines.state import ModuleState
 from megatfm.errors import MegatfmError
+from megatfm.layers.initialisation import Constant
 from megatfm.layers.norm import NORMS
-from megatfm.ops.initial import Constant
 from megatfm.parallel.layout import ModelLayout
 from megatfm.parallel.mesh import build_mesh
-from megatfm.train.guards.integrity import compare_replicas
-from megatfm.verify.batch import random_batch
+from megatfm.train.resilience import compare_replicas
 from megatfm.verify.expected import expected_flows
-from megatfm.verify.rank import RankResult
+from megatfm.verify.rank_processes import RankResult
+from megatfm.verify.shrink import random_batch
 from megatfm.verify.verify import traffic_mismatches_of
 from tests.parity.test_layouts import (
     ADAMW,
@@ -39,7 +39,7 @@ from tests.parity.test_layouts import (
 )
 from tests.parity.test_pipelines import make_engine as make_stages
 from tests.parity.test_traffic import config_of, steps
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 
 @NORMS.register("drifting")

@@ -23,7 +23,6 @@ from megatfm.engines.interface import OptimizerGroup
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.optimizers import ElementwiseOptimizer
 from megatfm.errors import MegatfmError
-from tests.parity.cells import SLOW, cells
 from tests.parity.test_layouts import (
     CAUSAL,
     MODEL,
@@ -34,8 +33,9 @@ from tests.parity.test_layouts import (
     one_device,
     one_device_gradients,
 )
+from tests.support.grids import SLOW, cells
+from tests.support.workers import Workers
 from tests.unit.engines.native.test_native import load_and_train, steps, tensor_of, train_and_save
-from tests.workers import Workers
 
 SHARED: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "layer_decay": 0.8}
 OPTIMIZERS: dict[str, OptimizerSection] = {

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatfm.config import ModelConfig, ParallelConfig
-from megatfm.engines import recompute
+from megatfm.engines import activation_checkpointing
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
-from megatfm.parallel.blocks import transformer_blocks
+from megatfm.parallel.layout import transformer_blocks
 from tests.parity.test_families import MODELS, PassThroughObjective, batch_for
 from tests.parity.test_layouts import ADAMW, CAUSAL, global_batch, make_engine, microbatches
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 LAYOUTS = {
     "gpt": {"zero3": ParallelConfig(dp_shard=2), "tp2": ParallelConfig(tp=2)},
@@ -92,14 +92,14 @@ def kept_and_repeated(how: str) -> tuple[int, int, int]:
     """Bytes that the forward pass keeps besides weights; weights' products, and all operations in the backward pass."""
     model = build(LLAMA).train()
     initialise(model, 7)
-    recompute.recompute(model, transformer_blocks(model), how)
+    activation_checkpointing.recompute(model, transformer_blocks(model), how)
     tokens = torch.arange(48).reshape(2, 24) % 64
 
     def forward() -> Tensor:
         return model(tokens, targets=tokens).losses["causal"]
 
     forward()  # a budget measures in the first
-    loss, kept = recompute.measured(model, forward)
+    loss, kept = activation_checkpointing.measured(model, forward)
     with Products() as products:
         loss.backward()
     return kept, products.counted, products.everything
@@ -143,10 +143,10 @@ def test_blocks_of_one_input_that_differ_are_measured_each() -> None:
     for order in ((64, 2048), (2048, 64)):
         torch.manual_seed(0)
         stage = nn.Sequential(*map(Wide, order), *map(Wide, order)).train()
-        recompute.recompute(stage, list(stage), "500 kB")
+        activation_checkpointing.recompute(stage, list(stage), "500 kB")
         x = torch.randn(32, 32, requires_grad=True)
         stage(x)  # measures
-        _, kept = recompute.measured(stage, partial(stage, x))
+        _, kept = activation_checkpointing.measured(stage, partial(stage, x))
         assert kept < 500_000, "two of the small ones fit, and none of the wide"
         with Products() as products:
             stage(x).sum().backward()
@@ -157,7 +157,7 @@ def test_blocks_of_one_input_that_differ_are_measured_each() -> None:
 
 @pytest.mark.parametrize(("text", "size"), [("2 GB", 2_000_000_000), ("1.5MB", 1_500_000), ("60 kB", 60_000)])
 def test_sizes(text: str, size: int) -> None:
-    assert recompute.size_of(text) == size
+    assert activation_checkpointing.size_of(text) == size
 
 
 def test_without_gradients_nothing_is_kept_for_later() -> None:
@@ -166,7 +166,7 @@ def test_without_gradients_nothing_is_kept_for_later() -> None:
     initialise(model, 7)
     tokens = torch.arange(24)[None] % 64
     wanted = model.eval()(tokens).logits
-    recompute.recompute(model, transformer_blocks(model), "full")
+    activation_checkpointing.recompute(model, transformer_blocks(model), "full")
     assert torch.equal(model(tokens).logits, wanted)
     with torch.no_grad():
         assert torch.equal(nn.Module.train(model)(tokens).logits, wanted)
@@ -191,11 +191,13 @@ def test_under_compile_a_share_says_how_much_is_kept(monkeypatch: pytest.MonkeyP
         torch._dynamo.reset()
         torch.manual_seed(0)
         block = Small()
-        recompute.recompute(block, [block], how, compiled=True)
+        activation_checkpointing.recompute(block, [block], how, compiled=True)
         block.compile(fullgraph=True, backend="aot_eager_decomp_partition")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # torch's own
-            output, kept[how] = recompute.measured(block, partial(block, x.clone().requires_grad_()))
+            output, kept[how] = activation_checkpointing.measured(
+                block, partial(block, x.clone().requires_grad_())
+            )
         output.square().sum().backward()
         found[how] = [p.grad for p in block.parameters()]
     assert kept["0 %"] == x.nbytes

@@ -13,7 +13,7 @@ from megatfm.engines.native import fully_sharded
 from megatfm.models import build
 from tests.parity.test_layouts import ADAMW, CAUSAL, TIED, global_batch, make_engine, microbatches
 from tests.parity.test_pipelines import make_engine as make_pipeline
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 LAYOUTS = {
     **{f"zero {zero}": ParallelConfig(dp_shard=2, zero=zero) for zero in range(4)},

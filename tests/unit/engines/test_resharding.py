@@ -13,8 +13,8 @@ from megatfm.config import ModelConfig, OptimizerSection, ParallelConfig
 from megatfm.engines.native.engine import NativeEngine
 from tests.parity import test_layouts, test_pipelines
 from tests.parity.test_layouts import CAUSAL, global_batch, microbatches
+from tests.support.workers import Workers
 from tests.unit.engines.test_optimizers import OPTIMIZERS
-from tests.workers import Workers
 
 # A vocabulary of no even parts, fewer key heads than tensor-parallel ranks, a tie between the ends of the pipeline.
 MODEL = ModelConfig(

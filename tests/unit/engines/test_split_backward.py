@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatfm.engines.split_backward import backward_input
+from megatfm.engines.passes import backward_input
 
 WIDTH = 6
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatfm.engines.pipelined import PipelineForwardBackward
+from megatfm.engines.pipeline import PipelineForwardBackward
 from megatfm.errors import MegatfmError
 
 

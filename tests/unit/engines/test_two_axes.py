@@ -15,19 +15,23 @@ from torch.distributed import ProcessGroup
 from megatfm import checkpoint
 from megatfm.config import ParallelConfig
 from megatfm.engines.interface import OptimizerGroup
-from megatfm.engines.native.data_parallel import ZeroOptions
 from megatfm.engines.native.engine import NativeEngine
+from megatfm.engines.native.zero import ZeroOptions
 from megatfm.errors import MegatfmError
-from megatfm.layers.initialisation import initialise
-from megatfm.ops.initial import Normal
-from megatfm.parallel.collectives import all_gather, copy_to_group, reduce_from_group, reduce_scatter
+from megatfm.layers.initialisation import Normal, initialise
+from megatfm.parallel.collectives import (
+    TensorParallelGroup,
+    all_gather,
+    copy_to_group,
+    reduce_from_group,
+    reduce_scatter,
+)
 from megatfm.parallel.layout import Shard, TensorLayout
 from megatfm.parallel.mesh import DataAxes, Mesh, build_mesh
-from megatfm.parallel.plan import parallelize
-from megatfm.parallel.style import ParallelStyle, TensorParallelGroup, layouts
-from megatfm.parallel.styles import STYLES
-from megatfm.train.guards.integrity import compare_replicas
-from tests.workers import Workers
+from megatfm.parallel.parallelize import parallelize
+from megatfm.parallel.styles import STYLES, Layouts, ParallelStyle
+from megatfm.train.resilience import compare_replicas
+from tests.support.workers import Workers
 
 EXPERT_AXIS = "dp_replicate"
 """Experts are divided over these ranks; the rows of all of them go to each expert."""
@@ -56,7 +60,7 @@ class Experts(nn.Module):
 
 
 class Layer(nn.Module):
-    tp_plan = (("dense", "whole"),)
+    tp_plan = (("dense", "replicated"),)
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +72,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    tp_plan = (("head", "whole"),)
+    tp_plan = (("head", "replicated"),)
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +100,7 @@ def placed(placement: TensorLayout, mesh: Mesh) -> TensorLayout:
 GROUPS: dict[str, ProcessGroup] = {}
 
 
-def route(module: nn.Module, ranks: TensorParallelGroup, own: layouts) -> None:
+def route(module: nn.Module, ranks: TensorParallelGroup, own: Layouts) -> None:
     """Every expert's ranks see the rows of all of them."""
     genuine, experts = module.forward, GROUPS[EXPERT_AXIS]
     module.first = ranks.rank * F // ranks.group.size()

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatfm.engines.whole_tensor import OwnedTensors, _assign_owners
+from megatfm.engines.optimizers import OwnedTensors, _assign_owners
 from megatfm.parallel.layout import Chunk
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 SHAPES = {"rows": (7, 3), "grid": (4, 6), "replicated": (5, 2), "short": (1, 3), "largest": (9, 9)}
 

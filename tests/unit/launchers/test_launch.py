@@ -14,9 +14,11 @@ import pytest
 
 from megatfm.config import load_config
 from megatfm.errors import LockedError, UsageError
-from megatfm.launchers import Job, LocalLauncher, MpiLauncher, add_arguments, main
-from megatfm.launchers.files import read_json, tail_jsonl
-from megatfm.launchers.progress import run_status
+from megatfm.launchers.cli import add_arguments, main
+from megatfm.launchers.job import Job
+from megatfm.launchers.local import LocalLauncher, MpiLauncher
+from megatfm.launchers.record import read_json, tail_jsonl
+from megatfm.launchers.status import run_status
 
 ROOT = Path(__file__).resolve().parents[3]
 FAKE_RANK = """
@@ -82,6 +84,17 @@ def test_local_ranks_get_the_variables_of_torchrun(folder: Path, capfd: pytest.C
     assert said["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
 
 
+def test_threads_without_affinity_are_of_all_cores(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """macOS has no os.sched_getaffinity."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delattr("os.sched_getaffinity")
+    monkeypatch.setattr("os.cpu_count", lambda: 7)
+    assert launch("--nproc", "2") == 0
+    assert json.loads(capfd.readouterr().out)["OMP_NUM_THREADS"] == "3"
+
+
 def test_own_thread_count_wins(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert launch("--nproc", "1") == 0
@@ -134,7 +147,7 @@ def test_a_run_that_left_with_zero_and_has_not_finished_is_tried_again(
 ) -> None:
     (folder / "fake_rank.py").write_text("import sys; open('starts', 'a').write('x')")
     assert launch("--nproc", "1") == 1
-    assert "it left with 0, but the run has not recorded that it is finished" in capfd.readouterr().err
+    assert "exit code 0, but events.jsonl has no `finished` event" in capfd.readouterr().err
     assert launch("--nproc", "1", "--max-restarts", "1") == 76
     assert (folder / "starts").read_text() == "xxx"
 
@@ -214,8 +227,8 @@ def test_the_dry_run_of_mpi_is_its_command(capfd: pytest.CaptureFixture[str]) ->
     ("words", "reason"),
     [
         ([], "say where to run"),
-        (["--nproc", "2", "--mpi", "2"], "say where to run"),
-        (["--slurm", "--mpi", "2"], "choose one"),
+        (["--nproc", "2", "--mpi", "3"], "choose one: --nproc 2 without mpirun, --mpi 3 with it"),
+        (["--slurm", "--mpi", "2"], "by srun: --slurm --nproc 2 for 2 on each node"),
         (
             ["--nproc", "2", "--nodes", "2", "--gpus-per-node", "1"],
             "--nodes, --gpus-per-node: only with --slurm",

@@ -13,10 +13,12 @@ import pytest
 from megatfm.config import load, load_config, to_toml
 from megatfm.config.prep import PrepConfig
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.launchers import Job, RunHandle, SlurmLauncher, add_arguments, main, snapshot, submit
-from megatfm.launchers.beside import cancel
-from megatfm.launchers.progress import run_status
-from megatfm.launchers.site import Site, load_site
+from megatfm.launchers import RunHandle, snapshot, submit
+from megatfm.launchers.cli import add_arguments, main
+from megatfm.launchers.job import Job
+from megatfm.launchers.run_jobs import cancel
+from megatfm.launchers.slurm import Site, SlurmLauncher, load_site
+from megatfm.launchers.status import run_status
 from tests.unit.launchers.conftest import FakeSlurm
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -217,8 +219,8 @@ printf '%s\\n' "${0##*/}" "$@" "HOSTILE=$HOSTILE" >>"$SEEN"
 exit 0
 """
 PYTHON = """#!/bin/bash
-printf '%s\\n' jobside "$@" >>"$SEEN"
-[ "$3" != begin ] || echo "2 n1 n1,n2"
+printf '%s\\n' prolog_epilog "$@" >>"$SEEN"
+[ "$3" != prolog ] || echo "2 n1 n1,n2"
 """
 
 
@@ -263,7 +265,11 @@ def test_what_reaches_the_shell_is_quoted(
     assert seen[seen.index("prepare") :][:2] == ["prepare", text]
     if kind in ("train", "torchrun"):
         assert "--nodelist=n1,n2" in step
-        assert seen[-1 - seen[::-1].index("jobside") :][1:4] == ["-m", "megatfm.launchers.jobside", "end"]
+        assert seen[-1 - seen[::-1].index("prolog_epilog") :][1:4] == [
+            "-m",
+            "megatfm.launchers.prolog_epilog",
+            "epilog",
+        ]
     assert not (folder / "owned").exists()
     assert sorted(path.name for path in folder.iterdir()) == ["bin", "corpora", "seen"]
 
@@ -284,7 +290,7 @@ def run_script(folder: Path, srun: str, *, plan: str = "echo 1 n1 n1") -> tuple[
     programs.mkdir()
     (programs / "srun").write_text(f"#!/bin/bash\n{srun}\n")
     (programs / "python").write_text(
-        f'#!/bin/bash\nshift 2\necho "$@" >>"$SEEN"\ncase $1 in begin) {plan} ;; end) exit 42 ;; esac\n'
+        f'#!/bin/bash\nshift 2\necho "$@" >>"$SEEN"\ncase $1 in prolog) {plan} ;; epilog) exit 42 ;; esac\n'
     )
     for program in programs.iterdir():
         program.chmod(0o755)
@@ -305,7 +311,7 @@ def run_script(folder: Path, srun: str, *, plan: str = "echo 1 n1 n1") -> tuple[
 def test_the_script_ends_as_the_helper_says(folder: Path) -> None:
     code, asked = run_script(folder, "exit 3")
     assert code == 42
-    assert asked[-1].split(" --log")[0] == f"end --run {folder}/runs/quickstart"
+    assert asked[-1].split(" --log")[0] == f"epilog --run {folder}/runs/quickstart"
     assert "--code 3 --asked  --requeue --max-restarts 3" in asked[-1]
 
 
@@ -561,6 +567,15 @@ def test_a_preparation_and_an_evaluation_are_submitted(
     launch("--slurm", name_of(folder))
     launch("--slurm", "--evaluate", "--nproc", "2", config="runs/mine")
     assert "-m megatfm evaluate" in (folder / "runs/mine/slurm/evaluate.sbatch").read_text()
+
+
+def test_the_queued_config_extends_nothing(folder: Path, fake_slurm: FakeSlurm) -> None:
+    fake_slurm.answer("sbatch", "5\n")
+    (folder / "mine.toml").write_text('extends = "quickstart"\nname = "mine"\n[data]\nvalidation = {}\n')
+    launch("--slurm", "data.corpus=corpora/quickstart", config="mine.toml")
+    queued = folder / "runs" / "mine" / "slurm" / "config.toml"
+    assert "extends =" not in queued.read_text()
+    assert load_config(queued).train == load_config("quickstart").train
 
 
 def name_of(folder: Path) -> str:

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from megatfm.config import ModelConfig
-from megatfm.layers.initialisation import initialise
+from megatfm.layers.initialisation import TruncatedNormal, draw, initialise
 from megatfm.models import build
-from megatfm.ops.initial import TruncatedNormal, draw
 
 SMALL = {
     "family": "encoder",

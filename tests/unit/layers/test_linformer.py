@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from megatfm.config import ModelConfig, load_config
 from megatfm.cost import TokenCounts
 from megatfm.errors import UsageError
-from megatfm.layers.attention import core, linformer
+from megatfm.layers.attention import dot_product, linformer
 from megatfm.layers.block import Block
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
-from tests.parity.oracle import perturb
+from tests.support.reference_gradients import perturb
 
 LENGTH, RANK, HEADS, WIDTH = 13, 4, 3, 12
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 6 + [-1] * 2, [0] * 13])
@@ -97,7 +97,7 @@ def test_pieces_drop_what_is_dropped_at_once(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_who_serves_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core, "_TOLD", set())
+    monkeypatch.setattr(dot_product, "_TOLD", set())
     layer = Block(config_of("headwise"), "encoder").attn
     with caplog.at_level(logging.INFO, "megatfm"), torch.no_grad():
         for _ in range(2):

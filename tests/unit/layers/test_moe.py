@@ -21,15 +21,17 @@ from transformers.models.switch_transformers import modeling_switch_transformers
 
 from megatfm.config import Config, ModelConfig, load_config
 from megatfm.cost import TokenCounts, module_cost
-from megatfm.layers.extra import BlockOutput
 from megatfm.layers.initialisation import initialise, initialiser
-from megatfm.layers.moe import MoE, dispatch, experts
-from megatfm.layers.moe.dispatch import sort_by_expert
-from megatfm.layers.moe.router import stable_topk
+from megatfm.layers.loss_terms import BlockOutput
+from megatfm.layers.moe import experts
+from megatfm.layers.moe import experts as dispatch
+from megatfm.layers.moe.experts import sort_by_expert
+from megatfm.layers.moe.moe import MoE
+from megatfm.layers.moe.routers import stable_topk
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops import grouped
-from megatfm.ops.grouped import grouped_linear, kernel_for, looped_linear
-from tests.parity.oracle import TOLERANCE, doubled
+from megatfm.ops import grouped_mm
+from megatfm.ops.grouped_mm import grouped_linear, kernel_for, looped_linear
+from tests.support.reference_gradients import TOLERANCE, doubled
 
 B, T, D, F_, E = 3, 11, 16, 8, 8
 ROUTER = {"aux_loss_coef": 0.1, "seq_aux_loss_coef": 0.1, "z_loss_coef": 0.1}
@@ -374,7 +376,7 @@ def test_the_grouped_product_is_the_loop(
     weight = torch.randn(4, 24, D, generator=generator).to(dtype_).requires_grad_()
     ends = torch.tensor([3, 3, 9, 11], dtype=torch.int32)
     assert kernel_for(x, weight) == ("windows" if dtype_ == torch.bfloat16 else "grouped")
-    monkeypatch.setattr(grouped, "kernel_for", lambda *_: kernel)
+    monkeypatch.setattr(grouped_mm, "kernel_for", lambda *_: kernel)
     direction = torch.randn(11, 24, generator=generator).to(dtype_)
     made = []
     for product in (grouped_linear, looped_linear):
@@ -385,7 +387,7 @@ def test_the_grouped_product_is_the_loop(
         torch.testing.assert_close(one[rows], other[rows])
     monkeypatch.undo()
     assert kernel_for(x.double(), weight.double()) == kernel_for(x.float(), weight[:, :7]) == "loop"
-    nothing = grouped.KERNELS[kernel](x, weight, torch.zeros_like(ends))
+    nothing = grouped_mm.KERNELS[kernel](x, weight, torch.zeros_like(ends))
     assert torch.autograd.grad(nothing[:0].sum(), [weight], allow_unused=True)[0] is not None
 
 
@@ -395,7 +397,7 @@ def test_windows_hold_their_groups_and_have_few_lengths() -> None:
     lengths = set()
     for _ in range(100):
         ends = torch.randint(0, 4097, (8,), generator=generator).sort().values.tolist()
-        found = grouped.padded_ranges(ends)
+        found = grouped_mm.padded_ranges(ends)
         assert [last for _, last, _, _ in found] == ends
         assert [first for first, _, _, _ in found] == [0, *ends[:-1]]
         for first, last, low, high in found:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from megatfm.layers.moe import experts
-from megatfm.layers.moe.dispatch import expert_capacity, within_capacity
+from megatfm.layers.moe.experts import expert_capacity, within_capacity
 from tests.unit.layers.test_moe import E, T, inputs, make, sequence
 
 

@@ -10,12 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatfm.config import ModelConfig
-from megatfm.layers.attention import ATTENTIONS, core
+from megatfm.layers.attention import ATTENTIONS, dot_product
 from megatfm.layers.attention.patterns import PATTERNS
 from megatfm.layers.initialisation import initialise
 from megatfm.layers.position import POSITIONS
 from megatfm.models import build
-from megatfm.ops.attention import banded, blocks, kernels, pieces, rows
+from megatfm.ops.attention import block_plan, block_sparse, kernels, reference, tile
 
 SHORT, LONG = 2048, 4096
 """Tokens of a row; kernels take those of `kernels.LONG` and more for long."""
@@ -146,7 +146,12 @@ def kind_of(family: str, name: str) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((blocks, "SCORES"), (banded, "HELD"), (pieces, "MASKED"), (rows, "MAX_SCORES")):
+    for module, name in (
+        (block_sparse, "SCORES"),
+        (tile, "HELD"),
+        (block_plan, "MASKED"),
+        (reference, "MAX_SCORES"),
+    ):
         monkeypatch.setattr(module, name, AT_ONCE)
 
 
@@ -162,12 +167,12 @@ def test_no_tensor_grows_with_the_square_of_the_length(family: str, name: str, w
 )
 def test_a_dense_path_is_found(monkeypatch: pytest.MonkeyPatch, family: str, name: str, which: str) -> None:
     products = next(kernel for kernel in kernels.KERNELS if kernel.name == "products")
-    monkeypatch.setattr(core, "choose", lambda case: products)
+    monkeypatch.setattr(dot_product, "choose", lambda case: products)
     assert largest(family, kind_of(family, name), which, LONG).numel >= LONG**2
 
 
 def test_scores_of_all_queries_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "MAX_SCORES", 2**40)
+    monkeypatch.setattr(reference, "MAX_SCORES", 2**40)
     assert largest("xlnet", kind_of("xlnet", "xlnet"), "packed", SHORT).numel >= SHORT**2
 
 

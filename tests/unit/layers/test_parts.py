@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from megatfm.config import ModelConfig
-from megatfm.layers.activation import ACTIVATIONS
-from megatfm.layers.ffn import FFN
+from megatfm.layers.feed_forward import ACTIVATIONS, FFN
 from megatfm.layers.initialisation import initialiser
 from megatfm.layers.norm import NORMS
 from megatfm.layers.sequence import SequenceMetadata

@@ -11,21 +11,20 @@ from torch import Tensor
 
 from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
-from megatfm.layers.attention import core
-from megatfm.layers.attention.patterns import (
-    PATTERNS,
-    AttentionPattern,
-    BigBird,
-    BlockBounds,
+from megatfm.layers.attention import dot_product
+from megatfm.layers.attention.patterns import PATTERNS, AttentionPattern
+from megatfm.layers.attention.patterns.bigbird import BigBird
+from megatfm.layers.attention.patterns.local import (
     Chunked,
     CrossAttentionPattern,
     Fixed,
     Full,
     Longformer,
-    PatternMask,
     Strided,
     Window,
 )
+from megatfm.layers.attention.patterns.mask import PatternMask
+from megatfm.layers.attention.patterns.pattern import PAIRS_CACHED, BlockBounds, _pairs
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 
@@ -290,6 +289,14 @@ def test_pairs_are_counted(pattern: AttentionPattern, monkeypatch: pytest.Monkey
     assert pattern.pairs(T, N) == wanted
 
 
+def test_counts_of_pairs_are_remembered_up_to_a_bound() -> None:
+    """A pattern, and its count for a length, aren't kept for ever."""
+    window = Window(2, 0)
+    for heads in range(1, PAIRS_CACHED + 9):
+        assert _pairs(window, 4, heads) == 3 + 3 + 2 + 1
+    assert _pairs.cache_info().currsize <= PAIRS_CACHED
+
+
 def test_heads_of_a_part_are_those_of_the_whole() -> None:
     sequence = SequenceMetadata(torch.arange(T).expand(2, T), DOCUMENTS)
     whole, second = (
@@ -315,7 +322,7 @@ def test_a_memory_is_seen_by_document() -> None:
 def test_the_kernel_of_a_kind_is_logged_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(core, "_TOLD", set())
+    monkeypatch.setattr(dot_product, "_TOLD", set())
     model = build(ModelConfig(vocab_size=7, d_model=8, n_layers=2, attention={"n_heads": 2}, ffn={"d_ff": 8}))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)

@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatfm.config.position import LinearScaling, Llama3Scaling, NtkScaling, YarnScaling
-from megatfm.layers.position.rope import scaled_frequencies
+from megatfm.layers.rope import scaled_frequencies
 
 LONGEST = 4096
 

@@ -10,12 +10,14 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from megatfm.config import Config, ModelConfig
-from megatfm.layers.ffn import FFNS
+from megatfm.errors import UsageError
+from megatfm.layers.feed_forward import FFNS
 from megatfm.layers.initialisation import initialiser
-from megatfm.layers.moe import MoE, balance
+from megatfm.layers.moe import moe
+from megatfm.layers.moe.moe import MoE
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models.stack import make_sequence
-from megatfm.ops import dropout as keyed
+from megatfm.ops import keyed_random as keyed
 
 B, T, D, WIDTH, E = 2, 9, 6, 5, 4
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 4, [0] * 6 + [-1] * 3])
@@ -140,9 +142,7 @@ def test_noisy_top_k(training: bool) -> None:
 
 def test_terms_are_flat_where_all_is_even() -> None:
     numbers = torch.rand(1, 3, E, dtype=torch.float64, requires_grad=True)
-    term = balance.cv_squared_loss(
-        numbers, torch.ones(1, 3, dtype=torch.bool), torch.full((E,), 0.3).double()
-    )
+    term = moe.cv_squared_loss(numbers, torch.ones(1, 3, dtype=torch.bool), torch.full((E,), 0.3).double())
     term.backward()
     assert float(term.abs().detach()) < 1e-12
     assert float(numbers.grad.abs().max()) < 1e-12
@@ -291,3 +291,21 @@ def test_a_hash_knows_the_tokens_of_a_part_of_a_row() -> None:
     part = make_sequence({"tokens": TOKENS[:, places], "expert_capacity": places, **full}, "tokens")
     found = module.router(torch.zeros(B, 3, D), part).expert_indices
     assert torch.equal(found, module.router(torch.zeros(B, T, D), sequence()).expert_indices[:, places])
+
+
+@pytest.mark.parametrize(
+    ("router", "purpose"),
+    [
+        ({"name": "gshard"}, "the gshard router's sampling of second experts"),
+        ({"name": "noisy_top_k"}, "the noisy_top_k router's noise"),
+        ({"name": "switch", "jitter": 0.1}, "the switch router's jitter"),
+    ],
+    ids=lambda value: value["name"] if isinstance(value, dict) else "",
+)
+def test_a_router_that_lacks_random_keys_is_named(router: dict[str, Any], purpose: str) -> None:
+    module = make(router=router, top_k=1 if router["name"] == "switch" else 2)
+    x = torch.ones(1, 3, D, dtype=torch.float64)
+    without_keys = SequenceMetadata(torch.arange(3)[None])
+    with pytest.raises(UsageError, match=rf"^{purpose} in training needs random keys.*pass keys"):
+        module(x, without_keys)
+    module.eval()(x, without_keys)

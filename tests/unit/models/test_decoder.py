@@ -8,9 +8,9 @@ from torch import Tensor
 
 from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
-from megatfm.layers.attention import KVCache
+from megatfm.layers.attention.kv_cache import KVCache
+from megatfm.layers.initialisation import Constant, Normal
 from megatfm.models import Decoder, build
-from megatfm.ops.initial import Constant, Normal
 
 LENGTHS = (5, 1, 6)
 T = sum(LENGTHS) + 2

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from megatfm.config import Config, load_config
-from megatfm.config.load import ALIASES
+from megatfm.config.sources import ALIASES
 from megatfm.models import build
 from tests.golden.shapes import compressed
-from tests.parity.oracle import row_of
+from tests.support.reference_gradients import row_of
 
 ROOT = Path(__file__).resolve().parents[3]
 GOLDEN = ROOT / "tests" / "golden" / "models"
@@ -149,7 +149,7 @@ ACTIVE = {
 
 @pytest.mark.parametrize("preset", ACTIVE)
 def test_parameters_that_a_token_meets(preset: str) -> None:
-    """All but those of experts that it does not choose, as the headers and docs/zoo.md say."""
+    """All but those of experts that it does not choose, as the headers and docs/guide/models.md say."""
     config, model = loaded(preset)
     unchosen = 0
     stacks = 2 if config.model.family == "encoder_decoder" else 1

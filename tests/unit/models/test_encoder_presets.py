@@ -14,7 +14,7 @@ from torch import nn
 from megatfm.config import Config, load_config
 from megatfm.models import build
 from tests.golden.shapes import compressed
-from tests.parity.oracle import row_of
+from tests.support.reference_gradients import row_of
 
 ROOT = Path(__file__).resolve().parents[3]
 GOLDEN = ROOT / "tests" / "golden" / "models"
@@ -110,7 +110,7 @@ def test_the_zoo_s_row_is_the_preset(preset: str) -> None:
     place = re.findall(r"`([^`]+)`", cells[0]).index(preset)
     assert cells[4].split("; ")[place] == f"{(COUNTS | ELECTRA)[preset][0]:,}"
     assert f"`{config.objective.name}`" in cells[2]
-    text = (ROOT / "docs" / "zoo.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "guide" / "models.md").read_text(encoding="utf-8")
     assert all(f"{number:,}" in text for number in ELECTRA.get(preset, ()))
 
 

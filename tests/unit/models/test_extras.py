@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.config import CausalObjective, Config, ModelConfig, PermutationObjective, SpanCorruptionObjective
-from megatfm.engines import recompute
+from megatfm.engines import activation_checkpointing
 from megatfm.errors import UsageError
-from megatfm.layers.extra import BlockOutput
-from megatfm.layers.head import HEADS
+from megatfm.layers.block import auxiliary_losses
 from megatfm.layers.initialisation import initialise
-from megatfm.layers.terms import auxiliary_losses
+from megatfm.layers.loss_terms import BlockOutput
+from megatfm.layers.output_head import HEADS
 from megatfm.models import build
 from megatfm.objectives import SpecialTokens, build_objective
-from megatfm.verify.batch import random_batch
+from megatfm.verify.shrink import random_batch
 from megatfm.verify.verify import verify
 from tests.plugins import plugin
 
@@ -58,7 +58,7 @@ def test_terms_are_summed_and_counts_told_once(how: str) -> None:
         ffn.register_forward_pre_hook(lambda module, given: begun.append(module))
     assert len(ffns) == 4, "three blocks and a future head's"
     blocks = [*model.decoder.layers.values(), model.future["1"].layers["0"]]
-    recompute.recompute(model, blocks, how)
+    activation_checkpointing.recompute(model, blocks, how)
     output = model(TOKENS, targets=TOKENS.roll(-1, 1), documents=DOCUMENTS)
     assert len(made) == 4
     by_token = [

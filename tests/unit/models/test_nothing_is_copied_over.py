@@ -15,7 +15,7 @@ import megatfm
 from megatfm import parallel
 from megatfm.config import load_config
 from megatfm.engines.losses import to_device
-from megatfm.layers.position.rope import Rope
+from megatfm.layers.rope import Rope
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 

@@ -14,7 +14,7 @@ from megatfm.errors import UsageError
 from megatfm.layers.attention.patterns import PATTERNS
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
-from megatfm.ops.attention import blocks, kernels
+from megatfm.ops.attention import block_sparse, kernels
 
 PATTERN: dict[str, dict[str, Any]] = {
     "window": {"name": "window", "width": 5},
@@ -121,7 +121,7 @@ def test_it_works_or_is_refused(pattern: str, part: str) -> None:
     model, inputs = build(config).double().train(), batch(config.family, prefix=part == "prefix")
     initialise(model, 3)
     by_mask = gradients(model, inputs)
-    with mock.patch.object(kernels, "LONG", 1), mock.patch.object(blocks, "SIZE", 8):
+    with mock.patch.object(kernels, "LONG", 1), mock.patch.object(block_sparse, "SIZE", 8):
         by_blocks = gradients(model, inputs)
     assert by_mask.keys() == by_blocks.keys() == {name for name, _ in model.named_parameters()}
     whole = torch.stack([gradient.norm() for gradient in by_mask.values()]).norm()

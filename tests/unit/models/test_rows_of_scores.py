@@ -9,7 +9,7 @@ from torch import Tensor
 from megatfm.config import ModelConfig
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
-from megatfm.ops.attention import rows
+from megatfm.ops.attention import reference
 from megatfm.ops.cross_entropy import IGNORE
 from tests.unit.models.test_patterns_compose import LENGTH, batch, gradients
 
@@ -83,13 +83,13 @@ KINDS = {
 def test_how_it_is_computed_is_logged_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(rows, "_LOGGED", set())
+    monkeypatch.setattr(reference, "_LOGGED", set())
     config = ModelConfig.from_dotted({**SIZES, **MODELS[name]})
     model, inputs = build(config).eval(), inputs_of(config.family, prefix=False)
     initialise(model, 3)
     with caplog.at_level(logging.INFO, "megatfm"), torch.no_grad():
         model(**inputs)
-        monkeypatch.setattr(rows, "MAX_SCORES", 1)
+        monkeypatch.setattr(reference, "MAX_SCORES", 1)
         model(**inputs)
     assert [record.message for record in caplog.records if "attention" in record.message] == [
         f"attention {KINDS[name]}, on cpu in float32: kernel products, {how}"
@@ -103,14 +103,14 @@ def test_gradients_are_those_of_all_queries_at_once(monkeypatch: pytest.MonkeyPa
     inputs = inputs_of(config.family, prefix="prefixes" in name)
     model = build(config).double().train()
     initialise(model, 3)
-    whole, real, calls = gradients(model, inputs), rows.checkpoint, []
+    whole, real, calls = gradients(model, inputs), reference.checkpoint, []
 
     def counted(*given: object, **options: bool) -> object:
         calls.append(given)
         return real(*given, **options)
 
-    monkeypatch.setattr(rows, "MAX_SCORES", 2 * 4 * LENGTH * STEP)
-    monkeypatch.setattr(rows, "checkpoint", counted)
+    monkeypatch.setattr(reference, "MAX_SCORES", 2 * 4 * LENGTH * STEP)
+    monkeypatch.setattr(reference, "checkpoint", counted)
     parts = gradients(model, inputs)
     assert len(calls) == pieces_of(config.family, inputs)
     assert parts.keys() == whole.keys()

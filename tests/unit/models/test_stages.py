@@ -5,7 +5,7 @@ import torch
 
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
-from megatfm.parallel.pipeline_cut import activation_shape
+from megatfm.parallel.pipeline_stages import activation_shape
 from megatfm.split_points import live_fields
 from tests.parity.test_families import MODELS, batch_for
 

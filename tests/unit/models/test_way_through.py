@@ -10,9 +10,9 @@ from torch import Tensor
 import megatfm
 from megatfm.config import ParallelConfig
 from megatfm.layers import linear
-from megatfm.train.guards.integrity import forward_backward_with_replay
+from megatfm.train.resilience import forward_backward_with_replay
 from tests.parity.test_layouts import ADAMW, CAUSAL, MODEL, global_batch, make_engine, microbatches
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 HOPS = 9
 """Loop, engine, its pass, objective, model, stack, block, sublayer, matrix."""
@@ -38,6 +38,6 @@ def way() -> list[str]:
 
 def test_the_way_is_short(workers: Workers) -> None:
     (found,) = workers.run(way, 1)
-    assert found[0] == "train/guards/integrity.py forward_backward_with_replay"
+    assert found[0] == "train/resilience.py forward_backward_with_replay"
     assert found[-1] == "layers/linear.py forward"
     assert len(found) <= HOPS, found

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
 from megatfm.errors import MegatfmError
-from megatfm.layers.attention import KVCache
-from megatfm.layers.head import HEADS, SentenceHead
+from megatfm.layers.attention.kv_cache import KVCache
 from megatfm.layers.initialisation import initialise
+from megatfm.layers.output_head import HEADS, SentenceHead
 from megatfm.models import build
 
 SIZES = {"vocab_size": 23, "d_model": 16, "n_layers": 2, "attention.n_heads": 2, "ffn.d_ff": 24}

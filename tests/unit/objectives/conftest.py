@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from megatfm.config import Config, ModelConfig, load_config
-from megatfm.data.packing import NO_OTHER_DOCUMENTS, DocumentChunk
-from megatfm.keyed import PieceKey, piece_keys
+from megatfm.data.sequences import NO_OTHER_DOCUMENTS, DocumentChunk
 from megatfm.objectives import Example, Objective, SpecialTokens, build_objective
+from megatfm.rng import PieceKey, piece_keys
 
 VOCABULARY = 1000
 RESERVED = 200

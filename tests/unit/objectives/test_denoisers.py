@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatfm.keyed import piece_keys
+from megatfm.rng import piece_keys
 
 MODES = {6: "R", 7: "S", 8: "X"}
 EOS, IGNORE = 2, -100

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatfm.keyed import piece_keys
+from megatfm.rng import piece_keys
 
 BOS, EOS, PAD, IGNORE = 1, 2, 0, -100
 

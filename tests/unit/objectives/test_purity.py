@@ -9,9 +9,11 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatfm.data import DataLoader, DocumentChunk, PackedDataset
-from megatfm.keyed import PieceKey, piece_keys
+from megatfm.data.dataset import PackedDataset
+from megatfm.data.loader import DataLoader
+from megatfm.data.sequences import DocumentChunk
 from megatfm.objectives import OBJECTIVES, Objective
+from megatfm.rng import PieceKey, piece_keys
 
 IGNORE = -100
 # Objective and family → the first hex digits of what a pinned text becomes. A change here changes what a resumed run

@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatfm.data import DocumentChunk
+from megatfm.data.sequences import DocumentChunk
 from megatfm.errors import UsageError
-from megatfm.keyed import PieceKey
+from megatfm.rng import PieceKey
 
 CLS, SEP, IGNORE = 4, 5, -100
 NO_MASK = {"mask_replace_prob": 0.0, "random_replace_prob": 0.0}

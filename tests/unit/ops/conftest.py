@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.unwritten import memory_of_nan
+from tests.support.uninitialized_memory import memory_of_nan
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatfm.ops import cross_entropy as module
-from megatfm.ops import softmax_kernel
+from megatfm.ops import cross_entropy_triton
 from megatfm.ops.cross_entropy import IGNORE, LogitOptions, cross_entropy, cross_entropy_reference
 
 M, D, V = 13, 6, 45
@@ -34,7 +34,7 @@ def check(dtype: torch.dtype, variant: LogitOptions) -> None:
 
     def in_place(logits: Tensor, *args: Any, **options: Any) -> Tensor:
         strides.append(logits.stride())
-        return softmax_kernel.to_gradients(logits, *args, **options)
+        return cross_entropy_triton.to_gradients(logits, *args, **options)
 
     module._kernel = lambda logits: in_place
     trained, targets = inputs(dtype)
@@ -51,14 +51,14 @@ def check(dtype: torch.dtype, variant: LogitOptions) -> None:
 def check_no_number() -> None:
     """Of a target beyond the vocabulary."""
     logits, targets = torch.zeros(3, V), torch.tensor([V, -1, IGNORE])
-    losses = softmax_kernel.to_gradients(logits, targets, ignore=IGNORE, softcap=None, smoothing=0.0)
+    losses = cross_entropy_triton.to_gradients(logits, targets, ignore=IGNORE, softcap=None, smoothing=0.0)
     assert losses[:2].isnan().all()
     assert losses[2] == 0
     assert torch.equal(logits[2], torch.zeros(V))
 
 
 if __name__ == "__main__":
-    softmax_kernel.BLOCK = 16  # several blocks a row
+    cross_entropy_triton.BLOCK = 16  # several blocks a row
     for dtype, variant in itertools.product(CLOSE, VARIANTS):
         check(dtype, variant)
     check_no_number()

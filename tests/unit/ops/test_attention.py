@@ -7,19 +7,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatfm.layers.attention.patterns import Full, PatternMask
+from megatfm.layers.attention.patterns.local import Full
+from megatfm.layers.attention.patterns.mask import PatternMask
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.attention import (
-    CAUSAL_MASK,
-    AttentionMask,
-    AttentionOptions,
-    AttentionRequest,
-    attention_reference,
-    choose,
-    fused,
-    kernels,
-)
-from megatfm.ops.attention.visible import DenseMask
+from megatfm.ops.attention import kernels, sdpa
+from megatfm.ops.attention.kernels import AttentionRequest, choose
+from megatfm.ops.attention.mask import CAUSAL_MASK, AttentionMask, DenseMask
+from megatfm.ops.attention.reference import AttentionOptions, attention_reference
 
 B, N, T, H = 2, 6, 11, 4
 EARLIER = Full(causal=True)
@@ -92,7 +86,7 @@ def test_values_of_another_width_than_keys(
     monkeypatch: pytest.MonkeyPatch, word: Literal["all", "causal"], of_values: int
 ) -> None:
     """As of a row that is long, of which torch would hold all scores."""
-    monkeypatch.setattr(fused, "LONG", T)
+    monkeypatch.setattr(sdpa, "LONG", T)
     flash, kernel = [], torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
     class Watched(TorchDispatchMode):
@@ -104,7 +98,7 @@ def test_values_of_another_width_than_keys(
     v = torch.randn(B, 6, T, of_values, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     inputs = [x.requires_grad_() for x in (q, k, v)]
     with Watched():
-        made = fused.fused(*inputs, DenseMask(word), None, AttentionOptions(), None)
+        made = sdpa.fused(*inputs, DenseMask(word), None, AttentionOptions(), None)
     assert any(flash)
     wanted = attention_reference(*inputs, DenseMask(word))
     y = torch.randn(made.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -7,31 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatfm.layers.attention.patterns import (
-    AttentionPattern,
-    BigBird,
-    Chunked,
-    Fixed,
-    Full,
-    Longformer,
-    PatternMask,
-    Strided,
-    Window,
-)
+from megatfm.layers.attention.patterns import AttentionPattern
+from megatfm.layers.attention.patterns.bigbird import BigBird
+from megatfm.layers.attention.patterns.local import Chunked, Fixed, Full, Longformer, Strided, Window
+from megatfm.layers.attention.patterns.mask import PatternMask
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops import dropout
-from megatfm.ops.attention import (
-    AttentionMask,
-    AttentionOptions,
-    DenseMask,
-    attention_reference,
-    banded,
-    bands,
-    blocks,
-    distances,
-    flex,
-    pieces,
-)
+from megatfm.ops import keyed_random
+from megatfm.ops.attention import block_plan, block_sparse, flex, relative_bias, tile
+from megatfm.ops.attention.mask import AttentionMask, DenseMask
+from megatfm.ops.attention.reference import AttentionOptions, attention_reference
 from tests.unit.layers.test_patterns import Chunks
 
 B, N, T, H, SIZE = 2, 4, 77, 4, 8
@@ -59,14 +43,14 @@ PATTERNS = [
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks and tiles that T is no multiple of, several chunks of each, and masks made in several parts."""
-    monkeypatch.setattr(bands, "TILES", (4, 8, 16))
-    monkeypatch.setattr(bands, "ALIGNED", 4)
-    monkeypatch.setattr(bands, "SHORTEST", 1)
-    monkeypatch.setattr(bands, "LONGEST", 45)
-    monkeypatch.setattr(banded, "HELD", 3 * B * N * 16)
-    monkeypatch.setattr(blocks, "SIZE", SIZE)
-    monkeypatch.setattr(blocks, "SCORES", 3 * N * SIZE * SIZE)
-    monkeypatch.setattr(pieces, "MASKED", 3 * SIZE * SIZE)
+    monkeypatch.setattr(block_plan, "TILES", (4, 8, 16))
+    monkeypatch.setattr(block_plan, "ALIGNED", 4)
+    monkeypatch.setattr(block_plan, "SHORTEST", 1)
+    monkeypatch.setattr(block_plan, "LONGEST", 45)
+    monkeypatch.setattr(tile, "HELD", 3 * B * N * 16)
+    monkeypatch.setattr(block_sparse, "SIZE", SIZE)
+    monkeypatch.setattr(block_sparse, "SCORES", 3 * N * SIZE * SIZE)
+    monkeypatch.setattr(block_plan, "MASKED", 3 * SIZE * SIZE)
 
 
 def layouts(rows: int = B) -> Iterator[SequenceMetadata]:
@@ -96,7 +80,7 @@ def compare(
     variant: AttentionOptions = PLAIN,
     keys: Tensor | None = None,
     bias: Tensor | None = None,
-    function: Callable[..., Tensor] = blocks.blocked,
+    function: Callable[..., Tensor] = block_sparse.blocked,
 ) -> float:
     """The largest error of output and gradients, relative to each, or to a hundredth of the largest."""
     ours, wanted = (
@@ -128,8 +112,8 @@ def test_blocks_of_queries_that_see_all_are_tiles(kv_heads: int) -> None:
     tensors = [x[:, :, :length].detach().requires_grad_() for x in inputs(kv_heads)]
     layout = SequenceMetadata(torch.arange(length).expand(B, -1))
     seen = PatternMask(BigBird(4, 1, 0, N), layout, 0, N)
-    visits, *_ = blocks._visits(seen, tensors[0], tensors[1], drops=False, fused=True)
-    wide = [visit for visit in visits if isinstance(visit, bands.Band)]
+    visits, *_ = block_sparse._visits(seen, tensors[0], tensors[1], drops=False, fused=True)
+    wide = [visit for visit in visits if isinstance(visit, block_plan.Band)]
     assert sorted((band.row, band.first, band.queries, band.keys) for band in wide) == [
         (row, first, 4, length) for row in range(B) for first in (0, length - 4)
     ]
@@ -173,11 +157,11 @@ def test_a_bias_of_a_distance_is_that_of_all_its_pairs() -> None:
     wanted = torch.stack(
         [torch.stack([bias[:, j - i + queries - 1] for j in range(keys)], -1) for i in range(queries)], 1
     )
-    assert torch.equal(distances.expand(bias, keys), wanted)
-    assert torch.equal(distances.for_tile(bias, queries, 1, 3, 4, 5), wanted[:, 1:4, 4:9])
+    assert torch.equal(relative_bias.expand(bias, keys), wanted)
+    assert torch.equal(relative_bias.for_tile(bias, queries, 1, 3, 4, 5), wanted[:, 1:4, 4:9])
 
 
-KEYS = dropout.fold_in(torch.arange(B * N * T).view(B, N, T), 5)
+KEYS = keyed_random.fold_in(torch.arange(B * N * T).view(B, N, T), 5)
 
 
 @pytest.mark.parametrize("pattern", [Window(10), Chunks(11), Full(causal=True)], ids=repr)
@@ -220,7 +204,7 @@ def test_a_part_of_the_heads() -> None:
     layout = next(layouts())
     q, k, v = inputs()
     whole, second = (
-        blocks.blocked(
+        block_sparse.blocked(
             *(x[:, part] for x in (q, k, v)), PatternMask(Chunks(3), layout, first, n), None, PLAIN, None
         )
         for part, first, n in ((slice(0, 4), 0, 4), (slice(2, 4), 2, 2))
@@ -248,7 +232,7 @@ def test_in_lower_precision(dtype: torch.dtype) -> None:
         made = torch.autograd.grad(function(*tensors, seen, None, PLAIN, None), tensors, y.to(dtype))
         return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(made, wanted, strict=True)]
 
-    for ours, theirs in zip(errors(blocks.blocked), errors(attention_reference), strict=True):
+    for ours, theirs in zip(errors(block_sparse.blocked), errors(attention_reference), strict=True):
         assert ours < 2 * theirs + 1e-6
 
 
@@ -257,7 +241,7 @@ def test_what_is_held_grows_with_the_length_and_not_with_its_square() -> None:
 
     def held(length: int, pattern: AttentionPattern, documents: Tensor | None) -> int:
         seen = PatternMask(pattern, SequenceMetadata(torch.arange(length)[None], documents))
-        made = pieces.plan_blocks(seen, pieces.BlockGrid(1, length, length, SIZE))
+        made = block_plan.plan_blocks(seen, block_plan.BlockGrid(1, length, length, SIZE))
         return sum(0 if piece.mask is None else piece.mask.numel() for piece in made)
 
     for pattern in (Window(40), Full(causal=True), Chunked(40, causal=True), Window(40, first=3)):
@@ -284,7 +268,7 @@ def copy_of(layout: SequenceMetadata) -> SequenceMetadata:
 )
 def test_faults_are_found(fault: str, pattern: AttentionPattern, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above, with the kernel's own view of a pattern broken."""
-    monkeypatch.setattr(bands, "SHORTEST", T)
+    monkeypatch.setattr(block_plan, "SHORTEST", T)
     documents = torch.tensor([[0] * 30 + [1] * 47]).expand(B, -1)
     layout = SequenceMetadata(torch.arange(T).expand(B, -1), documents)
     seen, broken = (
@@ -302,12 +286,12 @@ def test_faults_are_found(fault: str, pattern: AttentionPattern, monkeypatch: py
     heads = N - 1 if fault.startswith("the random") else N
     q, k, v = (x[:, :heads] for x in inputs())
     right = (
-        blocks.blocked(q, k, v, seen, None, PLAIN, None)
+        block_sparse.blocked(q, k, v, seen, None, PLAIN, None)
         if heads == N
-        else blocks.blocked(q, k, v, PatternMask(pattern, layout, 0, heads), None, PLAIN, None)
+        else block_sparse.blocked(q, k, v, PatternMask(pattern, layout, 0, heads), None, PLAIN, None)
     )
     torch.testing.assert_close(right, attention_reference(q, k, v, PatternMask(pattern, layout, 0, heads)))
-    wrong = blocks.blocked(q, k, v, broken, None, PLAIN, None)
+    wrong = block_sparse.blocked(q, k, v, broken, None, PLAIN, None)
     assert ((wrong - right).norm() / right.norm()) > 1e-3
 
 
@@ -330,7 +314,7 @@ def test_faults_of_bands_are_found(pattern: AttentionPattern, monkeypatch: pytes
         (pattern.band, [(None, 0, T)]),
     ):
         broken = PatternMask(pattern, copy_of(layout), 0, N)
-        made = bands.bands(sides, documents, torch.device("cpu"), fused=True)
+        made = block_plan.bands(sides, documents, torch.device("cpu"), fused=True)
         monkeypatch.setattr(broken, "bands", lambda *, fused, made=made: made)
         assert compare(inputs(2), broken) > 1e-3
 

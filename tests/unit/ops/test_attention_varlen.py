@@ -14,20 +14,18 @@ from torch.nn.attention import SDPBackend
 
 from megatfm.config import load_config
 from megatfm.engines.losses import with_starts
-from megatfm.layers.attention.patterns import AttentionPattern, BigBird, Full, PatternMask, Window
+from megatfm.layers.attention.patterns import AttentionPattern
+from megatfm.layers.attention.patterns.bigbird import BigBird
+from megatfm.layers.attention.patterns.local import Full, Window
+from megatfm.layers.attention.patterns.mask import PatternMask
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
-from megatfm.ops.attention import (
-    CAUSAL_MASK,
-    AttentionOptions,
-    AttentionRequest,
-    attention_reference,
-    choose,
-    cu_seqlens_from_documents,
-    fused,
-    varlen,
-)
+from megatfm.ops.attention import sdpa, varlen
 from megatfm.ops.attention.flex import flex
+from megatfm.ops.attention.kernels import AttentionRequest, choose
+from megatfm.ops.attention.mask import CAUSAL_MASK
+from megatfm.ops.attention.reference import AttentionOptions, attention_reference
+from megatfm.ops.attention.varlen import cu_seqlens_from_documents
 
 B, T, N, K, H = 2, 24, 4, 2, 8
 DOCUMENTS = torch.tensor([[0] * 7 + [1] + [2] * 10 + [-1] * 6, [0] * 3 + [1] * 21])
@@ -190,7 +188,7 @@ def test_the_batch_brings_starts_to_the_model(monkeypatch: pytest.MonkeyPatch) -
     arrays = {"tokens": np.arange(B * T).reshape(B, T), "documents": DOCUMENTS.numpy()}
     batch = {name: torch.as_tensor(values) for name, values in with_starts(arrays).items()}
     wanted = model(batch["tokens"], documents=batch["documents"]).logits
-    monkeypatch.setattr("megatfm.layers.attention.core.choose", serve)
+    monkeypatch.setattr("megatfm.layers.attention.dot_product.choose", serve)
     torch.testing.assert_close(model(**batch).logits, wanted, rtol=1e-10, atol=1e-12)
     assert len(given) == 2
     assert all(starts is batch["cu_seqlens"] for starts in given)
@@ -225,11 +223,11 @@ def test_masked_attention_on_a_gpu_is_never_cudnn_nor_math(
     on_gpu: Any = type(
         "On", (), {"device": torch.device("cuda"), "dtype": torch.bfloat16, "shape": (B, N, T, 64)}
     )
-    assert fused.backends(on_gpu, 64, masked=True) == [SDPBackend.EFFICIENT_ATTENTION]
-    assert SDPBackend.MATH not in fused.backends(on_gpu, 64, masked=False)
+    assert sdpa.backends(on_gpu, 64, masked=True) == [SDPBackend.EFFICIENT_ATTENTION]
+    assert SDPBackend.MATH not in sdpa.backends(on_gpu, 64, masked=False)
     on_gpu.shape = (B, N, T, 20)
     with caplog.at_level(logging.WARNING, "megatfm"):
-        assert fused.backends(on_gpu, 20, masked=False) == fused.backends(on_gpu, 20, masked=False) == []
+        assert sdpa.backends(on_gpu, 20, masked=False) == sdpa.backends(on_gpu, 20, masked=False) == []
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "all scores are held at once" in caplog.text
 
@@ -240,8 +238,8 @@ def test_masked_attention_on_a_gpu_is_never_cudnn_nor_math(
         allowed.append(backends)
         yield
 
-    monkeypatch.setattr(fused, "_only", only)
-    monkeypatch.setattr(fused, "backends", lambda q, width, masked: fused.MASKED if masked else fused.PLAIN)
+    monkeypatch.setattr(sdpa, "_only", only)
+    monkeypatch.setattr(sdpa, "backends", lambda q, width, masked: sdpa.MASKED if masked else sdpa.PLAIN)
     seen, inputs = PatternMask(Full(causal=True), sequence()), heads()
     taken: list[bool] = []
     real = F.scaled_dot_product_attention
@@ -250,9 +248,9 @@ def test_masked_attention_on_a_gpu_is_never_cudnn_nor_math(
         "scaled_dot_product_attention",
         lambda *a, enable_gqa, **k: (taken.append(enable_gqa), real(*a, **k))[1],
     )
-    made = fused.fused(*inputs, seen, None, AttentionOptions(), None)
+    made = sdpa.fused(*inputs, seen, None, AttentionOptions(), None)
     torch.testing.assert_close(made, attention_reference(*inputs, seen))
-    assert allowed == [fused.MASKED]
+    assert allowed == [sdpa.MASKED]
     assert taken == [False]
 
 
@@ -272,8 +270,8 @@ def test_keys_are_repeated_on_a_gpu_where_flash_attention_does_not_serve(
     """The other kernels of the list take no keys that heads share, so that torch would find none at all."""
     taken: list[bool] = []
     real = F.scaled_dot_product_attention
-    monkeypatch.setattr(fused, "backends", lambda q, width, masked: fused.MASKED if masked else fused.PLAIN)
-    monkeypatch.setattr(fused, "_only", lambda allowed: nullcontext())
+    monkeypatch.setattr(sdpa, "backends", lambda q, width, masked: sdpa.MASKED if masked else sdpa.PLAIN)
+    monkeypatch.setattr(sdpa, "_only", lambda allowed: nullcontext())
 
     def watched(*inputs: Tensor, enable_gqa: bool, **options: Any) -> Tensor:
         taken.append(enable_gqa)
@@ -285,7 +283,7 @@ def test_keys_are_repeated_on_a_gpu_where_flash_attention_does_not_serve(
         torch.randn(1, n, 5, w, generator=random).to(dtype)
         for n, w in ((4, width), (2, width), (2, of_values))
     )
-    made = fused.fused(q, k, v, CAUSAL_MASK, None, AttentionOptions(), None)
+    made = sdpa.fused(q, k, v, CAUSAL_MASK, None, AttentionOptions(), None)
     wanted = attention_reference(q.double(), k.double(), v.double(), CAUSAL_MASK)
     torch.testing.assert_close(made.double(), wanted, rtol=2e-2, atol=2e-2)
     assert taken == [shares]

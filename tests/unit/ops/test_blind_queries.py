@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatfm.ops.attention import AttentionOptions, DenseMask, attention_reference
-from megatfm.ops.attention.blocks import blocked
+from megatfm.ops.attention.block_sparse import blocked
 from megatfm.ops.attention.flex import flex
-from megatfm.ops.attention.fused import fused
+from megatfm.ops.attention.mask import DenseMask
+from megatfm.ops.attention.reference import AttentionOptions, attention_reference
+from megatfm.ops.attention.sdpa import fused
 
 B, N, T, S, H = 2, 4, 10, 12, 16
 BLIND = 3, 7

@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatfm.layers.attention.patterns import AttentionPattern, PatternMask
+from megatfm.layers.attention.patterns import AttentionPattern
+from megatfm.layers.attention.patterns.mask import PatternMask
 from megatfm.layers.attention.patterns.pattern import BlockBounds
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.attention import AttentionOptions, blocks
-from megatfm.ops.attention.blocks import backward, forward
-from megatfm.ops.attention.tiles import BlockAttentionPlan
+from megatfm.ops.attention import block_sparse
+from megatfm.ops.attention.block_sparse import backward, forward
+from megatfm.ops.attention.reference import AttentionOptions
+from megatfm.ops.attention.tile import BlockAttentionPlan
 
 
 def test_queries_that_see_no_key_get_zeros_and_give_no_gradient() -> None:
@@ -42,11 +44,11 @@ class FirstQueriesOnly(AttentionPattern):
 
 
 def test_blocks_that_see_all_beside_blocks_that_see_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "SIZE", 8)
+    monkeypatch.setattr(block_sparse, "SIZE", 8)
     random = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 2, 32, 4, generator=random).requires_grad_() for _ in range(3))
     seen = PatternMask(FirstQueriesOnly(8), SequenceMetadata(torch.arange(32).expand(2, -1)))
-    out = blocks.blocked(q, k, v, seen, None, AttentionOptions(), None)
+    out = block_sparse.blocked(q, k, v, seen, None, AttentionOptions(), None)
     assert (out[:, :, 8:] == 0).all()
     wanted = torch.nn.functional.scaled_dot_product_attention(q[:, :, :8], k, v)
     torch.testing.assert_close(out[:, :, :8], wanted)

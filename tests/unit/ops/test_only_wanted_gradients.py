@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatfm.ops.cross_entropy import cross_entropy
 from megatfm.ops.fp8 import fp8_linear
-from megatfm.ops.grouped import bucketed_linear
+from megatfm.ops.grouped_mm import bucketed_linear
 
 aten = torch.ops.aten
 PRODUCTS = {aten.mm.default, aten.mm.out, aten.addmm.out, aten.addmm_.default, aten._scaled_mm.default}

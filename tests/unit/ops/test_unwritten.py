@@ -10,21 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatfm.layers.attention.patterns import (
-    AttentionPattern,
-    BigBird,
-    Chunked,
-    Fixed,
-    Full,
-    Longformer,
-    PatternMask,
-    Strided,
-    Window,
-)
+from megatfm.layers.attention.patterns import AttentionPattern
+from megatfm.layers.attention.patterns.bigbird import BigBird
+from megatfm.layers.attention.patterns.local import Chunked, Fixed, Full, Longformer, Strided, Window
+from megatfm.layers.attention.patterns.mask import PatternMask
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.attention import AttentionOptions, AttentionRequest, attention_reference, blocks, choose
+from megatfm.ops.attention import block_sparse
+from megatfm.ops.attention.kernels import AttentionRequest, choose
+from megatfm.ops.attention.reference import AttentionOptions, attention_reference
 from megatfm.ops.cross_entropy import LogitOptions, cross_entropy, cross_entropy_reference
-from megatfm.ops.grouped import KERNELS, grouped_linear, kernel_for
+from megatfm.ops.grouped_mm import KERNELS, grouped_linear, kernel_for
 
 DTYPES = [torch.bfloat16, torch.float32]
 B, N, T, H = 2, 4, 77, 20
@@ -79,7 +74,7 @@ def chosen(q: Tensor, k: Tensor, v: Tensor, seen: PatternMask) -> Tensor:
 
 
 def by_blocks(q: Tensor, k: Tensor, v: Tensor, seen: PatternMask) -> Tensor:
-    return blocks.blocked(q, k, v, seen, None, AttentionOptions(), None)
+    return block_sparse.blocked(q, k, v, seen, None, AttentionOptions(), None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -10,22 +10,16 @@ from pydantic import ValidationError
 
 from megatfm.config import Config, ModelConfig, ParallelConfig, objective
 from megatfm.errors import UsageError
-from megatfm.layers.attention.patterns import (
-    AttentionPattern,
-    BigBird,
-    Chunked,
-    Longformer,
-    PatternMask,
-    Window,
-    global_query_indices,
-    reachable_keys,
-)
+from megatfm.layers.attention.patterns import AttentionPattern
+from megatfm.layers.attention.patterns.bigbird import BigBird
+from megatfm.layers.attention.patterns.local import Chunked, Longformer, Window
+from megatfm.layers.attention.patterns.mask import PatternMask, global_query_indices, reachable_keys
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 from megatfm.objectives import OBJECTIVES
-from megatfm.parallel.context import folding, is_folded, refuse, split_batch
-from megatfm.parallel.context_exchange import ContextParallel, token_indices
-from megatfm.verify.batch import random_batch
+from megatfm.parallel.context_parallel import ContextParallel, folding, is_folded, split_batch, token_indices
+from megatfm.parallel.parallelize import refuse
+from megatfm.verify.shrink import random_batch
 from tests.parity import test_context, test_experts, test_families, test_patterns, test_traffic
 
 
@@ -86,7 +80,7 @@ FAMILY = {
     "permutation": "xlnet",
     "replaced_token": "electra",
     "span_corruption": "t5",
-    "denoisers": "t5",
+    "ul2": "t5",
     "causal": "llama",
     "prefix": "llama",
 }

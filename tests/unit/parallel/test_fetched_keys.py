@@ -9,20 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatfm.layers.attention.patterns import (
-    AttentionPattern,
-    BigBird,
-    Chunked,
-    Fixed,
-    Full,
-    Longformer,
-    Strided,
-    Window,
-    global_query_indices,
-    reachable_keys,
-)
+from megatfm.layers.attention.patterns import AttentionPattern
+from megatfm.layers.attention.patterns.bigbird import BigBird
+from megatfm.layers.attention.patterns.local import Chunked, Fixed, Full, Longformer, Strided, Window
+from megatfm.layers.attention.patterns.mask import global_query_indices, reachable_keys
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.parallel.context_exchange import ContextParallel, FetchPlan, is_little, token_indices
+from megatfm.parallel.context_parallel import ContextParallel, FetchPlan, is_little, token_indices
 
 LENGTH, ROWS, HEADS = 61, 2, 4
 KINDS = {

@@ -11,9 +11,10 @@ from megatfm.errors import UsageError
 from megatfm.models import build
 from megatfm.parallel.layout import Shard, TensorLayout
 from megatfm.parallel.mesh import axis_sizes, build_mesh
-from megatfm.parallel.plan import UNPLANNED, match, parallelize
+from megatfm.parallel.parallelize import UNPLANNED, match, parallelize
 from megatfm.parallel.styles import COLUMN, ROW, SEQUENCE, WHOLE
-from tests.workers import Workers
+from megatfm.verify.module_cuts import module_cuts
+from tests.support.workers import Workers
 
 # --------------------------------------------------------------------------------------------------- placements
 
@@ -71,7 +72,12 @@ def test_parts_of_unlike_size() -> None:
 
 
 class Block(nn.Module):
-    tp_plan = (("up", "column"), ("down", "row"), ("norm", "sequence"), ("elsewhere.*", "whole"))
+    tp_plan = (
+        ("up", "colwise"),
+        ("down", "rowwise"),
+        ("norm", "sequence_parallel"),
+        ("elsewhere.*", "replicated"),
+    )
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,13 +105,44 @@ def test_a_plan_is_what_the_parts_say() -> None:
 
 def test_a_row_for_the_module_itself_is_for_it_alone() -> None:
     class Whole(Around):
-        tp_plan = (("", "enter"), ("blocks.?", "whole input"), ("*.*.*", "whole"))
+        tp_plan = (("", "gather_input"), ("blocks.?", "gather_input_replicated"), ("*.*.*", "replicated"))
 
     assert {p: s.name for p, s in match(Whole(nn.Sequential(nn.Linear(2, 2)))).items()} == {
-        "": "enter",
-        "blocks.0": "whole input",
-        "blocks.0.0": "whole",
+        "": "gather_input",
+        "blocks.0": "gather_input_replicated",
+        "blocks.0.0": "replicated",
     }
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matched"),
+    [
+        ("", [""]),
+        ("w*", ["w1", "w2"]),
+        ("w*.norm", ["w1.norm"]),
+        ("*", ["norm", "w1", "w2"]),
+        ("*.norm", ["w1.norm"]),
+        ("**.norm", ["norm", "w1.norm", "w2.0.norm"]),
+        ("w?.**", ["w1", "w1.norm", "w2", "w2.0", "w2.0.norm"]),
+        ("w[12].*", ["w1.norm", "w2.0"]),
+        ("**", ["", "norm", "w1", "w1.norm", "w2", "w2.0", "w2.0.norm"]),
+    ],
+)
+def test_a_pattern_matches_segment_by_segment(pattern: str, matched: list[str]) -> None:
+    """A plugin's "w*" once took "w1.norm", too; expected traffic, which has its own plan, reads rows alike."""
+
+    class Matched(nn.Module):
+        tp_plan = ((pattern, "colwise"),)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.w1, self.w2 = nn.LayerNorm(2), nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))
+            self.w1.norm, self.w2[0].norm = nn.LayerNorm(2), nn.LayerNorm(2)
+
+    model = Matched()
+    assert sorted(name for name, style in match(model, complete=False).items() if style == COLUMN) == matched
+    cuts = module_cuts(model, ParallelConfig(tp=2))
+    assert sorted(name for name, module_cut in cuts.items() if module_cut.dim == 0) == matched
 
 
 def test_a_parameter_without_a_row_is_told_with_the_row_to_add() -> None:
@@ -116,7 +153,7 @@ def test_a_parameter_without_a_row_is_told_with_the_row_to_add() -> None:
     with pytest.raises(
         UsageError,
         match=r"^blocks\.1\.blocks\.0\.weight has no style, .* class Mine a row for it, "
-        r'plan = \(\("blocks\.0", STYLE\),\), with one of: column, enter, ',
+        r'tp_plan = \(\("blocks\.0", STYLE\),\), with one of: column, enter, ',
     ):
         match(Around(Block(), Mine()))
     styles = match(Around(Block(), Mine()), complete=False)
@@ -144,16 +181,16 @@ def test_a_parameter_of_the_model_itself() -> None:
 
     with pytest.raises(UsageError, match=r'^scale has no style, .* class Scaled .* \(\("", STYLE\),\),'):
         match(Scaled())
-    Scaled.tp_plan = (*Block.tp_plan, ("", "whole"))
+    Scaled.tp_plan = (*Block.tp_plan, ("", "replicated"))
     assert match(Scaled())[""] is WHOLE
 
 
 def test_two_styles_for_a_module_are_refused_and_the_same_one_twice_is_not() -> None:
     class Other(Around):
-        tp_plan = (("blocks.0.up", "column"),)
+        tp_plan = (("blocks.0.up", "colwise"),)
 
     assert match(Other(Block()))["blocks.0.up"] is COLUMN
-    Other.tp_plan = (("blocks.*.u*", "row"),)
+    Other.tp_plan = (("blocks.*.u*", "rowwise"),)
     with pytest.raises(
         UsageError,
         match=r"^blocks\.0\.up has two styles in plans, 'row' of Other and 'column' of Block: keep one of these rows$",
@@ -178,7 +215,7 @@ def lay_a_tie(second: str) -> str:
         del model.blocks
         model.second.weight = model.first.weight
     mesh = build_mesh(ParallelConfig(tp=2), 2, "cpu")
-    Around.tp_plan = (("first", "vocabulary embedding"), ("second", second))
+    Around.tp_plan = (("first", "vocab_parallel_embedding"), ("second", second))
     try:
         layout = parallelize(model, mesh, sequence_parallel=True)
     except UsageError as error:
@@ -210,17 +247,17 @@ def lay_a_scalar(style: str) -> str:
 
 
 def test_a_tensor_of_too_few_dims_needs_a_style_that_knows_its_gradient(workers: Workers) -> None:
-    """Under "column" each rank's gradient of a scalar is that of its own channels."""
-    for style in ("column", "last dim"):
+    """Under "colwise" each rank's gradient of a scalar is that of its own channels."""
+    for style in ("colwise", "shard_last_dim"):
         (message,) = set(workers.run(lay_a_scalar, 2, style))
         assert message.startswith(f"blocks.0.scale has 0 dims, too few for the plan's style {style!r} to cut")
-    assert set(workers.run(lay_a_scalar, 2, "shared by heads")) == {"('tp',) (8, 4)"}
-    assert set(workers.run(lay_a_scalar, 2, "row")) == {"('tp',) (8, 2)"}
+    assert set(workers.run(lay_a_scalar, 2, "replicated_partial_grad")) == {"('tp',) (8, 4)"}
+    assert set(workers.run(lay_a_scalar, 2, "rowwise")) == {"('tp',) (8, 2)"}
 
 
 def test_tied_parameters_are_cut_once_or_refused(workers: Workers) -> None:
-    assert set(workers.run(lay_a_tie, 2, "column")) == {"one weight"}
-    (message,) = set(workers.run(lay_a_tie, 2, "row"))
+    assert set(workers.run(lay_a_tie, 2, "colwise")) == {"one weight"}
+    (message,) = set(workers.run(lay_a_tie, 2, "rowwise"))
     assert message == (
         "second.weight is tied to first.weight, but their plan rows cut different dims: give both the same cut, or "
         "untie them"
@@ -270,20 +307,20 @@ def test_the_decoder_s_plan(workers: Workers, sequence_parallel: bool) -> None:
         assert "[10, 8] → [5, 8]" in table
         lines = [re.split(r"\s{2,}", line) for line in table.splitlines()[3:]]
         assert {line[0]: line[1] for line in lines} == {
-            "decoder.embedding.tokens": "vocabulary embedding",
-            "decoder.layers.*.attn_residual.norm": "sequence",
-            "decoder.layers.*.attn": "enter",
-            "decoder.layers.*.attn.w[qkv]": "column",
-            "decoder.layers.*.attn.wo": "row",
-            "decoder.layers.*.ffn_residual.norm": "sequence",
-            "decoder.layers.*.ffn": "enter",
-            "decoder.layers.*.ffn.w_gate": "column",
-            "decoder.layers.*.ffn.w_up": "column",
-            "decoder.layers.*.ffn.w_down": "row",
-            "decoder.norm": "sequence",
+            "decoder.embedding.tokens": "vocab_parallel_embedding",
+            "decoder.layers.*.attn_residual.norm": "sequence_parallel",
+            "decoder.layers.*.attn": "gather_input",
+            "decoder.layers.*.attn.w[qkv]": "colwise",
+            "decoder.layers.*.attn.wo": "rowwise",
+            "decoder.layers.*.ffn_residual.norm": "sequence_parallel",
+            "decoder.layers.*.ffn": "gather_input",
+            "decoder.layers.*.ffn.w_gate": "colwise",
+            "decoder.layers.*.ffn.w_up": "colwise",
+            "decoder.layers.*.ffn.w_down": "rowwise",
+            "decoder.norm": "sequence_parallel",
         }
         for line in lines:
-            assert (line[-1] == "tp") == (sequence_parallel and "sequence" in line), line
+            assert (line[-1] == "tp") == (sequence_parallel and "sequence_parallel" in line), line
 
 
 def test_the_last_rank_holds_less_of_a_vocabulary_that_does_not_divide(workers: Workers) -> None:

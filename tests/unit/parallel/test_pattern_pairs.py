@@ -16,8 +16,7 @@ from megatfm.config.objective import CausalObjective, MaskedObjective
 from megatfm.errors import UsageError
 from megatfm.layers.attention.patterns import PATTERNS
 from megatfm.models import build
-from megatfm.parallel.context import refuse
-from megatfm.parallel.plan import match
+from megatfm.parallel.parallelize import match, refuse
 from megatfm.train.build import plan_pipeline_split
 from tests.parity import test_context, test_patterns
 from tests.parity.test_traffic import config_of
@@ -58,18 +57,17 @@ WAYS: dict[str, dict[str, Any]] = {
     "ep": {"ep": 2, "dp_shard": 2},
     "deepspeed": {"engine": "deepspeed", "zero": 1},
     "deepspeed, cp": {"engine": "deepspeed", "zero": 1, "cp": 2},
-    "another engine, cp": {"engine": "of a plugin", "cp": 2},
     "compiled": {},
 }
 REFUSED = {
-    "another engine, cp": r"cp = 2: parallel\.engine = 'of a plugin' does not cut rows: choose engine = 'native'",
-    "compiled": r"pattern\.name = 'bigbird' draws random blocks .*: leave train\.compile out, or set .*random = 0",
+    "compiled": r"pattern\.name = 'bigbird' draws random blocks .*: leave train\.compile out, or set "
+    r".*n_random_blocks = 0",
 }
 AXES = {"zero": "dp_shard", "tp": "tp", "pp": "pp", "cp": "cp", "cp by heads": "cp", "ep": "ep"}
 
 
 def is_refused(name: str, way: str) -> bool:
-    return way == "another engine, cp" or (way == "compiled" and name.endswith("bigbird"))
+    return way == "compiled" and name.endswith("bigbird")
 
 
 def accept(sections: dict[str, Any], way: str) -> None:

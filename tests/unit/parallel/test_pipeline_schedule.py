@@ -10,11 +10,10 @@ from megatfm.parallel.pipeline_schedule import (
     V_SHAPED,
     Action,
     add_send_recv,
-    bubble,
     build_schedule,
-    simulate,
     stage_to_rank,
 )
+from tests.support.pipeline_simulation import bubble, simulate
 
 SCHEDULES = {
     "gpipe": 1, "1f1b": 1, "interleaved": 2, "interleaved-zero-bubble": 2, "zbv": 2, "dualpipev": 2,
@@ -108,3 +107,5 @@ def test_an_order_that_waits_for_ever_is_an_error() -> None:
     wrong = [[Action(0, "B", 0), Action(0, "F", 0)], [Action(1, "F", 0), Action(1, "B", 0)]]
     with pytest.raises(ValueError, match="waits for ever"):
         add_send_recv(wrong, [0, 1])
+    with pytest.raises(ValueError, match="waits for ever"):
+        simulate(wrong, [0, 1], TIMES)

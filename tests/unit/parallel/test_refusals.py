@@ -13,7 +13,7 @@ from megatfm.data.loader import check_global_batch
 from megatfm.errors import UsageError
 from megatfm.models import build
 from megatfm.parallel.mesh import axis_sizes
-from megatfm.parallel.plan import _place, match
+from megatfm.parallel.parallelize import _place, match
 from megatfm.train.build import plan_pipeline_split
 
 GPT = (
@@ -82,7 +82,7 @@ REFUSED: list[tuple[tuple[str, ...], list[str], int | None, str, list[str]]] = [
         GPT,
         ["parallel.tp=4", 'model.layer_types=["a"]', "model.layer_type.a.ffn.d_ff=50"],
         None,
-        r"parallel\.tp = 4 does not divide model\.block\.a\.ffn\.d_ff = 50: the nearest .* is (2)$",
+        r"parallel\.tp = 4 does not divide model\.layer_type\.a\.ffn\.d_ff = 50: the nearest .* is (2)$",
         ["parallel.tp={0}"],
     ),
     (
@@ -160,14 +160,14 @@ REFUSED: list[tuple[tuple[str, ...], list[str], int | None, str, list[str]]] = [
         GPT,
         ["parallel.pp=3", "parallel.pp_schedule=dualpipev", "model.n_layers=1"],
         None,
-        r"6 pipeline stages .* 3 at most: choose parallel\.(pp = 3) and parallel\.(schedule = '1f1b')$",
+        r"6 pipeline stages .* 3 at most: choose parallel\.(pp = 3) and parallel\.(pp_schedule = '1f1b')$",
         ["parallel.{0}", "parallel.{1}"],
     ),
     (
         GPT,
         ["parallel.pp=2", "parallel.virtual_stages=2"],
         None,
-        r"virtual_stages = 2: pp_schedule = '1f1b' has 1 on each rank: leave it out, or use (schedule = "
+        r"virtual_stages = 2: pp_schedule = '1f1b' has 1 on each rank: leave it out, or use (pp_schedule = "
         r"'interleaved')$",
         ["parallel.{0}"],
     ),
@@ -175,7 +175,7 @@ REFUSED: list[tuple[tuple[str, ...], list[str], int | None, str, list[str]]] = [
         GPT,
         ["parallel.pp=2", "parallel.pp_schedule=zbv", "parallel.virtual_stages=3"],
         None,
-        r"virtual_stages = 3: schedule = 'zbv' has 2 on each rank: .* (schedule = 'interleaved')$",
+        r"virtual_stages = 3: pp_schedule = 'zbv' has 2 on each rank: .* (pp_schedule = 'interleaved')$",
         ["parallel.{0}", "model.n_layers=4"],
     ),
     (
@@ -189,7 +189,7 @@ REFUSED: list[tuple[tuple[str, ...], list[str], int | None, str, list[str]]] = [
         GPT,
         ["parallel.pp=2", "parallel.pp_schedule=dualpipev", "train.recompute=full"],
         None,
-        r"train\.recompute = 'full' .*: use parallel\.(schedule = 'interleaved') or",
+        r"train\.recompute = 'full' .*: use parallel\.(pp_schedule = 'interleaved') or",
         ["parallel.{0}"],
     ),
     (
@@ -203,14 +203,14 @@ REFUSED: list[tuple[tuple[str, ...], list[str], int | None, str, list[str]]] = [
         GPT,
         ["parallel.pp=2", "parallel.pp_split_points=['decoder.layers.7']"],
         None,
-        r"parallel\.cuts: no split point is called 'decoder\.layers\.7' after .*; there are .*, (decoder\.layers\.1),",
+        r"parallel\.pp_split_points: no split point is called 'decoder\.layers\.7' after .*; .*, (decoder\.layers\.1),",
         ["parallel.pp_split_points=['{0}']"],
     ),
     (
         GPT,
         ["parallel.pp=2", "parallel.pp_split_points=['decoder.layers.1', 'head']"],
         None,
-        r"parallel\.cuts = .*: 2 stages need 1 different names",
+        r"parallel\.pp_split_points = .*: 2 stages need 1 different names",
         ["parallel.pp_split_points=['head']"],
     ),
     (
@@ -267,7 +267,7 @@ REFUSED: list[tuple[tuple[str, ...], list[str], int | None, str, list[str]]] = [
         GPT,
         ["parallel.cp=3", "parallel.cp_method=ulysses"],
         3,
-        r"context = 'heads': \d+ query and \d+ key heads .* parallel\.cp = 3 ranks: choose (context = 'ring')$",
+        r"cp_method = 'ulysses': \d+ query and \d+ key heads .* parallel\.cp = 3 ranks: choose (cp_method = 'ring')$",
         ["parallel.{0}"],
     ),
     (
@@ -276,13 +276,6 @@ REFUSED: list[tuple[tuple[str, ...], list[str], int | None, str, list[str]]] = [
         2,
         r"data\.sequence_length = 3 is too short for parallel\.cp = 2, .*: choose at least (4)$",
         ["data.sequence_length={0}"],
-    ),
-    (
-        GPT,
-        ["parallel.cp=2", "parallel.engine=other"],
-        2,
-        r"cp = 2: parallel\.engine = 'other' does not cut rows: choose engine = '(native)', or cp = 1$",
-        ["parallel.engine={0}"],
     ),
     # expert parallelism
     (
@@ -305,13 +298,6 @@ REFUSED: list[tuple[tuple[str, ...], list[str], int | None, str, list[str]]] = [
         None,
         r"parallel\.ep = 2 and parallel\.tp = 2 do not divide model\.ffn\.n_experts = 6: the nearest .* is (1)$",
         ["parallel.ep={0}"],
-    ),
-    (
-        MOE,
-        ["parallel.ep=2", "parallel.dp_shard=2", "parallel.engine=other"],
-        None,
-        r"ep = 2: parallel\.engine = 'other' does not divide experts: choose engine = '(native)', or ep = 1$",
-        ["parallel.engine={0}"],
     ),
     (
         MOE,
@@ -387,7 +373,7 @@ REFUSED: list[tuple[tuple[str, ...], list[str], int | None, str, list[str]]] = [
         MOE,
         ["model.ffn.capacity_factor=0"],
         None,
-        r"model\.ffn\.capacity = 0: .* greater than (0)",
+        r"model\.ffn\.capacity_factor = 0: .* greater than (0)",
         ["model.ffn.capacity_factor=1.25"],
     ),
 ]

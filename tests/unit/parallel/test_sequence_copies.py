@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatfm.config import ParallelConfig
 from megatfm.parallel import collectives
 from tests.parity.test_layouts import ADAMW, CAUSAL, LENGTH, MODEL, global_batch, make_engine
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 COPIES = (
     "aten::clone",
@@ -74,8 +74,8 @@ def test_collectives_along_the_sequence_copy_nothing(workers: Workers, rows: int
 
 def part(rows: int) -> tuple[list[int], list[int], list[list[float]]]:
     """What a rank has of tokens that are numbered through; what a gather makes of it; sums of rows."""
+    from megatfm.parallel.collectives import TensorParallelGroup
     from megatfm.parallel.mesh import TENSOR, build_mesh
-    from megatfm.parallel.style import TensorParallelGroup
 
     ranks = TensorParallelGroup(
         build_mesh(ParallelConfig(tp=2), 2, "cpu").group(TENSOR), sequence_parallel=True

@@ -17,17 +17,17 @@ from tests.e2e.ranks import free_port
 # The rank that is to be stopped stops itself before it has come; the others are not kept waiting for long.
 PROGRAM = """
 import os, signal, sys
-from megatfm.parallel import sentinel
-sentinel.STOPPED_POLLS = 3
+from megatfm.parallel import startup_watch
+startup_watch.SENTINEL_POLLS = 3
 if len(sys.argv) > 3:
-    sentinel.start()
+    startup_watch.start_sentinel()
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
 if os.environ["RANK"] == sys.argv[1]:
     os.kill(os.getpid(), signal.SIGSTOP)
 os.kill(os.getpid(), int(sys.argv[2]))
-from megatfm.parallel import bootstrap, startup_watch
+from megatfm.parallel import distributed
 startup_watch.STOPPED_POLLS = startup_watch.SIGNALLED_POLLS = 3
-bootstrap.init_distributed(timeout=240, device="cpu")
+distributed.init_distributed(timeout=240, device="cpu")
 """
 Start = Callable[..., "subprocess.Popen[str]"]
 

@@ -10,10 +10,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from megatfm.config import ParallelConfig
-from megatfm.parallel import torch_stage
+from megatfm.parallel import pipeline_schedule
 from megatfm.parallel.mesh import build_mesh
-from megatfm.parallel.torch_stage import FakeStage, reduce_gradients, torch_pipeline_order
-from tests.workers import Workers
+from megatfm.parallel.pipeline_schedule import FakeStage, reduce_gradients, torch_pipeline_order
+from tests.support.workers import Workers
 
 KINDS = (
     schedules.ScheduleInterleaved1F1B,
@@ -57,11 +57,11 @@ def reduced() -> tuple[set[str], float]:
     model.set_gradient_divide_factor(1.0)
     model(torch.ones(1, 2)).sum().backward()
     Asked.names.clear()
-    torch_stage.FakeStage = Asked  # type: ignore[misc]
+    pipeline_schedule.FakeStage = Asked  # type: ignore[misc]
     try:
         reduce_gradients(model)
     finally:
-        torch_stage.FakeStage = FakeStage  # type: ignore[misc]
+        pipeline_schedule.FakeStage = FakeStage  # type: ignore[misc]
     (gradient,) = (parameter.grad for parameter in model.parameters())
     return set(Asked.names), float(gradient.to_local().sum())
 

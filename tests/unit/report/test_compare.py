@@ -1,5 +1,6 @@
 """`megatfm compare`: what differs, what was reached, and the curves of several runs on one page."""
 
+import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -8,7 +9,8 @@ import pytest
 
 from megatfm.cli import main
 from megatfm.errors import UsageError
-from megatfm.report.compare import Comparison, unique_names, write_comparison
+from megatfm.report.compare import Comparison, write_comparison
+from megatfm.report.run import unique_names
 from tests.unit.report.conftest import write_run
 from tests.unit.report.test_browser import CHROMIUM
 from tests.unit.report.test_report import Page
@@ -78,9 +80,37 @@ def test_the_page_has_a_line_for_every_run_and_needs_nothing_from_outside(
     for words in page.charts():
         assert "synthetic: " in words
         assert "slower: " in words
-    names = [a["data-name"] for tag, a in page.tags if tag == "path" and "data-name" in a]
+    names = [line["name"] for chart in page.data() for line in chart["lines"]]
     assert names == ["synthetic", "slower"] * 6
     assert not [a for _, a in page.tags if str(a.get("src") or a.get("href") or "#")[0] not in "#d"]
+
+
+def test_utilization_of_unlike_peaks_is_not_compared(
+    runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for run in runs:
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        (run / "metrics.jsonl").write_text(
+            "".join(json.dumps({**line, "mfu": 0.42}) + "\n" for line in lines)
+        )
+    place = Comparison.of(runs).results().columns.index("MFU")
+
+    def compare(*peaks: str) -> tuple[list[str], list[str]]:
+        for run, peak in zip(runs, peaks, strict=True):
+            (run / "environment.json").write_text(json.dumps({"peak": peak}))
+        comparison = Comparison.of(runs)
+        return [row[place] for row in comparison.results().rows], comparison.notes()
+
+    assert compare("0.1 TFLOP/s", "0.1 TFLOP/s") == (["42 %", "42 %"], [])
+    cells, notes = compare("0.1 TFLOP/s", "0.2 TFLOP/s")
+    assert cells == ["–", "–"]
+    peaks = "synthetic: 0.1 TFLOP/s; slower: 0.2 TFLOP/s"
+    words = f"MFU is left out, since the runs measure it against unlike peaks: {peaks}"
+    assert notes == [words]
+    with pytest.raises(SystemExit):
+        main(["compare", *map(str, runs), "--out", str(tmp_path / "c.html")])
+    assert words in capsys.readouterr().out
+    assert words in Page(tmp_path / "c.html").text
 
 
 def test_runs_are_told_apart_by_as_little_as_does() -> None:

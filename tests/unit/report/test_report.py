@@ -12,10 +12,12 @@ import fsspec
 import pytest
 from PIL import Image
 
+from megatfm.cli import main
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.report import heat, write_report
+from megatfm.report import run_charts, write_report
 from megatfm.report.page import resume_command
 from megatfm.report.run import Run
+from tests.unit.report.conftest import write_run
 
 
 class Page(HTMLParser):
@@ -39,6 +41,14 @@ class Page(HTMLParser):
     def charts(self) -> list[str]:
         """What the charts say to a screen reader."""
         return [str(attributes["aria-label"]) for tag, attributes in self.tags if tag == "svg"]
+
+    def data(self) -> list[dict[str, Any]]:
+        """What the charts give to the page's script."""
+        return [json.loads(str(a["data-chart"])) for _, a in self.tags if "data-chart" in a]
+
+    def lines(self, kind: str) -> list[dict[str, Any]]:
+        """Lines of one kind in all charts."""
+        return [line for chart in self.data() for line in chart["lines"] if line["kind"] == kind]
 
 
 def report(run: Path) -> Page:
@@ -148,6 +158,16 @@ def test_several_validation_sets_are_told_apart(run: Path) -> None:
     assert "code: 2 at step 1, 2 at step 1; prose: 3 at step 1" in page.charts()[0]
 
 
+def test_losses_by_position_have_a_line_for_each_stretch(run: Path) -> None:
+    sets = {"code": {"loss": 2.0, "loss_by_position": [3.0, 2.0, "NaN"]}, "prose": {"loss": 3.0}}
+    replace_metrics(run, [{"step": 1, "loss": 8.5, "evaluation": sets}])
+    (words,) = (label for label in report(run).charts() if label.startswith("Loss by position"))
+    assert words == (
+        "Loss by position in the row, nats per token, code. tokens 1 to 171: 3 at step 1, 3 at step 1; "
+        "tokens 172 to 342: 2 at step 1, 2 at step 1"
+    )
+
+
 def test_losses_that_are_not_finite_are_counted_not_hidden(run: Path) -> None:
     losses = [3.0, "NaN", 2.0, "Infinity", 1.0]
     replace_metrics(run, [{"step": step, "loss": loss} for step, loss in enumerate(losses, start=1)])
@@ -161,10 +181,9 @@ def test_a_long_run_makes_a_page_of_bounded_size(run: Path) -> None:
             file.write(f'{{"step":{step},"loss":{loss},"lr":{1 / step},"grad_norm":1}}\n')
     page = report(run)
     assert (run / "report.html").stat().st_size < 250_000
-    paths = [
-        attributes for tag, attributes in page.tags if tag == "path" and attributes["class"] == "thin c1"
-    ]
-    assert all(str(path["d"]).count("L") < 1500 for path in paths)
+    raw = page.lines("raw")
+    assert all(len(line["values"]) <= 1500 for line in raw)
+    assert 99 in raw[0]["values"], "the spike is drawn"
 
 
 def test_every_source_of_a_mixture_is_there_also_behind_a_url(run: Path) -> None:
@@ -278,8 +297,7 @@ def test_of_many_layers_some_are_drawn_in_order_and_few_named(run: Path) -> None
     assert (len(named), named[0], named[-1]) == (6, 1, 50)
     assert named == sorted(named), "block 10 comes after block 2"
     assert "root mean square, 12 of 50 layers" in page.text
-    thin = [a for tag, a in page.tags if tag == "path" and str(a.get("class")).startswith("thin")]
-    assert len(thin) == 1 + 6 + 6 + 6, "of the loss, and of each kind"
+    assert len(page.lines("raw")) == 1 + 6 + 6 + 6, "of the loss, and of each kind"
 
 
 def test_marks_stand_where_it_happened(run: Path) -> None:
@@ -291,11 +309,44 @@ def test_marks_stand_where_it_happened(run: Path) -> None:
     with (run / "events.jsonl").open("a") as file:
         file.writelines(json.dumps(event) + "\n" for event in events)
     page = report(run)
-    marks = [a for tag, a in page.tags if tag == "path" and str(a.get("class")).startswith("mark ")]
-    kinds = ["mark stopped", "mark resumed", "mark skipped", "mark rolled-back"]
-    assert [mark["class"] for mark in marks] == kinds * len(page.charts())
-    assert marks[2]["d"] == f"M{1000 * 479 / 999:.1f},0v1000"
-    assert "rolled back at step 700: loss 9" in page.text
+    expected = [[510, "stopped"], [510, "resumed"], [480, "skipped"], [700, "rolled back"]]
+    for chart in page.data():
+        assert [event[:2] for event in chart["events"]] == expected
+    assert page.data()[0]["events"][3] == [700, "rolled back", "loss 9"]
+
+
+def test_other_runs_lie_behind_the_curves_under_their_names(run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "runs" / "slower"
+    write_run(tmp_path / "b", 100).rename(other)
+    with pytest.raises(SystemExit) as left:
+        main(["report", str(run), "--with", str(other)])
+    assert left.value.code == 0
+    page = Page(run / "report.html")
+    behind = page.lines("other")
+    assert [line["name"] for line in behind] == [
+        "slower",
+        "slower, stdlib",
+        "slower, stdlib",
+        *["slower"] * 3,
+    ]
+    assert all(line["run"] == 1 and sum(line["steps"]) == 100 for line in behind)
+    assert len(json.loads(next(str(a["data-axes"]) for tag, a in page.tags if tag == "main"))) == 2
+    with pytest.raises(UsageError, match="not a run directory"):
+        write_report(run, [tmp_path])
+
+
+def test_time_is_told_by_what_it_went_to(run: Path) -> None:
+    parts = {"data": 0.1, "passes": 0.6, "optimizer": 0.2, "other": 0.1}
+    lines = [{"step": n, "loss": 2.0, "step_seconds": 1.0, "step_parts": parts} for n in range(1, 9)]
+    replace_metrics(run, [*lines, {**lines[0], "step": 9, "evaluation_seconds": 0.5, "save_seconds": 0.5}])
+    page = report(run)
+    bar = next(a for tag, a in page.tags if a.get("class") == "bar")
+    assert bar["aria-label"] == (
+        "forward and backward 54.0 %; optimizer 18.0 %; waiting for data 9.0 %; checks and the like 9.0 %; "
+        "evaluation 5.0 %; saving 5.0 %"
+    )
+    (words,) = (label for label in page.charts() if label.startswith("Where a step's time goes"))
+    assert "forward and backward: 60 at step 1, 60 at step 9; optimizer: 20 at step 1" in words
 
 
 def test_steps_turn_into_tokens_and_hours(run: Path) -> None:
@@ -392,8 +443,8 @@ def test_loads_of_experts_are_maps(run: Path) -> None:
     with Image.open(io.BytesIO(picture)) as image:
         assert image.size == (40, 4)
         for expert, load in enumerate(loads):
-            assert image.getpixel((39, expert)) == heat.colour(load)
-            assert image.getpixel((0, expert)) == heat.colour(1 + (load - 1) / 40)
+            assert image.getpixel((39, expert)) == run_charts.colour(load)
+            assert image.getpixel((0, expert)) == run_charts.colour(1 + (load - 1) / 40)
 
 
 def test_many_steps_share_columns_and_many_layers_are_told(run: Path) -> None:
@@ -412,10 +463,10 @@ def test_many_steps_share_columns_and_many_layers_are_told(run: Path) -> None:
     maps = [str(a["alt"]) for tag, a in page.tags if tag == "img"]
     assert len(maps) == 12
     assert all(" · 12 of 30 layers. Busiest" in alt for alt in maps)
-    picture = heat.expert_load_maps(Run(run))[1].picture.removeprefix("data:image/png;base64,")
+    picture = run_charts.expert_load_maps(Run(run))[1].picture.removeprefix("data:image/png;base64,")
     with Image.open(io.BytesIO(base64.b64decode(picture))) as image:
-        assert image.size == (heat.COLUMNS, 1)
-        assert image.getpixel((80, 0)) == heat.colour(1.0), "the mean of a busy and an idle step"
+        assert image.size == (run_charts.COLUMNS, 1)
+        assert image.getpixel((80, 0)) == run_charts.colour(1.0), "the mean of a busy and an idle step"
 
 
 @pytest.mark.parametrize(

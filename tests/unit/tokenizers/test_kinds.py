@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatfm.errors import MegatfmError
-from megatfm.generate.text import IncrementalDetokenizer
+from megatfm.inference.text import IncrementalDetokenizer
 from megatfm.tokenizers import Tokenizer
 from tests.unit.tokenizers.conftest import LOSSLESS, ODD, OWN
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatfm.errors import UsageError
-from megatfm.generate.text import IncrementalDetokenizer
+from megatfm.inference.text import IncrementalDetokenizer
 from megatfm.tokenizers import SentencePieceTokenizer
 from tests.unit.tokenizers.conftest import LLAMA2, ODD, T5
 

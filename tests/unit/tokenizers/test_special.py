@@ -3,7 +3,7 @@
 import pytest
 
 from megatfm.errors import UsageError
-from megatfm.tokenizers.special import find_special_tokens, reserved_names, special_token_names
+from megatfm.tokenizers.base import find_special_tokens, reserved_names, special_token_names
 
 
 def ids(text: str) -> dict[str, int]:

@@ -9,7 +9,7 @@ import sentencepiece
 import megatfm.tokenizers
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.tokenizers import SentencePieceTokenizer, Tokenizer, train_sentencepiece
-from megatfm.tokenizers.train import _SEGMENT
+from megatfm.tokenizers.training import _SEGMENT
 
 Type = Literal["bpe", "unigram"]
 
@@ -75,7 +75,7 @@ def test_only_the_text_of_pieces_is_changed(texts: list[str], monkeypatch: pytes
     """Against the protobuf library, where it fits SentencePiece."""
     proto = pytest.importorskip("sentencepiece.sentencepiece_model_pb2", exc_type=Exception).ModelProto
     changed = proto.FromString(train_sentencepiece(texts, vocab_size=900, sentinels=8))
-    monkeypatch.setattr("megatfm.tokenizers.train._with_spaces", lambda model: model)
+    monkeypatch.setattr("megatfm.tokenizers.training._with_spaces", lambda model: model)
     expected = proto.FromString(train_sentencepiece(texts, vocab_size=900, sentinels=8))
     assert changed != expected
     for piece in expected.pieces:

@@ -17,15 +17,16 @@ import torch.distributed as dist
 
 from megatfm import tokenizers
 from megatfm.config import Config
-from megatfm.data import Corpus, ShardWriter
-from megatfm.evaluate.evaluate import _absolute
+from megatfm.corpus.corpus import Corpus
+from megatfm.corpus.writer import ShardWriter
+from megatfm.inference.evaluate import _absolute
+from megatfm.layers.initialisation import draw
 from megatfm.models import Decoder, build
-from megatfm.ops.initial import draw
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine, choose_precision
 from megatfm.train.corpora import note_few_streams, open_corpora, open_tokenizer
-from megatfm.train.evaluation import evaluate, summary
-from tests.workers import Workers
+from megatfm.train.evaluation import evaluate, loss_by_position, summary
+from tests.support.workers import Workers
 
 LENGTH = 48
 TEXTS = [
@@ -108,8 +109,11 @@ def model_of(folder: Path) -> Decoder:
     return model
 
 
-def by_hand(folder: Path) -> tuple[float, int]:
-    """Nats and targets: each document between its marks, one after the other, cut wherever a row ends."""
+def by_hand(folder: Path, by_place: dict[int, list[float]] | None = None) -> tuple[float, int]:
+    """Nats and targets: each document between its marks, one after the other, cut wherever a row ends.
+
+    by_place: gets the nats of each target under its place in the row.
+    """
     tokenizer = tokenizers.load(folder / "tokenizer.model")
     corpus, model = Corpus.open(folder / "validation"), model_of(folder)
     nats, count, place = 0.0, 0, 0
@@ -122,11 +126,49 @@ def by_hand(folder: Path) -> tuple[float, int]:
                 with torch.no_grad():
                     logits = model(torch.tensor([framed[start:end]])).logits[0]
                 targets = torch.tensor(framed[start + 1 : end + 1])
-                nats -= float(logits.log_softmax(-1)[torch.arange(len(targets)), targets].sum())
+                each = -logits.log_softmax(-1)[torch.arange(len(targets)), targets]
+                nats += float(each.sum())
+                for offset, value in enumerate(each.tolist() if by_place is not None else []):
+                    by_place[place % LENGTH + offset].append(value)  # type: ignore[index]
                 count += len(targets)
                 place += end - start
                 start = end
     return nats, count
+
+
+def by_position(folder: Path, parallel: dict[str, Any], n_buckets: int) -> list[float]:
+    settings, tokenizer = open_tokenizer(config(folder, **parallel))
+    corpora = open_corpora(settings, tokenizer)
+    mesh = build_mesh(settings.parallel, dist.get_world_size(), "cpu")
+    engine = build_engine(settings, mesh, torch.device("cpu"), "fp64")
+    rows = corpora.validation["all"]
+    return loss_by_position(
+        engine, rows, corpora.objective, n_buckets=n_buckets, n_rows=len(rows), micro_batch=2
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel", "n_buckets"),
+    [
+        (1, {}, 1),
+        (1, {}, 5),
+        (2, {"cp": 2}, 3),
+        (2, {"pp": 2}, 4),
+        (2, {"dp_shard": 2}, 4),
+        (1, {}, LENGTH + 1),
+    ],
+)
+def test_loss_by_position_is_that_of_the_places(
+    workers: Workers, folder: Path, ranks: int, parallel: dict[str, Any], n_buckets: int
+) -> None:
+    nats: dict[int, list[float]] = {place: [] for place in range(LENGTH)}
+    by_hand(folder, nats)
+    buckets: list[list[float]] = [[] for _ in range(n_buckets)]
+    for place, values in nats.items():
+        buckets[place * n_buckets // LENGTH] += values
+    expected = [float(np.mean(bucket)) if bucket else math.nan for bucket in buckets]
+    for losses in workers.run(by_position, ranks, folder, parallel, n_buckets):
+        assert losses == pytest.approx(expected, rel=1e-11, nan_ok=True)
 
 
 CASES = [
@@ -257,7 +299,9 @@ def test_a_batch_with_few_divisors_is_told_with_one_that_has_more(
     train = made.train.model_copy(update={"global_batch": batch, "micro_batch": 2})
     note = note_few_streams(made.model_copy(update={"train": train}))
     assert few == bool(note)
-    if found := re.search(r"choose (\d+), or set data\.streams = 64$", note):
+    if note:
+        found = re.search(r"choose (\d+), or set data\.read_streams = 64$", note)
+        assert found
         near = int(found[1])
         assert near % 2 == 0
         assert abs(near - batch) < 8

@@ -11,10 +11,10 @@ from megatfm.config import ParallelConfig
 from megatfm.errors import UsageError
 from megatfm.train.init_from import load_weights, match_weights
 from tests.parity.test_layouts import ADAMW, MODEL, make_engine
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 BODY = {"decoder.embedding.tokens.weight": (40, 8), "decoder.layers.0.attn.wq.weight": (8, 8)}
-STORED = {**BODY, "head.weight": (40, 8), "lm_head.bias": (40,)}
+STORED = {**BODY, "head.weight": (40, 8), "head.bias": (40,)}
 SOURCE = Path("runs/before")
 
 
@@ -55,7 +55,7 @@ def test_another_family_is_told_apart_from_other_sizes() -> None:
         (
             {**BODY, "topic.weight": (5, 8)},
             [],
-            r"""no topic\.weight: name the .* 'train\.init_only=\["decoder\.\*"\]'$""",
+            r"""no topic\.weight: name the .* 'train\.init_include=\["decoder\.\*"\]'$""",
         ),
         ({**BODY, "head.weight": (50, 8)}, [], r"head\.weight is \[40, 8\] there and \[50, 8\] here"),
         ({**BODY, "topic.weight": (5, 8)}, ["topic.*"], r"it has no topic\.weight"),

@@ -11,12 +11,14 @@ import torch
 
 from megatfm import checkpoint
 from megatfm.checkpoint import Saver
-from megatfm.checkpoint.nodes import NodeTopology
+from megatfm.checkpoint.local import NodeTopology
 from megatfm.config import Config
 from megatfm.errors import MegatfmError, UsageError
+from megatfm.tracking.run_directory import RunDirectory
 from megatfm.train import resume
-from megatfm.train.record.run_directory import RunDirectory
-from tests.workers import Workers
+from megatfm.train.resilience import DecisionLog
+from megatfm.version import __version__
+from tests.support.workers import Workers
 
 PATH = Path("runs/a/checkpoints/step-00000005")
 VALUES: dict[str, Any] = {
@@ -50,16 +52,17 @@ def state(values: dict[str, Any] = VALUES, **facts: Any) -> dict[str, Any]:
         "streams": 64,
         "shuffle": True,
     }
-    made = resume.run_state(
-        Config.model_validate(values),
-        step=5,
-        tokens=160,
-        precision="fp32",
-        tokenizer="t",
-        data=data,
-        loss_guard={},
-        machines=HERE,
-    )
+    made = {
+        "step": 5,
+        "tokens": 160,
+        "precision": "fp32",
+        "tokenizer": "t",
+        "data": data,
+        "trouble": {},
+        "machines": HERE,
+        "config": Config.model_validate(values).model_dump(mode="json"),
+        "megatfm": __version__,
+    }
     for key, value in facts.items():
         made = change(made, key.replace("__", "."), value)
     return json.loads(json.dumps(made))  # as it comes back from a checkpoint
@@ -77,10 +80,10 @@ def test_a_factor_that_was_stored_as_a_number_is_the_word_of_today() -> None:
     )
     number = change(change(VALUES, "model.lm_head", {"scale": 8**-0.5}), "model.embedding", {"scale": 8**0.5})
     other = change(number, "model.lm_head", {"scale": 0.5})
-    assert state(word)["config"]["model"]["head"]["scale"] == "d_model^-1/2"
+    assert state(word)["config"]["model"]["lm_head"]["scale"] == "d_model^-1/2"
     for one, two in ((word, number), (number, word)):
         assert resume.check_compatible(resume.ResumePoint(PATH, state(one)), state(two), []) == []
-    with pytest.raises(UsageError, match=r"model\.head\.scale: 0\.5 → 0\.35"):
+    with pytest.raises(UsageError, match=r"model\.lm_head\.scale: 0\.5 → 0\.35"):
         resume.check_compatible(resume.ResumePoint(PATH, state(other)), state(word), [])
 
 
@@ -290,7 +293,7 @@ def test_node_local_checkpoints_are_asked_for_as_a_whole() -> None:
 @pytest.mark.parametrize("local", ["$MEGATFM_NOT_SET/x", "relative/folder"])
 def test_a_node_local_folder_is_an_absolute_path(tmp_path: Path, local: str) -> None:
     values = change(change(VALUES, "checkpoint.local_dir", local), "checkpoint.local_every", 5)
-    with pytest.raises(UsageError, match=r"checkpoint\.local = '.*' is .* here: give an absolute path"):
+    with pytest.raises(UsageError, match=r"checkpoint\.local_dir = '.*' is .* here: give an absolute path"):
         resume.discover_nodes(Config.model_validate(values), RunDirectory(tmp_path, 0))
 
 
@@ -377,13 +380,14 @@ def saved_on_nodes_around_a_rollback(folder: Path) -> list[str]:
             facts = {**kept, "step": step, "data": {**kept["data"], "position": 4 * step}}
             saver.save(step, {"w": torch.ones(2)}, facts, local=True)
     run.folder.mkdir()
-    before = resume.find_resume_point(folder / "shared", nodes, run.decisions)
-    run.decisions.record_rollback(6, 3, 24)
-    after = resume.find_resume_point(folder / "shared", nodes, run.decisions)
+    decisions = DecisionLog.of_run(run)
+    before = resume.find_resume_point(folder / "shared", nodes, decisions)
+    decisions.record_rollback(6, 3, 24)
+    after = resume.find_resume_point(folder / "shared", nodes, decisions)
     with Saver(folder / "shared", local_dir=folder / "node") as saver:
         facts = {**kept, "step": 4, "data": {**kept["data"], "position": 28}}
         saver.save(4, {"w": torch.ones(2)}, facts, local=True)
-    again = resume.find_resume_point(folder / "shared", nodes, run.decisions)
+    again = resume.find_resume_point(folder / "shared", nodes, decisions)
     return [
         f"{found.step} at {found.state['data']['position']}" if found else "none"
         for found in (before, after, again)

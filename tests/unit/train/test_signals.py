@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatfm.train.signals import INTERRUPTED, STOP_SIGNALS, StopSignals
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 CPU = torch.device("cpu")
 

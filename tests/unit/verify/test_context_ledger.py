@@ -4,7 +4,7 @@ import pytest
 
 from megatfm.config import load_config
 from megatfm.errors import UsageError
-from megatfm.verify.batch import Documents
+from megatfm.verify.shrink import Documents
 from megatfm.verify.verify import verify
 
 

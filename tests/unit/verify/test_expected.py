@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatfm.config import Config
-from megatfm.layers.ffn import FFNS
+from megatfm.layers.feed_forward import FFNS
 from megatfm.parallel.styles import STYLES
 from megatfm.registry import import_plugins
 from megatfm.verify.expected import unpredicted
@@ -15,7 +15,7 @@ from tests.unit.verify.test_verify import CONFIG
 PLUGIN = """
 from dataclasses import replace
 from torch import nn
-from megatfm.layers.ffn import FFN, FFNS
+from megatfm.layers.feed_forward import FFN, FFNS
 from megatfm.parallel.styles import ROW, STYLES
 
 STYLES.register("NAME")(replace(ROW, name="NAME", communication=SENDS))

@@ -8,9 +8,8 @@ import torch.distributed as dist
 from megatfm.commands.verify import DOCUMENTS
 from megatfm.config import AdamWConfig, Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from megatfm.errors import UsageError
-from megatfm.verify.batch import KINDS_OF_DOCUMENTS, random_batch
-from megatfm.verify.rank import RankResult
-from megatfm.verify.shrink import shrink
+from megatfm.verify.rank_processes import RankResult
+from megatfm.verify.shrink import KINDS_OF_DOCUMENTS, random_batch, shrink
 from megatfm.verify.traffic import CollectiveTraffic, TrafficCounter
 from megatfm.verify.verify import gradient_differences
 

@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from megatfm.config import load_config
-from megatfm.layers.attention.core import DotProductAttention
+from megatfm.layers.attention.dot_product import DotProductAttention
 from megatfm.models import build
-from megatfm.verify.batch import random_batch
 from megatfm.verify.reference import reference_step
-from megatfm.verify.shrink import shrink
+from megatfm.verify.shrink import random_batch, shrink
 
 
 def test_every_kind_is_kept_and_small() -> None:
@@ -58,24 +57,28 @@ def test_patterns_shrink_with_the_row(name: str) -> None:
 
 
 SIZES = {
-    'quickstart model.attention.pattern={name="window",width=128,step=3,first=4} data.sequence_length=4096': {
+    "quickstart data.sequence_length=4096 "
+    'model.attention.pattern={name="window",width=128,dilation=3,initial_tokens=4}': {
         "width": 8,
-        "step": 2,
-        "first": 2,
+        "dilation": 2,
+        "initial_tokens": 2,
     },
     'quickstart model.attention.pattern={name="chunked",size=512} data.sequence_length=1024': {"size": 21},
     'quickstart model.attention.pattern={name="window",width=4096} data.sequence_length=4096': {"width": 64},
     'bert-base model.attention.pattern={name="window",width=1024}': {"width": 128},
     'quickstart model.attention.pattern={name="chunked",size=8192} data.sequence_length=4096': {"size": 128},
-    "bigbird-base data.sequence_length=512": {"layer_type": 8},
+    "bigbird-base data.sequence_length=512": {"block_size": 8},
     'quickstart model.attention.pattern={name="strided",stride=128}': {"stride": 8},
-    'quickstart model.attention.pattern={name="fixed",stride=128,summary=8}': {"stride": 8, "summary": 2},
-    'quickstart model.attention.pattern={name="bigbird",block=64,extra=64} data.sequence_length=4096': {
-        "layer_type": 4,
-        "extra": 8,
+    'quickstart model.attention.pattern={name="fixed",stride=128,n_summary_tokens=8}': {
+        "stride": 8,
+        "n_summary_tokens": 2,
     },
-    'bert-base model.attention.pattern={name="longformer",width=512,tokens=[0,7,500]}': {
-        "tokens": (0, 7, 32)
+    'quickstart model.attention.pattern={name="bigbird",block_size=64,n_global_tokens=64} data.sequence_length=4096': {
+        "block_size": 4,
+        "n_global_tokens": 8,
+    },
+    'bert-base model.attention.pattern={name="longformer",width=512,global_tokens=[0,7,500]}': {
+        "global_tokens": (0, 7, 32)
     },
 }
 

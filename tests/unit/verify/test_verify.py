@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from megatfm.commands.verify import add_arguments, main
+from megatfm.commands.verify import add_verify_arguments, verify_command
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.verify import ranks
+from megatfm.verify import rank_processes
 from megatfm.verify.traffic import CollectiveTraffic
 from megatfm.verify.verify import Comparison, verify
 
@@ -31,16 +31,17 @@ CONFIG = {
 PLUGIN = """
 import multiprocessing, os, time
 from dataclasses import replace
+import megatfm.engines.base as base
 import megatfm.engines.native.fully_sharded as fully_sharded
 import megatfm.engines.native.engine as native
-import megatfm.engines.pipelined as pipelined
+import megatfm.engines.pipeline as pipelined
 import megatfm.engines.native.replicated as replicated
-import megatfm.engines.ties as ties
+import megatfm.engines.state as ties
 import megatfm.parallel.collectives as collectives
 import megatfm.parallel.styles as styles
 
 def norm_row_not_partial():
-    styles.STYLES._parts["sequence"] = replace(styles.SEQUENCE, gradient="whole")
+    styles.STYLES._parts["sequence_parallel"] = replace(styles.SEQUENCE, gradient="replicated")
 
 def adjoint_dropped():
     collectives._Copy.backward = staticmethod(lambda ctx, gradient: (gradient, None))
@@ -61,11 +62,11 @@ def needless_transfer():
     pipelined.PipelineForwardBackward.step = step
 
 def needless_sum():
-    real = native.all_reduce_partial_gradients
+    real = base.all_reduce_partial_gradients
     def twice(gradients, layout, mesh):
         real(gradients, layout, mesh)
         mesh.all_reduce_(gradients["head.weight"].new_zeros(3), ("tp",))
-    native.all_reduce_partial_gradients = twice
+    base.all_reduce_partial_gradients = twice
 
 def needless_reduction():
     real = fully_sharded.FullySharded.begin
@@ -84,7 +85,7 @@ def frozen_gradients_travel():
     replicated.Replicated._assign = dealt
 
 def reach_misses_a_key():
-    import megatfm.layers.attention.core as core
+    import megatfm.layers.attention.dot_product as core
     real = core.reachable_keys
     def reached(*args):
         found = real(*args)
@@ -103,8 +104,8 @@ def weights_are_multiplied():
     torch.optim.AdamW.step = step
 
 def nothing_is_banded():
-    from megatfm.ops.attention import bands, tiles
-    tiles.BlockAttentionPlan.is_banded = property(lambda how: all(isinstance(visit, bands.Band) for visit in how.steps))
+    from megatfm.ops.attention import mask, tile
+    tile.BlockAttentionPlan.is_banded = property(lambda how: all(isinstance(visit, mask.Band) for visit in how.steps))
 
 def on_rank_1(act):
     original = native.NativeEngine.forward_backward
@@ -128,8 +129,8 @@ if multiprocessing.parent_process():  # only in the ranks, not in the process th
 def run_command(folder: Path, *overrides: str) -> int:
     (folder / "config.toml").write_text(tomli_w.dumps(CONFIG), encoding="utf-8")
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return main(parser.parse_args([str(folder / "config.toml"), *overrides]))
+    add_verify_arguments(parser)
+    return verify_command(parser.parse_args([str(folder / "config.toml"), *overrides]))
 
 
 @pytest.fixture
@@ -321,7 +322,7 @@ def test_traffic_of_frozen_weights_is_found(
 
 
 def test_a_hanging_rank_is_named_within_seconds(tmp_path: Path, plant, monkeypatch) -> None:
-    monkeypatch.setattr(ranks, "COLLECTIVE_SECONDS", 3.0)
+    monkeypatch.setattr(rank_processes, "COLLECTIVE_SECONDS", 3.0)
     start = time.monotonic()
     with pytest.raises(MegatfmError, match="rank 1 hangs: no answer within 3 s"):
         run_command(tmp_path, plant("hang"))

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from megatfm.commands.verify import add_arguments, main
+from megatfm.commands.verify import add_verify_arguments, verify_command
 from megatfm.config import load_config, presets_of_models
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.verify.batch import random_batch
 from megatfm.verify.layouts import LAYOUTS
-from megatfm.verify.ranks import RankTeam
-from megatfm.verify.shrink import shrink
-from megatfm.verify.walk import walk
+from megatfm.verify.rank_processes import RankTeam
+from megatfm.verify.shrink import random_batch, shrink
+from megatfm.verify.verify import walk
 
 SOME = {
     "llama3-8b": ("dp2-zero0", "cp3-ring", "tp2-cp2"),
@@ -38,7 +37,7 @@ SOME = {
 REASONS = (
     r"parallel\.ep = 2, but the model has no experts to divide",
     r"parallel\.tp = 2 does not divide model\.(attention|generator)\.n_heads = \d+",
-    r"parallel\.context = 'heads': \d+ query and \d+ key heads of a tensor-parallel rank can't be dealt",
+    r"parallel\.cp_method = 'ulysses': \d+ query and \d+ key heads of a tensor-parallel rank can't be dealt",
     r"parallel\.tp = 2: ffn\.name = 'soft_moe' is not cut",
     r"4 pipeline stages \(parallel\.pp = 2, 2 on each rank\), but the model can be cut into \d at most",
 )
@@ -62,8 +61,8 @@ def test_all_presets_agree(layout: str) -> None:
 
 def run_command(*words: str) -> int:
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return main(parser.parse_args(list(words)))
+    add_verify_arguments(parser)
+    return verify_command(parser.parse_args(list(words)))
 
 
 def test_the_table_and_the_exit_code(

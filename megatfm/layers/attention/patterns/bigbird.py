@@ -10,10 +10,9 @@ from torch import Tensor
 
 from megatfm.config import BigBirdPatternConfig, ModelConfig, require_variant
 from megatfm.errors import UsageError
-from megatfm.layers.attention.patterns.pattern import AttentionPattern, BlockBounds, Ranges
-from megatfm.layers.attention.patterns.registry import PATTERNS
-from megatfm.ops.compiled import constant_when_compiled
-from megatfm.ops.moved import moved
+from megatfm.layers.attention.patterns.pattern import PATTERNS, AttentionPattern, BlockBounds, Ranges
+from megatfm.ops.log_once import constant_when_compiled
+from megatfm.ops.transfer import moved
 
 TABLES = 2**10
 """So many tables of random blocks are kept, one for each layer and length."""

@@ -1,17 +1,18 @@
-"""What a query sees: the base of all patterns."""
+"""The base of attention patterns: from `mask_mod` alone follow masks, tables of blocks, costs and sizes of caches."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import Self
 
 import torch
 from torch import Tensor
 
+from megatfm.config import ModelConfig
 from megatfm.cost import Cost, TokenCounts
 from megatfm.layers.sequence import ALL_QUERIES, SequenceMetadata
-from megatfm.ops.attention import BuiltinMask
-from megatfm.ops.attention.bands import BandLimits
+from megatfm.ops.attention.mask import BandLimits, BuiltinMask
+from megatfm.registry import Registry
 
 # B batch, T queries, S keys, n heads that differ (or 1), Q and J blocks of queries and of keys
 
@@ -21,6 +22,8 @@ BLOCK = 64
 """Pairs are counted by blocks of so many tokens, unless a pattern has a grain."""
 COUNTED = 512
 """In so many blocks that are seen in part, pairs are looked at together."""
+PAIRS_CACHED = 1024
+"""Counts of pairs that are remembered, by pattern, row length and heads: more than a model's layers ask for."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +41,10 @@ class BlockBounds:
 
 @dataclass(frozen=True)
 class AttentionPattern:
-    """Which tokens of its own document a query sees. Frozen: its fields are its options, and equal ones share a mask.
+    """Tokens of its own document that a query sees. Frozen: its fields are its options, and equal ones share a mask.
 
-    A new pattern says `sees`; one that leaves whole blocks out says `blocks` too, so that kernels skip those. Tokens of
-    a prefix are seen by all of their document, whatever the pattern.
+    A new pattern defines `mask_mod`; one that leaves full blocks out defines `block_mask` too, so that kernels skip
+    those. Tokens of a prefix are seen by all of their document, whatever the pattern.
     """
 
     @property
@@ -61,7 +64,7 @@ class AttentionPattern:
 
     @property
     def window(self) -> tuple[int, int] | None:
-        """How many tokens before and after itself a query sees, −1: all; None: where that does not say all of it."""
+        """Tokens before and after itself that a query sees, −1: all; None: no window says it all."""
         return None
 
     @property
@@ -81,12 +84,12 @@ class AttentionPattern:
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether it depends on the document's length: then `mask_mod_for_lengths` says what `sees` says for others."""
+        """Whether it depends on the document's length: `mask_mod_for_lengths` then takes the place of `mask_mod`."""
         return False
 
     @property
     def band(self) -> BandLimits | None:
-        """How far a query sees to both sides, where that says it all: kernels then need no table of blocks."""
+        """Limits of a band that says all of the pattern, if one does: kernels then need no table of blocks."""
         return None
 
     @property
@@ -96,7 +99,7 @@ class AttentionPattern:
 
     @property
     def cache_window(self) -> int | None:
-        """Of how many tokens before a new one a cache has to keep keys and values; None: of all."""
+        """Number of tokens before a new one whose keys and values a cache keeps; None: all."""
         return None
 
     @property
@@ -134,11 +137,11 @@ class AttentionPattern:
         return (q.first > q.last) & (k.first > k.last)
 
     def simplify(self, length: int) -> "AttentionPattern":
-        """The same for rows of up to so many tokens: a plainer pattern, where that says it."""
+        """Return a plainer pattern that says the same for rows of up to so many tokens, if there is one."""
         return self
 
     def at_depth(self, depth: int) -> Self:
-        """The same for one layer: another one, where layers draw something of their own."""
+        """Return the pattern of one layer: another one, if layers draw random blocks of their own."""
         return self
 
     def pairs(self, length: int, n_heads: int = 1) -> float:
@@ -164,12 +167,12 @@ class AttentionPattern:
             for part in partly.split(COUNTED) if len(partly) else ():
                 head, q, k = part.unbind(1)
                 at_q, at_k = first[q] + within[:, None], starts[k] + within
-                found = self.mask_mod_for_lengths(at_q, at_k, head, lengths)
-                seen += int((found & (at_q < length) & (at_k < length)).sum())
+                visible = self.mask_mod_for_lengths(at_q, at_k, head, lengths)
+                seen += int((visible & (at_q < length) & (at_k < length)).sum())
         return seen / n_heads
 
     def cost(self, tokens: TokenCounts, channels: float, n_heads: int = 1) -> Cost:
-        """Of the scores and of the sums of values. channels: of both, over all heads.
+        """Cost of the scores and of the sums of values. channels: of both, over all heads.
 
         It follows from `pairs`; but of attention that kernels have a word for, all pairs count, and of causal ones half
         of them are seen, as is usual.
@@ -243,13 +246,13 @@ class AttentionPattern:
         return seen & (of_k.first <= of_q.last) & (of_k.last >= of_q.first)
 
     def lengths(self, sequence: SequenceMetadata) -> Tensor:
-        """Of the queries' documents [B or 1, T or 1]; whatever they are, where that makes no difference."""
+        """Lengths of the queries' documents [B or 1, T or 1]; any number where they make no difference."""
         if not self.depends_on_length or sequence.document_ids() is None:
             return torch.full((1, 1), sequence.length, device=sequence.indices.device)
         return sequence.document_lengths()
 
     def places(self, sequence: SequenceMetadata) -> tuple[Tensor, Tensor]:
-        """Of queries [B or 1, T] and keys [B or 1, S]: in the row where that says the same, else in the document."""
+        """Positions of queries [B or 1, T] and keys [B or 1, S]: in the row if that is the same, else the document."""
         if self.is_cross_attention and sequence.memory is not None:
             return sequence.indices[None], sequence.memory.key_indices[None]
         if self.is_relative or sequence.document_ids() is None:
@@ -257,7 +260,7 @@ class AttentionPattern:
         return sequence.positions_in_document()
 
 
-@cache
+@lru_cache(PAIRS_CACHED)
 def _pairs(pattern: AttentionPattern, length: int, n_heads: int) -> float:
     """`pairs`, which may look at each of them, once for all layers."""
     return pattern.pairs(length, n_heads)
@@ -279,3 +282,7 @@ def _bounds(values: Tensor, size: int, dim: int) -> tuple[Tensor, Tensor]:
     missing = -values.shape[1] % size
     blocks = torch.cat([values, values[:, -1:].expand(-1, missing)], 1).unflatten(1, (-1, size))
     return blocks.amin(-1)[:, None].unsqueeze(dim), blocks.amax(-1)[:, None].unsqueeze(dim)
+
+
+PATTERNS: Registry[Callable[[ModelConfig, bool], AttentionPattern]] = Registry("attention pattern")
+"""Made as `PATTERNS.get(name)(config, causal)`; causal: in a decoder, whose queries must not see later tokens."""

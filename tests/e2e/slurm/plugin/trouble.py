@@ -10,7 +10,7 @@ import socket
 import time
 from pathlib import Path
 
-from megatfm.data import DataLoader
+from megatfm.data.loader import DataLoader
 
 FOLDER = Path(os.environ["TROUBLE"])
 RANK = os.environ.get("SLURM_PROCID") or os.environ.get("RANK") or "0"

@@ -8,9 +8,9 @@ from megatfm.config import ParallelConfig
 from megatfm.engines.native import replicated
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.native.replicated import Replicated
-from megatfm.parallel.blocks import transformer_blocks
+from megatfm.parallel.layout import transformer_blocks
 from tests.parity.test_layouts import ADAMW, CAUSAL, TIED, global_batch, make_engine, microbatches
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 
 def trained(engine: NativeEngine) -> list[dict[str, Tensor]]:

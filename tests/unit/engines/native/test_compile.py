@@ -9,14 +9,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatfm.config import ModelConfig, load_config
-from megatfm.engines.native.engine import RECOMPILE_LIMIT, compile_all
-from megatfm.engines.registry import leaves_attention, should_compile
+from megatfm.engines.native.compile import (
+    RECOMPILE_LIMIT,
+    compile_all,
+    keeps_attention_eager,
+    should_compile,
+)
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
-from megatfm.ops.attention import kernels, rows
+from megatfm.ops.attention import kernels, reference
+from tests.support.workers import Workers
 from tests.unit.models import test_rows_of_scores
 from tests.unit.models.test_patterns_compose import LENGTH, batch, gradients
-from tests.workers import Workers
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -44,9 +48,9 @@ def test_blocks_are_compiled_on_gpus_where_nothing_is_in_the_way(
 
 def test_attention_of_long_rows_is_left_as_it_is_on_cpus() -> None:
     long, short = (load_config("quickstart", [f"data.sequence_length={n}"]) for n in (2048, 512))
-    assert leaves_attention(long, CPU)
-    assert not leaves_attention(short, CPU)
-    assert not leaves_attention(long, GPU)
+    assert keeps_attention_eager(long, CPU)
+    assert not keeps_attention_eager(short, CPU)
+    assert not keeps_attention_eager(long, GPU)
 
 
 LEFT = {
@@ -75,7 +79,7 @@ def test_attention_that_is_left_goes_by_blocks(monkeypatch: pytest.MonkeyPatch, 
     )
     monkeypatch.setattr(kernels, "LONG", 1)
     monkeypatch.setattr(nn.Module, "compile", lambda self, **given: real(self, **given, backend="eager"))
-    compile_all(model.decoder.layers.values(), autotune=False, whole=False)
+    compile_all(model.decoder.layers.values(), autotune=False, fullgraph=False)
     for name, gradient in gradients(model, inputs).items():
         torch.testing.assert_close(gradient, by_mask[name], rtol=1e-10, atol=1e-12)
     assert served
@@ -93,12 +97,12 @@ def test_attention_that_is_left_goes_by_some_queries(monkeypatch: pytest.MonkeyP
     initialise(model, 3)
     eager, real, pieces = gradients(model, inputs), nn.Module.compile, []
     monkeypatch.setattr(
-        rows, "checkpoint", lambda *given, **how: (pieces.append(given), checkpoint(*given, **how))[1]
+        reference, "checkpoint", lambda *given, **how: (pieces.append(given), checkpoint(*given, **how))[1]
     )
-    monkeypatch.setattr(rows, "MAX_SCORES", 1)
+    monkeypatch.setattr(reference, "MAX_SCORES", 1)
     monkeypatch.setattr(nn.Module, "compile", lambda self, **given: real(self, **given, backend="eager"))
     stack = model.decoder if config.family == "decoder" else model.encoder
-    compile_all(stack.layers.values(), autotune=False, whole=False)
+    compile_all(stack.layers.values(), autotune=False, fullgraph=False)
     for key, gradient in gradients(model, inputs).items():
         torch.testing.assert_close(gradient, eager[key], rtol=1e-10, atol=1e-12)
     assert len(pieces) > LENGTH

@@ -13,17 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatfm.config import Config, ModelConfig, ParallelConfig, load_config
+from megatfm.engines.native.cuda_graphs import GraphedModel, Run, make_graph_capture
 from megatfm.engines.native.engine import NativeEngine
-from megatfm.engines.native.graphed import GraphedModel, Run
-from megatfm.engines.registry import make_graph_capture
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.models import build
+from megatfm.optim.parameters import optimizer_groups
 from megatfm.parallel.mesh import build_mesh
-from megatfm.parallel.plan import parallelize
-from megatfm.train.optimizers import optimizer_groups
+from megatfm.parallel.parallelize import parallelize
 from tests.parity.test_layouts import ADAMW, CAUSAL, MODEL, TIED, global_batch, make_engine, microbatches
+from tests.support.workers import Workers
 from tests.unit.engines.native.test_host_reads import Waits
-from tests.workers import Workers
 
 
 class Tape(TorchDispatchMode):
@@ -143,7 +142,7 @@ def test_a_recorded_step_is_the_step(workers: Workers) -> None:
 def record_too_many() -> str:
     """What the line says at the third shape, where two are kept."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatfm.engines.native.graphed.SHAPES", 2)
+        patch.setattr("megatfm.engines.native.cuda_graphs.SHAPES", 2)
         engine = graphed(MODEL, "fp32", Taped())
         for length in (8, 12, 8, 12):
             engine.forward_backward(microbatches(engine, global_batch(seed=0, length=length)), CAUSAL)

@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.engines.losses import DeferredReads
-from megatfm.layers.moe import dispatch
+from megatfm.layers.moe import experts
 from tests.parity.test_layouts import ADAMW, CAUSAL, TIED, global_batch, make_engine, microbatches
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 WAITS = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.is_nonzero", "aten.equal")
 """Operators whose result the host needs before it can go on: a number, or a shape that depends on values."""
@@ -65,7 +65,7 @@ def waits_of_a_step(
             for name in METHODS:
                 patch.setattr(Tensor, name, noted(name))
             if early:
-                patch.setattr(dispatch, "is_host_readable", lambda _: False)
+                patch.setattr(experts, "is_host_readable", lambda _: False)
             stats = engine.forward_backward(batch, CAUSAL)
             engine.step(1e-2, clip=1e-3)
             assert stats.loss > 0

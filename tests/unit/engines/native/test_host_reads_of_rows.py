@@ -11,15 +11,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from megatfm.config import ParallelConfig
+from megatfm.engines import base
 from megatfm.engines.losses import DeferredReads
-from megatfm.engines.native import engine as native
 from megatfm.layers import sequence
 from megatfm.layers.attention.patterns import bigbird
-from megatfm.ops import moved
+from megatfm.ops import transfer
 from tests.parity import test_layouts, test_pipelines
 from tests.parity.test_context import microbatches, one_device
+from tests.support.workers import Workers
 from tests.unit.engines.native.test_host_reads import METHODS, Waits
-from tests.workers import Workers
 
 
 class Device(Waits):
@@ -49,7 +49,7 @@ class Device(Waits):
             return values
         there = values.clone()
         self.put([there])
-        return moved.remember_host_copy(there, values)
+        return transfer.remember_host_copy(there, values)
 
     def here(self, *given: Any) -> dict[str, Tensor]:
         """In the place of `here`: what comes before the move is the host's."""
@@ -68,7 +68,7 @@ class Device(Waits):
         return made
 
 
-HERE, MOVED, READ = native.local_batch, moved.moved, DeferredReads.read
+HERE, MOVED, READ = base.local_batch, transfer.moved, DeferredReads.read
 
 
 def waits_of_rows(name: str, parallel: ParallelConfig, known: bool) -> list[str]:
@@ -92,11 +92,11 @@ def waits_of_rows(name: str, parallel: ParallelConfig, known: bool) -> list[str]
                 getattr(module, "moved", None) is MOVED and module is not bigbird
             ):  # it moves to where the queries are
                 patch.setattr(module, "moved", device.moved)
-        for module in (moved, sequence):
+        for module in (transfer, sequence):
             patch.setattr(module, "is_on_host", lambda x: not device.holds(x))
-        patch.setattr(native, "local_batch", device.here)
+        patch.setattr(base, "local_batch", device.here)
         if not known:
-            patch.setattr(moved, "remember_host_copy", lambda there, _: there)
+            patch.setattr(transfer, "remember_host_copy", lambda there, _: there)
         sums = engine.forward_backward(microbatches(engine, batch), objective)
         found = [*device.found, *asked]
     assert sums.loss == pytest.approx(loss, rel=1e-12)

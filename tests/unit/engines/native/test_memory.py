@@ -7,14 +7,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from megatfm.config import Config, ParallelConfig, load_config
 from megatfm.engines.interface import MemoryNeeds
 from megatfm.engines.native.engine import NativeEngine
-from megatfm.engines.native.memory import max_block_inputs
-from megatfm.parallel.blocks import transformer_blocks
-from megatfm.parallel.pipeline_cut import Pipeline
-from megatfm.train.guards.preflight import block_input_bytes
+from megatfm.engines.native.zero import max_block_inputs
+from megatfm.parallel.layout import transformer_blocks
+from megatfm.parallel.pipeline_stages import Pipeline
+from megatfm.train.startup_checks import block_input_bytes
 from tests.parity.test_layouts import ADAMW, CAUSAL, LENGTH, ROWS, global_batch, make_engine
+from tests.support.workers import Workers
 from tests.unit.engines.native.test_sharing import EVEN
 from tests.unit.engines.native.test_sharing import held as counted
-from tests.workers import Workers
 
 MICRO = 2
 

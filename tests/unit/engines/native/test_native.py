@@ -29,7 +29,7 @@ from tests.parity.test_layouts import (
     one_device,
     one_device_gradients,
 )
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 LAYOUTS = {
     1: ParallelConfig(),

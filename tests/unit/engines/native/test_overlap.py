@@ -9,7 +9,7 @@ from megatfm.engines.native import replicated
 from megatfm.engines.native.replicated import Replicated
 from megatfm.verify.traffic import CollectiveTraffic, TrafficCounter
 from tests.parity.test_layouts import ADAMW, CAUSAL, TIED, global_batch, make_engine, microbatches
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 LAYOUTS = [
     ParallelConfig(dp_shard=2, zero=0),
@@ -61,7 +61,7 @@ def two_backward_passes() -> None:
     engine.data.begin(is_last=True)
     for other in engine.model.parameters():
         other.square().sum().backward()
-    with pytest.raises(RuntimeError, match="a gradient came after its bucket was sent"):
+    with pytest.raises(RuntimeError, match="arrived after its bucket was reduced"):
         parameter.square().sum().backward()
 
 

@@ -11,11 +11,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
 
 from megatfm.config import ParallelConfig
-from megatfm.engines.native.data_parallel import ZeroOptions
 from megatfm.engines.native.engine import NativeEngine
-from megatfm.parallel.blocks import transformer_blocks
+from megatfm.engines.native.zero import ZeroOptions
+from megatfm.parallel.layout import transformer_blocks
 from tests.parity.test_layouts import ADAMW, CAUSAL, MODEL, global_batch, make_engine, microbatches
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 LAYERS = 5
 DEEP = MODEL.with_changes({"n_layers": LAYERS})

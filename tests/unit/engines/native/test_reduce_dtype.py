@@ -15,7 +15,7 @@ from tests.parity.test_layouts import (
     one_device,
     one_device_gradients,
 )
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 LAYOUTS = [
     ParallelConfig(dp_shard=2, zero=0),
@@ -62,5 +62,7 @@ def test_half_the_bytes_and_one_rounding(workers: Workers) -> None:
 
 
 def test_micro_batches_are_not_added_up_in_it() -> None:
-    with pytest.raises(ValueError, match=r"zero = 3 would add micro-batches up in it, too: set accumulate"):
+    with pytest.raises(
+        ValueError, match=r"zero = 3 would add micro-batches up in it, too: set grad_accumulation"
+    ):
         ParallelConfig(reduce_dtype="bf16")

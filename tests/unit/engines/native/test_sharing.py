@@ -10,12 +10,11 @@ from torch import Tensor, nn
 
 from megatfm.config import AdamWConfig, ParallelConfig
 from megatfm.engines.interface import Batch
-from megatfm.engines.native.buckets import assign_buckets
 from megatfm.engines.native.engine import NativeEngine
-from megatfm.engines.native.replicated import Replicated
+from megatfm.engines.native.replicated import Replicated, assign_buckets
 from megatfm.models import build
 from tests.parity.test_layouts import CAUSAL, MODEL, global_batch, make_engine, microbatches
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 EVEN = MODEL.model_copy(update={"vocab_size": 96})
 ADAMW = AdamWConfig(lr=1e-2)

@@ -20,7 +20,7 @@ from tests.parity.test_layouts import (
     make_engine,
     microbatches,
 )
-from tests.workers import Workers
+from tests.support.workers import Workers
 
 SHORT = AdamWConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.3, moments_dtype="bf16")
 SPOILED = {"gradient", "loss", "asked"}

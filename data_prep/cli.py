@@ -1,0 +1,109 @@
+"""The command line of data_prep, which `megatfm prep` shares."""
+
+import argparse
+import io
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+
+from megatfm import data_prep
+from megatfm.config import load
+from megatfm.config.prep import PrepConfig
+from megatfm.data_prep.execution.dask import dask_workers
+from megatfm.data_prep.execution.executors import (
+    LockExecutor,
+    MpiExecutor,
+    TaskExecutor,
+    mpi_rank_from_environment,
+    mpi_world,
+    parse_task,
+    supports_flock,
+)
+from megatfm.data_prep.execution.progress import Reporter
+from megatfm.data_prep.execution.upload import local_folder
+from megatfm.errors import EXIT_FAILED, EXIT_REQUEUE, MegatfmError, UsageError
+
+DASK_HELP = "have a Dask's workers do the parts: its address (tls://…) or scheduler file"
+TASK_HELP = "this is task I of N that share the work, counted from 1, for example in a SLURM array"
+
+
+def cli(argv: Sequence[str] | None = None) -> int:
+    """`CONFIG [key=value …]`: prepare a corpus. Returns the exit code: 0 done, 1 failed, 2 usage, 75 stopped."""
+    parser = argparse.ArgumentParser(
+        prog="megatfm prep", description="From a folder of text to training shards."
+    )
+    parser.add_argument("config", help="a TOML file or the name of a preset, for example quickstart-data")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example read.folder=my-texts")
+    parser.add_argument("--task", "--part", dest="task", metavar="I/N", help=TASK_HELP)
+    parser.add_argument("--dask", metavar="SCHEDULER", help=DASK_HELP)
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    arguments = parser.parse_args(argv)
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    world: Any = None
+    speaks = True
+    try:
+        config = load(PrepConfig, arguments.config, arguments.overrides)
+        task = started = parse_task(arguments.task) if arguments.task else None
+        if arguments.dask:
+            if started:
+                raise UsageError("--task and --dask: give one of them")
+        elif started is None and (started := mpi_rank_from_environment(os.environ)):
+            speaks = started[0] == 1
+            if config.overwrite or not supports_flock(local_folder(config)):
+                world = mpi_world(started[1])
+        with dask_workers(arguments.dask, config) as workers:
+            _prepare(config, workers or _team(world, started), speaks, task or (1, 1))
+        code = 0
+    except MegatfmError as error:
+        if arguments.debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        code = error.exit_code
+    except OSError as error:
+        if arguments.debug:
+            raise
+        said = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+        print(f"error: {said or type(error).__name__}", file=sys.stderr)
+        code = EXIT_FAILED
+    except KeyboardInterrupt:
+        print("interrupted: committed parts are kept; run the same command to resume", file=sys.stderr)
+        code = EXIT_REQUEUE
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if code and world is not None:  # the other ranks wait for this one, and would for ever
+        sys.stderr.flush()
+        world.Abort(code)
+    return code
+
+
+def _team(world: Any, started: tuple[int, int] | None) -> Callable[[Path], TaskExecutor] | None:
+    """Return what makes the executor: of MPI's ranks, or of one of several tasks; None for a single process."""
+    if world is not None:
+        return lambda _: MpiExecutor(world)
+    return partial(LockExecutor, *started) if started else None
+
+
+def _prepare(
+    config: PrepConfig, team: Callable[[Path], TaskExecutor] | None, speaks: bool, task: tuple[int, int]
+) -> None:
+    console = Console(stderr=True) if speaks else Console(file=io.StringIO())
+    reporter = Reporter(console, task)
+    summary = data_prep.run(config, reporter, team)
+    for note in summary.result["notes"]:
+        reporter.log(f"note: {note}")
+    for skipped in summary.result["skipped_files"]:
+        reporter.log(f"skipped: {skipped}")
+    console.print(summary.table())
+    if summary.already_done:
+        reporter.log(f"{summary.out} was already prepared with this config: nothing to do")
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

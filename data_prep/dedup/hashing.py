@@ -1,0 +1,224 @@
+"""Hashes of words and of n-grams of words, of many texts at once, by numpy; and MinHash signatures (Broder 1997).
+
+A word is a run of letters and digits with their marks (vowel signs, accents), without case, after NFKC (Unicode
+Standard Annex 15) and without what isn't seen: format characters, Arabic and Hebrew vowel points, the elongating
+kashida. `_` separates. Of scripts that have no spaces, a Han character and a kana are words of their own; Thai, Lao,
+Khmer, Burmese and their kin are cut where a hash of the two neighbouring characters says so, every fourth place on the
+average: so a word has about as many characters as the languages' own, and depends on its surroundings alone.
+
+A word's hash is that of its UTF-8 bytes, eight at a time; an n-gram's hash combines those of its words in their order.
+All are 64 bits wide. The minima of a signature are rensa's.
+"""
+
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rensa import RMinHash
+
+from megatfm.data_prep.documents import Document
+
+Hashes = NDArray[np.uint64]
+
+# Words in lower case, and space between them: what is left of other scripts, when their punctuation has become space,
+# is words.
+_SPACE = ord(" ")
+_WORDS = bytes(
+    byte if byte >= 128 else ord(chr(byte).lower()) if chr(byte).isalnum() else _SPACE for byte in range(256)
+)
+# What a character is.
+_SEPARATES, _IN_WORD, _IS_WORD, _IN_LONG, _UNSEEN = range(5)
+# Blocks of scripts without spaces (Unicode 15): those of which a character is a word, and those of which several are.
+# fmt: off
+_SINGLE = (
+    (0x2E80, 0x2FDF), (0x3005, 0x3007), (0x3021, 0x3029), (0x3038, 0x30FF), (0x3105, 0x312F), (0x31A0, 0x31BF),
+    (0x31F0, 0x31FF), (0x3400, 0x9FFF), (0xF900, 0xFAFF), (0x1B000, 0x1B16F), (0x20000, 0x323AF),
+)  # Han, kana, bopomofo
+_LONG = (
+    (0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x1950, 0x19DF), (0x1A20, 0x1AAF), (0xA9E0, 0xA9FF),
+    (0xAA60, 0xAADF),
+)  # Thai, Lao, Burmese, Khmer, Tai
+# Points and signs that Arabic and Hebrew are mostly written without, kashida, fillers, joiners, selectors.
+_POINTS = (
+    (0x0591, 0x05C7), (0x0610, 0x061A), (0x0640, 0x0640), (0x064B, 0x065F), (0x0670, 0x0670), (0x06D6, 0x06ED),
+    (0x034F, 0x034F), (0x115F, 0x1160), (0x17B4, 0x17B5), (0x3164, 0x3164), (0xFE00, 0xFE0F), (0xE0100, 0xE01EF),
+)
+# fmt: on
+_PLANES = ((0, 0x323B0), (0xE0000, 0xE0200))
+"""Code points that have anything but private and unassigned ones."""
+_FIRST, _SECOND, _BASE = (np.uint64(n) for n in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3779B97F4A7C15))
+_27, _30, _31 = (np.uint64(n) for n in (27, 30, 31))
+# Of the eight bytes at a place, those of a word that has 0 … 8 bytes left (little-endian).
+_MASKS = np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64)
+
+
+def word_hashes(texts: Sequence[str]) -> tuple[Hashes, NDArray[np.int64]]:
+    """The hashes of all words of all texts, in their order, and where each text's begin: [texts + 1]."""
+    encoded = [_encode(text) for text in texts]
+    # Eight bytes of space after the end, as a word's last eight bytes may be read beyond it.
+    joined = b" ".join([*encoded, b" " * 8]).translate(_WORDS)
+    is_word = np.frombuffer(joined, np.uint8) != _SPACE
+    edges = np.flatnonzero(is_word[1:] != is_word[:-1]) + 1
+    if is_word[0]:
+        edges = np.concatenate([[0], edges])
+    begins, ends = edges[::2], edges[1::2]
+    places = np.cumsum([0, *(len(each) + 1 for each in encoded)])
+    return _hash(joined, begins, ends - begins), np.searchsorted(begins, places)
+
+
+def ngram_hashes(words: Hashes, offsets: NDArray[np.int64], length: int) -> tuple[Hashes, NDArray[np.int64]]:
+    """The hashes of all runs of `length` words inside each text, and where each text's begin.
+
+    A text of fewer words, but at least one, has one run: all of its words.
+    """
+    combined = np.zeros(max(0, len(words) - length + 1), np.uint64)
+    for at in range(length if len(combined) else 0):
+        combined *= _BASE
+        combined += words[at : at + len(combined)]
+    combined = splitmix64(combined)
+    counts = np.diff(offsets)
+    runs = np.where(counts >= length, counts - length + 1, (counts > 0).astype(np.int64))
+    begins = np.concatenate([[0], np.cumsum(runs)])
+    result = np.empty(begins[-1], np.uint64)
+    full = np.repeat(counts >= length, runs)
+    inside = np.arange(begins[-1]) - np.repeat(begins[:-1], runs)
+    source = np.repeat(offsets[:-1], runs) + inside
+    result[full] = combined[source[full]]
+    for text in np.flatnonzero((counts < length) & (counts > 0)):
+        result[begins[text]] = ngram_hash(words[offsets[text] : offsets[text + 1]])
+    return result, begins
+
+
+def ngram_hash(words: Hashes) -> np.uint64:
+    """The hash of all these words as one run."""
+    combined = np.zeros(1, np.uint64)
+    for word in words:
+        combined = combined * _BASE + word
+    return np.uint64(splitmix64(combined)[0])
+
+
+def splitmix64(values: Hashes) -> Hashes:
+    """Spread every bit over all (the finalizer of SplitMix64, Steele et al. 2014)."""
+    values = values ^ (values >> _30)
+    values *= _FIRST
+    values ^= values >> _27
+    values *= _SECOND
+    values ^= values >> _31
+    return values
+
+
+def _hash(data: bytes, begins: NDArray[np.int64], lengths: NDArray[np.int64]) -> Hashes:
+    eights = np.ndarray(len(data) - 7, "<u8", data, strides=(1,))  # the eight bytes from each place on
+    result = eights[begins] & _MASKS[np.minimum(lengths, 8)]
+    result ^= lengths.astype(np.uint64) * _BASE
+    result = splitmix64(result)
+    which = np.flatnonzero(lengths > 8)
+    at, left = begins[which] + 8, lengths[which] - 8
+    while len(which):
+        result[which] = splitmix64(result[which] ^ (eights[at] & _MASKS[np.minimum(left, 8)]))
+        more = left > 8
+        at, left, which = at[more] + 8, left[more] - 8, which[more]
+    return result
+
+
+def _encode(text: str) -> bytes:
+    """UTF-8 in lower case, of other scripts the words alone, with spaces between them; ASCII as it is."""
+    if text.isascii():
+        return text.encode()
+    text = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
+    points = np.frombuffer(bytearray(text.encode("utf-32-le", "replace")), "<u4")
+    kinds = _kinds()[points]
+    if (kinds == _UNSEEN).any():
+        points, kinds = points[kinds != _UNSEEN], kinds[kinds != _UNSEEN]
+    points = np.where(kinds == _SEPARATES, np.uint32(_SPACE), points)
+    is_single = kinds == _IS_WORD
+    is_cut = np.zeros(len(points), np.bool_)  # before a character
+    is_cut[1:] = is_single[1:] | is_single[:-1]
+    if (kinds == _IN_LONG).any():
+        is_long = kinds == _IN_LONG
+        pairs = splitmix64(points[:-1].astype(np.uint64) << np.uint64(32) | points[1:].astype(np.uint64))
+        is_cut[1:] |= (is_long[1:] != is_long[:-1]) | (is_long[1:] & (pairs % np.uint64(4) == 0))
+    if is_cut.any():
+        points = np.insert(points, np.flatnonzero(is_cut), _SPACE)
+    return points.astype("<u4").tobytes().decode("utf-32-le").encode()
+
+
+@cache
+def _kinds() -> NDArray[np.uint8]:
+    """Return the kind of every code point."""
+    kinds = np.full(0x110000, _SEPARATES, np.uint8)
+    for begin, end in _PLANES:
+        for point in range(begin, end):
+            character = chr(point)
+            category = unicodedata.category(character)
+            if category == "Cf":
+                kinds[point] = _UNSEEN
+            elif category[0] == "M" or character.isalnum():
+                kinds[point] = _IN_WORD
+    for blocks, kind in ((_SINGLE, _IS_WORD), (_LONG, _IN_LONG)):
+        for first, last in blocks:
+            some = kinds[first : last + 1]
+            some[some == _IN_WORD] = kind
+    for first, last in _POINTS:
+        some = kinds[first : last + 1]
+        some[some != _SEPARATES] = _UNSEEN
+    return kinds
+
+
+@cache
+def word_character_table() -> NDArray[np.bool_]:
+    """Return for every code point whether `\\w` matches it."""
+    return np.array([chr(point).isalnum() or point == ord("_") for point in range(0x110000)], np.bool_)
+
+
+BATCH_BYTES = 2**18  # so that all arrays of a batch stay in the cache
+
+Signatures = NDArray[np.uint32]
+
+
+def signatures(texts: Sequence[str], n_grams: int, hashes: int, seed: int = 0) -> Signatures:
+    """[texts, hashes]: the signatures of the sets of each text's runs of words.
+
+    A text of fewer words has one shingle, all of its words; one without any word has its characters as a word.
+    The share of hashes in which two signatures agree estimates the Jaccard similarity of the sets.
+    """
+    words, offsets = word_hashes(texts)
+    if (np.diff(offsets) == 0).any():
+        words, offsets = word_hashes(
+            [text if has else _spelled(text) for text, has in zip(texts, np.diff(offsets), strict=True)]
+        )
+    runs, begins = ngram_hashes(words, offsets, n_grams)
+    matrix = RMinHash.digest_matrix_from_flat_token_hashes(runs, begins.astype(np.uint64), hashes, seed)
+    return np.array(matrix.to_rows(), "<u4").reshape(len(texts), hashes)
+
+
+def with_signatures(
+    documents: Iterable[Document], n_grams: int, hashes: int
+) -> Iterator[tuple[list[Document], Signatures]]:
+    """All documents with their signatures, a few at a time."""
+    batch: list[Document] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.text)
+        if size >= BATCH_BYTES:
+            yield batch, signatures([each.text for each in batch], n_grams, hashes)
+            batch, size = [], 0
+    if batch:
+        yield batch, signatures([each.text for each in batch], n_grams, hashes)
+
+
+def band_hashes(rows: NDArray[Any], band: int, width: int) -> Hashes:
+    """[signatures]: one number for the `width` hashes of a band, equal for those that agree in all of them."""
+    combined = np.full(len(rows), band, np.uint64)
+    for column in range(band * width, (band + 1) * width):
+        combined = splitmix64(combined ^ rows[:, column].astype(np.uint64))
+    return combined
+
+
+def _spelled(text: str) -> str:
+    """A word for a text that has none, from its characters' numbers; an `x` apart, so that no text has it."""
+    return "x".join(["x", *(str(ord(character)) for character in text.strip())])

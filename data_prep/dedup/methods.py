@@ -1,0 +1,301 @@
+"""Dedup methods: identical texts, repeated lines, paragraphs and substrings, and near duplicates by MinHash.
+
+A method computes rows of keys for each part, marks the rows that go (`first_occurrence.py`, `clusters.py`), and
+filters the documents of each part by the marks of its rows.
+"""
+
+import re
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any, Protocol
+
+import numpy as np
+import xxhash
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from megatfm.config.prep_steps import (
+    DedupConfig,
+    MinHashConfig,
+    RepeatedLinesConfig,
+    RepeatedParagraphsConfig,
+    RepeatedSubstringsConfig,
+)
+from megatfm.data_prep.dedup.clusters import mark_near_duplicates
+from megatfm.data_prep.dedup.first_occurrence import mark_repeats
+from megatfm.data_prep.dedup.hashing import Hashes, splitmix64, with_signatures, word_character_table
+from megatfm.data_prep.dedup.key_table import DedupContext, Facts, KeyTable
+from megatfm.data_prep.documents import Document, StepStats
+from megatfm.data_prep.filters.base import example
+
+
+class ExactDedup:
+    """Keeps the first of identical texts. A row is the first 16 bytes of the BLAKE3 hash of a text."""
+
+    title = "exact duplicates"
+    key_name = "keys"
+    row = ("<u8", 2)
+    reason = "exact_duplicate"
+
+    def compute_keys(self, documents: Iterable[Document]) -> Iterator[NDArray[Any]]:
+        for document in documents:
+            yield np.frombuffer(blake3(document.text.encode()).digest(16), "<u8")[None]
+
+    def find_duplicates(self, rows: KeyTable, index: DedupContext) -> Facts:
+        """Also some `examples`: [row, first row with the same text]."""
+        return mark_repeats(rows, index)
+
+    def remove_duplicates(
+        self, documents: Iterable[Document], marks: NDArray[np.uint8], counts: StepStats
+    ) -> Iterator[Document]:
+        for document, is_later in zip(documents, marks.tolist(), strict=True):
+            counts.count_input(document.text_bytes)
+            if is_later:
+                counts.count_dropped(self.reason, document.text_bytes, document.id)
+                continue
+            counts.count_kept(document.text_bytes)
+            yield document
+
+
+ROW = ("<u8", 1)
+# CCNet: no accents, which are marks of their own once taken apart, lower case, every digit a 0, no punctuation. Vowel
+# signs of Indian and other scripts are marks as well, but not accents: words differ in them. What stands between pieces
+# stays.
+_BETWEEN = "\0"
+_ACCENTS = ("COMBINING ", "ARABIC ", "HEBREW ", "VARIATION ", "MONGOLIAN FREE VARIATION ")
+_DIGITS = bytes.maketrans(b"123456789", b"000000000")
+_NOT_WORDS = bytes(byte for byte in range(1, 128) if not chr(byte).isalnum())
+
+
+class _TextUnitDedup:
+    """Keeps the first of equal pieces of the whole corpus. A row is the hash of a piece that is long enough."""
+
+    row = ROW
+    key_name = "keys"
+
+    def __init__(self, title: str, cut: re.Pattern[str], between: str, least: int, loose: bool) -> None:
+        self.title = title
+        self._cut, self._between, self._least, self._loose = cut, between, least, loose
+
+    def compute_keys(self, documents: Iterable[Document]) -> Iterator[NDArray[Any]]:
+        for document in documents:
+            keys = self._keys(self._cut.split(document.text))
+            yield np.array([xxhash.xxh3_64_intdigest(key) for key in keys if key], "<u8")
+
+    def find_duplicates(self, rows: KeyTable, index: DedupContext) -> Facts:
+        return mark_repeats(rows, index)
+
+    def remove_duplicates(
+        self, documents: Iterable[Document], marks: NDArray[np.uint8], counts: StepStats
+    ) -> Iterator[Document]:
+        at = 0
+        for document in documents:
+            counts.count_input(document.text_bytes)
+            pieces = self._cut.split(document.text)
+            kept, gone = [], 0
+            for piece, key in zip(pieces, self._keys(pieces), strict=True):
+                if key:
+                    at += 1
+                    if marks[at - 1]:
+                        gone += 1
+                        continue
+                kept.append(piece)
+            if gone:
+                counts.count_event(f"{self.title} removed", gone)
+            text = self._between.join(kept) if gone else document.text
+            yield from emit_if_not_empty(document, text, counts)
+
+    def _keys(self, pieces: Sequence[str]) -> list[bytes]:
+        """Return for each piece the key that equal ones share; empty for one that always stays."""
+        if not self._loose:
+            return [piece.strip().encode() if len(piece) >= self._least else b"" for piece in pieces]
+        joined = _BETWEEN.join(pieces)
+        if joined.count(_BETWEEN) >= len(pieces):  # one of them has it
+            keys = [_normalize(piece).replace(_BETWEEN.encode(), b"") for piece in pieces]
+        else:
+            keys = _normalize(joined).split(_BETWEEN.encode())
+        return [key if len(piece) >= self._least else b"" for piece, key in zip(pieces, keys, strict=True)]
+
+
+def _normalize(text: str) -> bytes:
+    if not text.isascii():
+        text = unicodedata.normalize("NFD", text.lower())
+        points = np.frombuffer(text.encode("utf-32-le"), "<u4")
+        text = points[_is_kept()[points] | (points < 128)].tobytes().decode("utf-32-le")
+    return text.encode().lower().translate(_DIGITS, _NOT_WORDS)
+
+
+@cache
+def _is_kept() -> NDArray[np.bool_]:
+    """Return for every code point whether pieces that differ in it are different."""
+    kept = word_character_table().copy()
+    for point in range(0x20000):
+        if unicodedata.category(chr(point))[0] == "M":
+            kept[point] = not unicodedata.name(chr(point)).startswith(_ACCENTS)
+    return kept
+
+
+class LineDedup(_TextUnitDedup):
+    """Keeps the first of equal lines."""
+
+    def __init__(self, config: RepeatedLinesConfig) -> None:
+        super().__init__("repeated lines", re.compile("\n"), "\n", config.min_characters, config.normalize)
+
+
+class ParagraphDedup(_TextUnitDedup):
+    """Keeps the first of equal paragraphs."""
+
+    def __init__(self, config: RepeatedParagraphsConfig) -> None:
+        cut = re.compile(r"\n\s*\n")
+        super().__init__("repeated paragraphs", cut, "\n\n", config.min_characters, config.normalize)
+
+
+def emit_if_not_empty(document: Document, text: str, counts: StepStats) -> Iterator[Document]:
+    """The document with the text that is left of it, if any is."""
+    if not text.strip():
+        counts.count_dropped("empty", document.text_bytes, example(document))
+        return
+    changed = text is not document.text
+    counts.changed += changed
+    result = replace(document, text=text) if changed else document
+    counts.count_kept(result.text_bytes)
+    yield result
+
+
+class MinhashDedup:
+    """Keeps the first of documents that are near to each other, directly or through others.
+
+    Two documents are near if they agree in all rows of a band of their MinHash signatures and the whole signatures
+    give a Jaccard similarity of at least `similarity`. A row is a signature.
+    """
+
+    title = "MinHash dedup"
+    key_name = "signatures"
+
+    def __init__(self, config: MinHashConfig) -> None:
+        self._config = config
+        self._hashes = config.num_buckets * config.hashes_per_bucket
+        self.row = ("<u4", self._hashes)
+
+    def compute_keys(self, documents: Iterable[Document]) -> Iterator[NDArray[Any]]:
+        for _, signs in with_signatures(documents, self._config.n_grams, self._hashes):
+            yield signs
+
+    def find_duplicates(self, rows: KeyTable, index: DedupContext) -> Facts:
+        return mark_near_duplicates(rows, index, self._config.num_buckets, self._config.similarity)
+
+    def remove_duplicates(
+        self, documents: Iterable[Document], marks: NDArray[np.uint8], counts: StepStats
+    ) -> Iterator[Document]:
+        for document, is_near in zip(documents, marks.tolist(), strict=True):
+            counts.count_input(document.text_bytes)
+            if is_near:
+                counts.count_dropped("minhash_duplicate", document.text_bytes, example(document))
+                continue
+            counts.count_kept(document.text_bytes)
+            yield document
+
+
+_BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that its powers have inverses
+_INVERSE = np.uint64(pow(0x9E3779B97F4A7C15, -1, 2**64))
+_BYTES = splitmix64(np.arange(1, 257, dtype=np.uint64))
+
+
+class SubstringDedup:
+    """Removes every run of `min_bytes` that stood anywhere before, as a suffix array finds them (Lee et al. 2022,
+    section 4.1), but with the first of them kept. A row is the hash of the run that begins at a byte: all runs are
+    compared, on disk, where a suffix array would have to hold the corpus in memory.
+    """
+
+    title = "exact substrings"
+    key_name = "keys"
+    row = ROW
+
+    def __init__(self, config: RepeatedSubstringsConfig) -> None:
+        self._length = config.min_bytes
+
+    def compute_keys(self, documents: Iterable[Document]) -> Iterator[NDArray[Any]]:
+        for document in documents:
+            yield self._runs(document.text.encode()).astype("<u8")
+
+    def find_duplicates(self, rows: KeyTable, index: DedupContext) -> Facts:
+        return mark_repeats(rows, index)
+
+    def remove_duplicates(
+        self, documents: Iterable[Document], marks: NDArray[np.uint8], counts: StepStats
+    ) -> Iterator[Document]:
+        at = 0
+        for document in documents:
+            data = document.text.encode()
+            counts.count_input(len(data))
+            runs = max(0, len(data) - self._length + 1)
+            begins = np.flatnonzero(marks[at : at + runs])
+            at += runs
+            text = document.text
+            if len(begins):
+                text = self._without(data, begins)
+                counts.count_event("bytes removed", len(data) - len(text.encode()))
+            yield from emit_if_not_empty(document, text, counts)
+
+    def _runs(self, data: bytes) -> Hashes:
+        """The hash of the run of `length` bytes from every byte on."""
+        if len(data) < self._length:
+            return np.empty(0, np.uint64)
+        values = _BYTES[np.frombuffer(data, np.uint8)]
+        powers = np.cumprod(np.full(len(data), _BASE, np.uint64), dtype=np.uint64)
+        sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(values * powers, dtype=np.uint64)])
+        inverses = np.cumprod(np.full(len(data) - self._length + 1, _INVERSE, np.uint64), dtype=np.uint64)
+        return splitmix64((sums[self._length :] - sums[: -self._length]) * inverses)
+
+    def _without(self, data: bytes, begins: NDArray[np.int64]) -> str:
+        """The text without the runs that begin there; a character goes only if all of its bytes do."""
+        edges = np.zeros(len(data) + 1, np.int64)
+        np.add.at(edges, begins, 1)
+        np.add.at(edges, begins + self._length, -1)
+        gone = np.cumsum(edges[:-1]) > 0
+        values = np.frombuffer(data, np.uint8)
+        starts = np.flatnonzero((values & 0xC0) != 0x80)  # of characters
+        whole = np.logical_and.reduceat(gone, starts)
+        gone = np.repeat(whole, np.diff(np.append(starts, len(data))))
+        return values[~gone].tobytes().decode()
+
+
+class DedupMethod(Protocol):
+    """One kind of duplicates. The result is the same however the corpus is cut into parts."""
+
+    title: str
+    key_name: str
+    """Name of its keys, in the names of stages."""
+    row: tuple[str, int]
+    """A row of keys: the type of its numbers, and how many there are."""
+
+    def __init__(self, config: Any) -> None: ...
+
+    def compute_keys(self, documents: Iterable[Document]) -> Iterator[NDArray[Any]]:
+        """The rows of a part, in its order, a few documents at a time."""
+        ...
+
+    def find_duplicates(self, rows: KeyTable, index: DedupContext) -> Facts:
+        """Mark the rows of all parts that go, as `index.marks`. Returns `each`, the rows of a file of marks."""
+        ...
+
+    def remove_duplicates(
+        self, documents: Iterable[Document], marks: NDArray[np.uint8], counts: StepStats
+    ) -> Iterator[Document]:
+        """Yield what is left of the documents of a part, given the marks of its rows."""
+        ...
+
+
+DEDUP_METHODS: dict[str, type[DedupMethod]] = {
+    "lines": LineDedup,
+    "paragraphs": ParagraphDedup,
+    "minhash": MinhashDedup,
+    "exact_substrings": SubstringDedup,
+}
+
+
+def make_dedup_method(config: DedupConfig) -> DedupMethod:
+    """Make the method that a table of `[[dedup]]` asks for."""
+    return DEDUP_METHODS[config.name](config)

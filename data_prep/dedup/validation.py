@@ -1,0 +1,126 @@
+"""Near duplicates of validation documents, dropped from training: an index of signatures on disk, and the search."""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatfm.config.prep import NearDuplicatesConfig
+from megatfm.corpus.files import AtomicFile
+from megatfm.data_prep.dedup.hashing import Signatures, band_hashes, with_signatures
+from megatfm.data_prep.dedup.key_table import write_keys
+from megatfm.data_prep.documents import Document, StepStats
+
+HASHES = 128
+# 32 bands of 4: two documents with similarity 0.6 meet in some band in 98.8 % of cases, with 0.7 in 99.98 %.
+BANDS = 32
+_WIDTH = HASHES // BANDS
+
+
+class ValidationNearDuplicates:
+    """Drops training documents that are nearly the same as a held-out one.
+
+    They are dropped from training and not from validation, so that what is held out depends on names alone: the
+    yardstick stays the same when the training data grows. It also keeps the index as small as the smaller side: a
+    kilobyte for each document, in files that are mapped, so that it is in no process's memory.
+    """
+
+    def __init__(self, config: NearDuplicatesConfig, folder: Path) -> None:
+        self._config = config
+        self._folder = folder
+
+    def scan(self, part: int, documents: Iterable[Document]) -> None:
+        """Write the signatures and sources of a part of what is held out."""
+        write_keys(self._path(f"signatures.{part:05d}"), self._scan(part, documents))
+
+    def index(self, parts: int) -> int:
+        """Write the index, as files `held-out.*` of the folder. Returns how many documents there are."""
+        ends = [0]
+        sources = AtomicFile(self._path("sources"))
+        try:
+            for part in range(parts):
+                for line in self._path(f"sources.{part:05d}").read_bytes().splitlines():
+                    sources.write(line)
+                    ends.append(sources.size)
+            sources.commit()
+        finally:
+            sources.discard()
+        write_keys(self._path("lines"), [np.array(ends, "<i8")])
+        of_parts = (np.fromfile(self._path(f"signatures.{part:05d}"), "<u4") for part in range(parts))
+        write_keys(self._path("signatures"), of_parts)
+        rows, count = self._mapped("signatures", "<u4", HASHES), len(ends) - 1
+        orders = (np.argsort(band_hashes(rows, band, _WIDTH), kind="stable") for band in range(BANDS))
+        write_keys(self._path("places"), (order[None] for order in orders))
+        places = self._mapped("places", "<i8", count)
+        hashes = (band_hashes(rows, band, _WIDTH)[places[band]] for band in range(BANDS))
+        write_keys(self._path("bands"), (of_band[None] for of_band in hashes))
+        return count
+
+    def drop_near(self, documents: Iterable[Document], counts: StepStats) -> Iterator[Document]:
+        """Yield the documents that are near to none that is held out."""
+        for some, signs in with_signatures(documents, self._config.n_grams, HASHES):
+            near = self._nearest(signs)
+            for number, document in enumerate(some):
+                counts.count_input(document.text_bytes)
+                if number in near:
+                    place, similarity = near[number]
+                    example = f"{document.id} ~ {self._source(place)} ({similarity:.2f})"
+                    counts.count_dropped("near_validation_document", document.text_bytes, example)
+                else:
+                    counts.count_kept(document.text_bytes)
+                    yield document
+
+    def _scan(self, part: int, documents: Iterable[Document]) -> Iterator[Signatures]:
+        """Their signatures; where they are from is written on the way."""
+        sources = AtomicFile(self._path(f"sources.{part:05d}"))
+        try:
+            for some, signs in with_signatures(documents, self._config.n_grams, HASHES):
+                sources.write("".join(f"{json.dumps(document.id)}\n" for document in some).encode())
+                yield signs
+            sources.commit()
+        finally:
+            sources.discard()
+
+    def _nearest(self, signs: Signatures) -> dict[int, tuple[int, float]]:
+        """Return by its number the first held-out document that each is near to, and how near."""
+        meeting: dict[int, set[int]] = defaultdict(set)
+        for band, (hashes, places) in enumerate(zip(*self._index, strict=True)):
+            wanted = band_hashes(signs, band, _WIDTH)
+            firsts, ends = (np.searchsorted(hashes, wanted, side) for side in ("left", "right"))
+            for number in np.flatnonzero(ends > firsts).tolist():
+                meeting[number].update(places[firsts[number] : ends[number]].tolist())
+        found = {}
+        for number, numbers in meeting.items():
+            candidates = np.array(sorted(numbers))
+            similarities = (self._signatures[candidates] == signs[number]).mean(axis=1)
+            near = np.flatnonzero(similarities >= self._config.similarity)
+            if len(near):
+                found[number] = int(candidates[near[0]]), float(similarities[near[0]])
+        return found
+
+    @cached_property
+    def _signatures(self) -> NDArray[Any]:
+        return self._mapped("signatures", "<u4", HASHES)
+
+    @cached_property
+    def _index(self) -> tuple[NDArray[Any], NDArray[Any]]:
+        """[bands, documents]: for each band its hashes in order, and the number of the document of each."""
+        count = len(self._signatures)
+        return self._mapped("bands", "<u8", count), self._mapped("places", "<i8", count)
+
+    def _source(self, place: int) -> str:
+        begin, end = self._mapped("lines", "<i8", 1)[place : place + 2, 0].tolist()
+        with open(self._path("sources"), "rb") as file:
+            file.seek(begin)
+            return str(json.loads(file.read(end - begin)))
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"held-out.{name}"
+
+    def _mapped(self, name: str, dtype: str, columns: int) -> NDArray[Any]:
+        return np.memmap(self._path(name), dtype, mode="r").reshape(-1, columns)

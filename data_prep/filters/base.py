@@ -1,0 +1,141 @@
+"""Filters: their interface, the counting that all share, filtering by score, and the registry of `[[steps]]`."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from importlib import import_module
+from typing import Any, Protocol
+
+from megatfm.config.section import Section
+from megatfm.data_prep.documents import Document, StepStats
+from megatfm.errors import UsageError
+from megatfm.registry import Registry, did_you_mean
+
+
+class PipelineStep(Protocol):
+    """One step of the pipeline."""
+
+    counts: StepStats
+
+    def __call__(self, document: Document) -> Document | None:
+        """The document, changed or not, or None to drop it."""
+
+
+class Filter(Protocol):
+    """Interface of a step: changes or drops a document, without the counting."""
+
+    title: str
+    """The step's name in tables: words, not an identifier."""
+
+    def __init__(self, config: Any) -> None: ...
+
+    def apply(self, document: Document, counts: StepStats) -> Document | str:
+        """Return the document, changed or not, or why it is dropped, as an identifier: `gopher_short_doc`.
+
+        It may tell `counts` of what it met; the documents themselves are counted by others.
+        """
+
+
+class CountingFilter:
+    """A rule as a step. A text that a rule leaves empty is dropped. What a rule's `notes` say is for the user."""
+
+    def __init__(self, rule: Filter) -> None:
+        self.counts = StepStats(rule.title)
+        self.notes: list[str] = [f"{rule.title}: {note}" for note in getattr(rule, "notes", ())]
+        self._rule = rule
+
+    def __call__(self, document: Document) -> Document | None:
+        size = document.text_bytes
+        self.counts.count_input(size)
+        result = self._rule.apply(document, self.counts)
+        if not isinstance(result, str) and not result.text.strip():
+            result = "empty"
+        if isinstance(result, str):
+            self.counts.count_dropped(result, size, example(document))
+            return None
+        if result.record != document.record:  # a plugin made a document of its own
+            result = replace(result, record=document.record)
+        changed = result.text is not document.text and result.text != document.text
+        self.counts.changed += changed
+        self.counts.count_kept(result.text_bytes if changed else size)
+        return result
+
+
+def example(document: Document, characters: int = 80) -> str:
+    """Where a document is from, and how it begins, in one line."""
+    begin = " ".join(document.text[: 2 * characters].split())
+    return f"{document.id}: {begin[:characters]}{'…' if len(begin) > characters else ''}"
+
+
+class ScoreLimits(Protocol):
+    """The part of a step's config that says what its number is for."""
+
+    @property
+    def min_score(self) -> float | None: ...
+    @property
+    def max_score(self) -> float | None: ...
+    @property
+    def save_as(self) -> str | None: ...
+
+
+def filter_by_score(document: Document, score: float, limits: ScoreLimits, what: str) -> Document | str:
+    """Return the document if its score lies within the limits, with the score as a field if one is named; else why
+    not."""
+    if limits.min_score is not None and score < limits.min_score:
+        return f"{what}_below_min_score"
+    if limits.max_score is not None and score > limits.max_score:
+        return f"{what}_above_max_score"
+    if limits.save_as is None:
+        return document
+    return replace(document, fields={**document.fields, limits.save_as: round(score, 6)})
+
+
+def count_score(counts: StepStats, score: float) -> None:
+    """Count a probability by tenths, so that the report shows where to cut."""
+    tenth = min(int(score * 10), 9)
+    counts.count_event(f"{tenth / 10:.1f} to {(tenth + 1) / 10:.1f}")
+
+
+STEPS: Registry[type[Filter]] = Registry("cleaning step")
+"""Made as `step(config)`, from a table of `[[steps]]`; then `apply(document, counts)` for each document."""
+
+# Imported when a config names one of its filters: their libraries are large, or need not be there.
+_MODULES: dict[str, tuple[str, ...]] = {
+    "text": ("normalize", "html", "language"),
+    "heuristics": ("gopher_quality", "c4", "fineweb"),
+    "repetition": ("gopher_repetition",),
+    "selection": ("url_filter", "c4_badwords", "decontaminate", "metadata_filter", "sample"),
+    "pii": ("pii", "presidio"),
+    "classifiers": ("linear_classifier", "fasttext"),
+    "models": ("classifier", "perplexity"),
+}
+"""Modules of this package, and the filters that each registers."""
+
+
+def make_filter(config: Section) -> CountingFilter:
+    """Make the filter that a table of `[[steps]]` asks for. Raises UsageError for a name that nothing has, or a list
+    or file that can't be used."""
+    name: str = getattr(config, "name")  # noqa: B009 (all sections of steps have one)
+    for module, names in _MODULES.items():
+        if name in names:
+            import_module(f"megatfm.data_prep.filters.{module}")
+    if name not in (known := filter_names()):
+        raise UsageError(
+            f"unknown {STEPS.kind} {name!r}{did_you_mean(name, known)}; there are: {', '.join(known)}"
+        )
+    return CountingFilter(STEPS.get(name)(config))
+
+
+def filter_names() -> list[str]:
+    """Return the names of all filters: ours, and those that plugins have registered so far."""
+    return sorted({*STEPS.names(), *(name for names in _MODULES.values() for name in names)})
+
+
+def pass_through(steps: Sequence[PipelineStep], documents: Iterable[Document]) -> Iterator[Document]:
+    """Yield the documents that all steps keep, as the steps leave them."""
+    for document in documents:
+        passed: Document | None = document
+        for step in steps:
+            if passed is not None:
+                passed = step(passed)
+        if passed is not None:
+            yield passed

@@ -1,0 +1,186 @@
+"""Filters by classifier: a linear one of your own (logistic regression over hashed n-grams), and fastText's."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatfm.config.prep_scores import FastTextConfig, LinearConfig
+from megatfm.data_prep.dedup.hashing import ngram_hashes, word_hashes
+from megatfm.data_prep.documents import Document, StepStats
+from megatfm.data_prep.filters.base import STEPS, count_score, filter_by_score
+from megatfm.errors import UsageError
+
+WORDS = 2
+"""Raised when words of a text are others than before: weights fitted on those would weigh what they don't know."""
+
+
+@dataclass(frozen=True, eq=False)
+class LinearClassifier:
+    """The probability of a text is σ(bias + the mean of `weight` over its runs of 1 … ngrams words). A run's weight is
+    found by its hash (Weinberger et al. 2009). Words are those of `megatfm.data_prep.dedup.hashing`.
+
+    weight [2^k] float32.
+    """
+
+    weight: NDArray[np.float32]
+    bias: float
+    ngrams: int
+
+    def __call__(self, text: str) -> float:
+        found = features([text], self.ngrams, len(self.weight))[0]
+        logit = self.bias + (float(self.weight[found].mean(dtype=np.float64)) if len(found) else 0.0)
+        return float(1 / (1 + np.exp(-logit)))
+
+    @classmethod
+    def fit(
+        cls,
+        texts: Sequence[str],
+        labels: Sequence[bool],
+        *,
+        bits: int = 18,
+        ngrams: int = 2,
+        decay: float = 1e-4,
+    ) -> Self:
+        """Weights that tell texts with a true label from the others: the least mean log loss + decay · ‖weight‖² / 2,
+        found by L-BFGS."""
+        from scipy.optimize import minimize  # by name, since only fitting needs it
+        from scipy.sparse import csr_matrix
+
+        found = features(texts, ngrams, 2**bits)
+        sizes = np.array([len(each) for each in found])
+        rows = np.repeat(1 / np.maximum(sizes, 1), sizes)
+        shape = (len(texts), 2**bits)
+        x = csr_matrix((rows, np.concatenate(found), np.concatenate([[0], np.cumsum(sizes)])), shape=shape)
+        signs = np.where(labels, 1.0, -1.0)
+
+        def loss(values: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
+            margins = signs * (x @ values[1:] + values[0])
+            slope = -signs / (1 + np.exp(np.minimum(margins, 500))) / len(signs)
+            gradient = np.concatenate([[slope.sum()], x.T @ slope + decay * values[1:]])
+            return float(np.logaddexp(0, -margins).mean() + decay / 2 * values[1:] @ values[1:]), gradient
+
+        best = minimize(loss, np.zeros(2**bits + 1), jac=True, method="L-BFGS-B").x
+        return cls(best[1:].astype(np.float32), float(best[0]), ngrams)
+
+    def save(self, path: Path) -> None:
+        """Write them as `.npz`, or as `.safetensors`."""
+        tensors = {
+            "weight": self.weight,
+            "bias": np.array([self.bias], np.float32),
+            "ngrams": np.array([self.ngrams], np.int32),
+            "words": np.array([WORDS], np.int32),
+        }
+        if path.suffix == ".safetensors":
+            from safetensors.numpy import save_file
+
+            save_file(tensors, path)
+        else:
+            np.savez_compressed(path, **tensors)  # type: ignore[arg-type]
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read such a file. Raises UsageError for any other."""
+        try:
+            if path.suffix == ".safetensors":
+                from safetensors.numpy import load_file
+
+                found: dict[str, Any] = load_file(path)
+            else:
+                with np.load(path, allow_pickle=False) as file:
+                    found = dict(file)
+            weight = found["weight"].astype(np.float32)
+            bias, ngrams = float(found["bias"].item()), int(found["ngrams"].item())
+        except Exception as error:  # the libraries raise many kinds
+            raise UsageError(
+                f"{path}: can't be read as weights ({type(error).__name__}: {error}): write such a file by "
+                "LinearClassifier.save"
+            ) from error
+        if "words" not in found or found["words"].tolist() != [WORDS]:
+            raise UsageError(
+                f"{path}: was fitted by another version of megatfm, which takes other words from a text: fit it again"
+            )
+        size = len(weight)
+        if (
+            weight.ndim != 1
+            or size < 2
+            or size & (size - 1)
+            or not 1 <= ngrams <= 9
+            or not np.isfinite(weight).all()
+        ):
+            raise UsageError(
+                f"{path}: weight {list(weight.shape)}, ngrams {ngrams}: a power of two finite numbers, and 1 to 9 "
+                "words, are expected"
+            )
+        return cls(weight, bias, ngrams)
+
+
+def features(texts: Sequence[str], ngrams: int, buckets: int) -> list[NDArray[np.int64]]:
+    """Return for each text the buckets of all its runs of 1 … ngrams words."""
+    words, offsets = word_hashes(texts)
+    found: list[list[NDArray[np.int64]]] = [[] for _ in texts]
+    for length in range(1, ngrams + 1):
+        runs, begins = ngram_hashes(words, offsets, length)
+        # The low bits, which other hashes of a run don't share: the length is part of what is hashed.
+        places = ((runs + np.uint64(length)) % np.uint64(buckets)).astype(np.int64)
+        for number in range(len(texts)):
+            if offsets[number + 1] - offsets[number] >= length:
+                found[number].append(places[begins[number] : begins[number + 1]])
+    return [np.concatenate(each) if each else np.empty(0, np.int64) for each in found]
+
+
+@STEPS.register("linear_classifier")
+class LinearClassifierFilter:
+    """Keeps documents by the probability that a linear classifier gives them."""
+
+    title = "linear classifier"
+
+    def __init__(self, config: LinearConfig) -> None:
+        self._config = config
+        self._weights = LinearClassifier.load(Path(config.file))
+
+    def apply(self, document: Document, counts: StepStats) -> Document | str:
+        score = self._weights(document.text)
+        count_score(counts, score)
+        return filter_by_score(document, score, self._config, "probability")
+
+
+@STEPS.register("fasttext")
+class FastText:
+    """Keeps documents by the probability of a label; line breaks, which fastText reads as ends, count as spaces."""
+
+    title = "fastText"
+
+    def __init__(self, config: FastTextConfig) -> None:
+        self._config = config
+        self._model = _loaded(config.file)
+        labels = self._model.get_labels()
+        if config.label not in labels:
+            raise UsageError(
+                f"{config.file}: has no label {config.label!r}; its labels are {', '.join(sorted(labels)[:30])}"
+            )
+
+    def apply(self, document: Document, counts: StepStats) -> Document | str:
+        line = document.text.replace("\n", " ")
+        # Not `predict`, which hands over an array in a way that NumPy 2 refuses.
+        found = {label: p for p, label in self._model.f.predict(f"{line}\n", -1, 0.0, "strict")}
+        score = min(1.0, max(0.0, float(found.get(self._config.label, 0.0))))
+        count_score(counts, score)
+        return filter_by_score(document, score, self._config, "probability")
+
+
+def _loaded(path: str) -> Any:
+    try:
+        import fasttext
+    except ImportError as error:
+        raise UsageError(
+            "steps: fasttext: the library is not installed: pip install fasttext-wheel, or fit a classifier of your "
+            "own for the step `linear_classifier`"
+        ) from error
+    try:
+        return fasttext.FastText._FastText(model_path=path)
+    except ValueError as error:
+        raise UsageError(f"{path}: is no fastText model ({error})") from error

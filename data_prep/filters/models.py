@@ -1,0 +1,127 @@
+"""Filters by a model: a transformer that classifies texts (as FineWeb-Edu's, Penedo et al. 2024, section 4), and
+perplexity under a run of ours (CCNet, Wenzek et al. 2020, section 3.4, with an n-gram model).
+
+This is the one module of data_prep that knows models and imports torch.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from megatfm.config.prep_scores import ClassifierConfig, PerplexityConfig
+from megatfm.data_prep.documents import Document, StepStats
+from megatfm.data_prep.filters.base import STEPS, count_score, filter_by_score
+from megatfm.errors import UsageError
+from megatfm.inference.text import load
+
+
+@STEPS.register("classifier")
+class Classifier:
+    """Keeps documents by the probability of a label, or by the number that a model of one output says."""
+
+    title = "classifier"
+
+    def __init__(self, config: ClassifierConfig) -> None:
+        self._config = config
+        self._tokenizer, self._model = _loaded(config.folder, config.device)
+        labels = {str(name): number for number, name in self._model.config.id2label.items()}
+        if len(labels) > 1 and config.label not in labels:
+            raise UsageError(
+                f"{config.folder}: has no label {config.label!r}; its labels are {', '.join(sorted(labels)[:30])}"
+            )
+        if len(labels) == 1 and config.label is not None:
+            raise UsageError(
+                f"{config.folder}: has a single output, a number without a label: leave label out, and set min_score "
+                "and max_score on its own scale"
+            )
+        self._label = labels[config.label] if config.label is not None else None
+        self._what = "score" if self._label is None else "probability"
+        self._tokens = min(config.max_tokens, self._tokenizer.model_max_length)
+
+    def apply(self, document: Document, counts: StepStats) -> Document | str:
+        score = self.score(document.text)
+        if self._label is None:
+            counts.count_event(f"from {int(score // 1)} on")
+        else:
+            count_score(counts, score)
+        return filter_by_score(document, score, self._config, self._what)
+
+    @torch.inference_mode()
+    def score(self, text: str) -> float:
+        """Score the beginning of a text."""
+        row = self._tokenizer(text, truncation=True, max_length=self._tokens, return_tensors="pt")
+        logits = self._model(**row.to(self._config.device)).logits[0].double()
+        if self._label is None:
+            return float(logits)
+        several = self._model.config.problem_type == "multi_label_classification"
+        return float((logits.sigmoid() if several else logits.softmax(0))[self._label])
+
+
+def _loaded(folder: str, device: str) -> tuple[Any, Any]:
+    try:
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+        from transformers.utils import logging
+    except ImportError as error:
+        raise UsageError(
+            "steps: classifier: the library is not installed: pip install transformers, or fit a classifier of your "
+            "own for the step `linear_classifier`"
+        ) from error
+    if not (Path(folder) / "config.json").is_file():
+        raise UsageError(
+            f"{folder}: has no config.json: folder is that of a model in Hugging Face's format, on this machine"
+        )
+    logging.disable_progress_bar()
+    try:
+        # Left out, trust_remote_code would be asked for on a terminal, and pickled weights would be read.
+        how = {"local_files_only": True, "trust_remote_code": False}
+        tokenizer = AutoTokenizer.from_pretrained(folder, **how)
+        model, found = AutoModelForSequenceClassification.from_pretrained(
+            folder, **how, use_safetensors=True, dtype=torch.float32, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise UsageError(f"{folder}: can't be read as a classifier: {error}") from error
+    if found["missing_keys"]:
+        raise UsageError(
+            f"{folder}: lacks the weights {', '.join(sorted(found['missing_keys'])[:4])}: it was trained for something "
+            "else than classifying texts"
+        )
+    return tokenizer, model.eval().to(device)
+
+
+@STEPS.register("perplexity")
+class Perplexity:
+    """Keeps documents by e^(mean negative log-likelihood of a token), each token given those before it in its window of
+    the model's row length; the first is given the id with which texts begin."""
+
+    title = "perplexity"
+
+    def __init__(self, config: PerplexityConfig) -> None:
+        self._config = config
+        found = load(config.run, config.device)
+        if found.config.objective.name != "causal":
+            raise UsageError(
+                f"{config.run}: was trained with objective.name = {found.config.objective.name!r}, and perplexity is "
+                "that of a causal model: choose another run"
+            )
+        self._model, self._tokenizer = found.model, found.tokenizer
+        self._begin = found.prompt_prefix_ids[-1] if found.prompt_prefix_ids else found.tokenizer.bos
+        self._row = found.config.data.sequence_length
+
+    def apply(self, document: Document, counts: StepStats) -> Document | str:
+        (ids,) = self._tokenizer.encode_batch([document.text], 1)
+        score = self.score(list(map(int, ids[: self._config.max_tokens])))
+        counts.count_event(f"from {2 ** int(math.log2(score)):,} on")
+        return filter_by_score(document, score, self._config, "perplexity")
+
+    @torch.inference_mode()
+    def score(self, ids: list[int]) -> float:
+        """The perplexity of ids [n]."""
+        row, total = torch.tensor([self._begin, *ids], device=self._config.device), 0.0
+        for begin in range(0, len(ids), self._row):
+            window = row[begin : begin + self._row + 1]
+            logits_TV = self._model(window[None, :-1]).logits[0]
+            total += float(F.cross_entropy(logits_TV.float(), window[1:], reduction="sum"))
+        return math.exp(min(total / max(1, len(ids)), 700.0))

@@ -1,0 +1,220 @@
+"""Selection of documents: by address, words, metadata, chance, and what they share with evaluation sets."""
+
+import re
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+from blake3 import blake3
+
+from megatfm.config.prep_steps import (
+    C4BadWordsConfig,
+    DecontaminateConfig,
+    MetadataFilterConfig,
+    SampleConfig,
+    UrlFilterConfig,
+)
+from megatfm.data_prep.dedup.hashing import Hashes, ngram_hash, ngram_hashes, word_hashes
+from megatfm.data_prep.documents import Document, StepStats
+from megatfm.data_prep.filters.base import STEPS
+from megatfm.data_prep.readers.text import records
+from megatfm.errors import MegatfmError, UsageError
+
+
+@STEPS.register("url_filter")
+class UrlFilter:
+    """Drops documents from listed domains, and those whose address begins as a listed one."""
+
+    title = "URL filter"
+
+    def __init__(self, config: UrlFilterConfig) -> None:
+        entries = {_normalize_url(line) for line in read_list(config.file, "#")}
+        self._domains = frozenset(entry for entry in entries if "/" not in entry)
+        self._beginnings = tuple(sorted(entries - self._domains))
+
+    def apply(self, document: Document, counts: StepStats) -> Document | str:
+        if not document.url:
+            counts.count_event("without_url")
+            return document
+        address = _normalize_url(document.url)
+        labels = _host(document.url).split(".")
+        if any(".".join(labels[at:]) in self._domains for at in range(len(labels))):
+            return "domain"
+        return "url" if address.startswith(self._beginnings) else document
+
+
+@STEPS.register("c4_badwords")
+class C4BadWords:
+    """Drops documents that hold a listed word or phrase."""
+
+    title = "C4 badwords"
+
+    def __init__(self, config: C4BadWordsConfig) -> None:
+        words = sorted({line.lower() for line in read_list(config.file)}, key=lambda word: (-len(word), word))
+        either = "|".join(map(re.escape, words))
+        self._pattern = re.compile(rf"(?<!\w)(?:{either})(?!\w)" if config.whole_words else either)
+
+    def apply(self, document: Document, counts: StepStats) -> Document | str:
+        found = self._pattern.search(document.text.lower())
+        return document if found is None else "document_removed_with_badwords"
+
+
+def read_list(path: str, remark: str = "") -> list[str]:
+    """The lines of a file, without empty ones and remarks; a UsageError if there are none."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: can't be read ({error}): give a list, one entry in a line") from None
+    if remark:
+        lines = [line.partition(remark)[0] for line in lines]
+    entries = [line.strip() for line in lines if line.strip()]
+    if not entries:
+        raise UsageError(f"{path}: this list is empty: fill it, or leave the step out")
+    return entries
+
+
+def _host(url: str) -> str:
+    try:
+        return (urlsplit(url if "//" in url else f"//{url}").hostname or "").rstrip(".")
+    except ValueError:  # such as a bracket without its other half
+        return ""
+
+
+def _normalize_url(url: str) -> str:
+    """An address without scheme and `www.`, in lower case up to the path; a domain alone has no slash."""
+    rest = re.sub(r"^(?:[a-z][a-z0-9+.-]*:)?//", "", url.strip(), flags=re.IGNORECASE)
+    host, slash, path = rest.partition("/")
+    host = host.lower().removeprefix("www.")
+    return f"{host}/{path}" if slash and path else host
+
+
+@STEPS.register("decontaminate")
+class Decontaminate:
+    """Drops documents that share a run of words with an evaluation text (Brown et al. 2020, appendix C).
+
+    Unlike there the whole document goes, not its surroundings alone. Runs are compared by 64-bit hashes of words (see
+    `megatfm.data_prep.dedup.hashing`), without case, punctuation and what isn't seen, in both texts alike.
+    """
+
+    title = "decontamination"
+
+    def __init__(self, config: DecontaminateConfig) -> None:
+        runs: dict[int, set[int]] = {}
+        too_short, texts = list[str](), 0
+        for text in (text for path in config.files for text in _texts(Path(path))):
+            texts += 1
+            words, _ = word_hashes([text])
+            if len(words) < min(config.min_words, config.n_grams):
+                too_short.append(text)
+            elif len(words) < config.n_grams:
+                runs.setdefault(len(words), set()).add(int(ngram_hash(words)))
+            else:
+                found, _ = ngram_hashes(words, np.array([0, len(words)]), config.n_grams)
+                runs.setdefault(config.n_grams, set()).update(found.tolist())
+        if not runs:
+            raise UsageError(
+                f"{', '.join(config.files)}: none of {texts} texts has {config.min_words} words or more: give "
+                "other files, or lower min_words of decontaminate"
+            )
+        self.notes = [_of_short(too_short, texts, config)] if too_short else []
+        self._runs: dict[int, Hashes] = {
+            length: np.array(sorted(hashes), np.uint64) for length, hashes in sorted(runs.items())
+        }
+
+    def apply(self, document: Document, counts: StepStats) -> Document | str:
+        words, offsets = word_hashes([document.text])
+        for length, known in self._runs.items():
+            if len(words) < length:
+                break
+            found, _ = ngram_hashes(words, offsets, length)
+            places = np.minimum(np.searchsorted(known, found), len(known) - 1)
+            if (known[places] == found).any():
+                return "contaminated"
+        return document
+
+
+def _of_short(short: list[str], texts: int, config: DecontaminateConfig) -> str:
+    """A note on texts that can't be found, with the longest of them."""
+    longest = " ".join(max(short, key=len).split())
+    return (
+        f"{len(short)} of {texts} evaluation texts are too short to be looked for, with fewer than "
+        f"{min(config.min_words, config.n_grams)} words (decontaminate.min_words); the longest is "
+        f"{longest[:80]!r}{'…' if len(longest) > 80 else ''}"
+    )
+
+
+def _texts(path: Path) -> Iterator[str]:
+    """The texts of an evaluation set."""
+    try:
+        if ".jsonl" in path.suffixes:
+            for _, record in records(path):
+                yield from _strings(record)
+        else:
+            yield path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: can't be read ({error}): give the files of evaluation sets") from None
+    except MegatfmError as error:
+        raise UsageError(str(error)) from None
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _strings(each)
+
+
+@STEPS.register("metadata_filter")
+class MetadataFilter:
+    """Keeps documents whose field has one of some values, or lies between two."""
+
+    title = "metadata_filter"
+
+    def __init__(self, config: MetadataFilterConfig) -> None:
+        self._config = config
+        self.title = f"metadata filter: {config.field}"
+
+    def apply(self, document: Document, counts: StepStats) -> Document | str:
+        config, value = self._config, document.get(self._config.field)
+        if value is None:
+            return document if config.missing == "keep" else f"no_{config.field}"
+        if config.allowed and value not in config.allowed:
+            return f"{config.field}_not_allowed"
+        if value in config.denied:
+            return f"{config.field}_denied"
+        for limit, sign in ((config.min, 1), (config.max, -1)):
+            if limit is None:
+                continue
+            if not _comparable(value, limit):
+                return f"{config.field}_not_comparable"
+            if (value < limit) if sign > 0 else (value > limit):
+                return f"{config.field}_{'below_min' if sign > 0 else 'above_max'}"
+        return document
+
+
+def _comparable(value: Any, limit: float | str) -> bool:
+    return isinstance(value, str) if isinstance(limit, str) else type(value) in (int, float)
+
+
+@STEPS.register("sample")
+class Sample:
+    """Keeps documents by a hash of (seed, source): the same ones on any machine, and with a larger share the same
+    ones and more. What should come more often than once is for the mixture of the training config."""
+
+    title = "sample"
+
+    def __init__(self, config: SampleConfig) -> None:
+        self._config = config
+        self._rate_by_path = tuple(config.rate_by_path.items())
+
+    def apply(self, document: Document, counts: StepStats) -> Document | str:
+        file = document.file
+        keep = next(
+            (keep for pattern, keep in self._rate_by_path if fnmatchcase(file, pattern)), self._config.rate
+        )
+        digest = blake3(f"{self._config.seed}:{document.id}".encode()).digest(8)
+        return document if int.from_bytes(digest, "big") < keep * 2**64 else "not_sampled"

@@ -1,0 +1,206 @@
+"""Text as it should be: repaired Unicode, normal forms, the text of HTML, and the language of a document."""
+
+import re
+import unicodedata
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import ftfy
+import numpy as np
+from ftfy.badness import is_bad
+from ftfy.chardata import CONTROL_CHARS
+from py3langid.langid import MODEL_FILE, LanguageIdentifier
+from resiliparse.extract.html2text import extract_plain_text
+
+from megatfm.config.prep_steps import HtmlConfig, LanguageConfig, NormalizeConfig
+from megatfm.data_prep.documents import Document, StepStats
+from megatfm.data_prep.filters.base import STEPS
+from megatfm.errors import UsageError
+from megatfm.registry import did_you_mean
+
+
+@STEPS.register("normalize")
+class Normalize:
+    """Text in a normal form (Unicode Standard Annex 15), by the tables of this Python."""
+
+    title = "normal form"
+
+    def __init__(self, config: NormalizeConfig) -> None:
+        self._form = config.form
+
+    def apply(self, document: Document, counts: StepStats) -> Document | str:
+        if document.text.isascii() or unicodedata.is_normalized(self._form, document.text):
+            return document
+        return replace(document, text=unicodedata.normalize(self._form, document.text))
+
+
+# Repair only what was broken on the way to us. What an author may have meant stays: in source code an &amp; a
+# curly quote, a ligature or a full-width letter is data. So is the normal form: in the standard library NFC
+# would change exactly one file, re/_casefix.py, a table of letters that differ in nothing else.
+REPAIR = ftfy.TextFixerConfig(
+    unescape_html=False,
+    fix_latin_ligatures=False,
+    fix_character_width=False,
+    uncurl_quotes=False,
+    normalization=None,
+    explain=False,
+)
+# What ftfy's fixers look for besides mojibake: control characters of both kinds, line breaks other than \n, halves of
+# surrogate pairs. A line without these that does not look like mojibake is one that ftfy leaves alone.
+_ODD = re.compile(f"[{re.escape(''.join(map(chr, CONTROL_CHARS)))}\r\x80-\x9f\u2028\u2029\ud800-\udfff]")
+
+_LINE = re.compile(r"[^\n]*\n|[^\n]+")
+
+
+class FixUnicode:
+    """Repairs mojibake, stray control characters, byte order marks, surrogates and foreign line breaks."""
+
+    def __init__(self) -> None:
+        self.counts = StepStats("fix unicode")
+
+    def __call__(self, document: Document) -> Document | None:
+        self.counts.count_input(document.text_bytes)
+        text = fix_text(document.text)
+        if text is document.text:
+            self.counts.count_kept(document.text_bytes)
+            return document
+        fixed = replace(document, text=text)
+        if not fixed.text.strip():
+            self.counts.count_dropped("empty", document.text_bytes, document.id)
+            return None
+        self.counts.changed += 1
+        self.counts.count_kept(fixed.text_bytes)
+        return fixed
+
+
+def fix_text(text: str) -> str:
+    """The text as `ftfy.fix_text` would give it back, the same object if that is equal.
+
+    ftfy repairs line by line, each by itself, so it is only asked for the lines that it could change.
+    """
+    is_odd = _ODD.search(text) is not None
+    if text.isascii() and not is_odd:
+        return text
+    lines = _LINE.findall(text)
+    changed = False
+    for number, line in enumerate(lines):
+        if (not line.isascii() or is_odd) and (_ODD.search(line) or is_bad(line)):
+            lines[number] = ftfy.fix_text(line, REPAIR)
+            changed = changed or lines[number] != line
+    return "".join(lines) if changed else text
+
+
+_TAG = re.compile(
+    r"<(?:!doctype|html|head|body|div|p|br|h[1-6]|ul|ol|table|span|a)\b[^<>]{0,2000}>", re.IGNORECASE
+)
+
+
+@STEPS.register("html")
+class Html:
+    """Takes the text out of documents that have any of the usual tags."""
+
+    title = "HTML"
+
+    def __init__(self, config: HtmlConfig) -> None:
+        self._main_content = config.main_content
+
+    def apply(self, document: Document, counts: StepStats) -> Document | str:
+        if "<" not in document.text or not _TAG.search(document.text):
+            counts.count_event("without_tags")
+            return document
+        text = extract_plain_text(
+            document.text,
+            main_content=self._main_content,
+            alt_texts=False,
+            links=False,
+            form_fields=False,
+            noscript=False,
+        )
+        return replace(document, text=text) if text.strip() else "no_content"
+
+
+WINDOWS = 5
+LONGEST = 6
+"""Bytes of the model's longest n-gram: what came before so many can't change what is found at the last of them."""
+_NO_TEXT = b"\xff"
+"""A byte that is in no UTF-8, and so in no n-gram."""
+
+
+@STEPS.register("language")
+class Language:
+    """Marks each document with its language, and keeps those that are asked for, by py3langid (Lui and Baldwin 2012,
+    langid.py: naive Bayes over byte n-grams).
+
+    The model comes with the package; nothing is fetched. It always knows all of its 140 languages: to leave
+    some out would only hide a wrong guess behind another.
+    """
+
+    title = "language"
+
+    def __init__(self, config: LanguageConfig) -> None:
+        self._config = config
+        self._keep = frozenset(config.languages)
+        known = sorted(set(map(str, _identifier().nb_classes))) if self._keep else []
+        if unknown := sorted(self._keep.difference(known)) if known else []:
+            raise UsageError(
+                f"steps: language: languages = {unknown[0]!r} is no code of a language"
+                f"{did_you_mean(unknown[0].lower()[:2], known)}; "
+                f"the codes are {', '.join(known)}"
+            )
+
+    def apply(self, document: Document, counts: StepStats) -> Document | str:
+        found, probability = _identifier().classify(
+            _sample_windows(document.text, self._config.max_characters)
+        )
+        language = str(found)
+        counts.count_event(language)
+        if self._keep and language not in self._keep:
+            return f"language_{language}"
+        if probability < self._config.language_threshold:
+            return "language_threshold"
+        return replace(document, language=language)
+
+
+def _sample_windows(text: str, characters: int) -> str:
+    """Return so many characters of a text, from windows that lie evenly over it: its begin and end may be in another
+    language than the rest, and so may any one place."""
+    length = -(-characters // WINDOWS)
+    if len(text) <= WINDOWS * length:
+        return text
+    gap = (len(text) - length) / (WINDOWS - 1)
+    return "\n".join(text[begin : begin + length] for begin in (round(gap * at) for at in range(WINDOWS)))
+
+
+class _Identifier(LanguageIdentifier):  # type: ignore[misc]
+    """The library's own, with the same results to the last bit, but for its two slow places: n-grams are found at all
+    bytes of a text at once, and weights are stored as the numbers that are added up."""
+
+    nb_ptc: Any
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.nb_ptc = self.nb_ptc.astype(np.float32)
+        # A state machine: each state has a row of the states that follow after each byte, and perhaps a feature.
+        self._states = np.asarray(self.tk_nextmove)
+        self._features = np.asarray(self.tk_output, np.int32)
+        self._next = np.asarray(self._rowbase, np.int32)[self._states]  # where the row of that state begins
+        first = self._next[self._rowbase[0] :][:256]
+        self._pairs = self._next[
+            first[:, None] + np.arange(256)
+        ].ravel()  # the same after two bytes from the start
+
+    def _raw_score(self, text: bytes) -> Any:
+        data = np.frombuffer(_NO_TEXT * (LONGEST - 1) + text, np.uint8).astype(np.intp)
+        row = self._pairs[data[: len(text)] * 256 + data[1:][: len(text)]]
+        for at in range(2, LONGEST - 1):
+            row = self._next[row + data[at:][: len(text)]]
+        found = self._features[self._states[row + data[LONGEST - 1 :]]]
+        times = Counter(found[found >= 0].tolist())
+        return self._sparse_score(times, self.nb_ptc) if times else super()._raw_score(text)
+
+
+@cache
+def _identifier() -> LanguageIdentifier:
+    return _Identifier.from_model_file(MODEL_FILE, norm_probs=True)

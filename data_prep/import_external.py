@@ -1,0 +1,304 @@
+"""Import token ids and images, which need no cleaning: split by document, written as shards."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from dataclasses import field as field_of
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from megatfm.corpus.files import AtomicFile
+from megatfm.data_prep.documents import StepStats, format_drop_reasons, reason_key
+from megatfm.data_prep.execution.progress import UpdateProgress
+from megatfm.data_prep.execution.stages import StageResult, StageRunner
+from megatfm.data_prep.input_files import InputFile, InputFiles, chunk_by_bytes, matches_path
+from megatfm.data_prep.readers import FORMATS
+from megatfm.data_prep.readers.images import ImageRecord, read_files, read_tar
+from megatfm.data_prep.readers.record import Bad, BadFileError
+from megatfm.data_prep.readers.token_ids import Ids, read_token_ids
+from megatfm.data_prep.tokenize import TokenizeStage, members_path, tokens_path
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.tokenizers import Tokenizer
+
+SPLITS = ("train", "validation")
+EMPTY_SPLIT: StageResult = {
+    **dict.fromkeys(("documents", "text_bytes", "tokens", "shards", "bytes"), 0),
+    "bytes_per_token": 0.0,
+    "fingerprint": "",
+}
+"""Description of a split that is not made."""
+
+
+@dataclass(frozen=True, eq=False)
+class ImportedDocument:
+    """A document: where it was read, its ids [n], the bytes of the text that they stand for, and files beside it."""
+
+    source: str
+    ids: NDArray[Any]
+    text_bytes: int
+    members: Mapping[str, bytes] = field_of(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def size(self) -> int:
+        """Bytes of all that it holds."""
+        return self.text_bytes + sum(map(len, self.members.values()))
+
+
+class ImportSource(Protocol):
+    """Where documents are taken from, in parts that don't depend on who reads which."""
+
+    warning: str
+    """A note for the user."""
+    parts: int
+    bytes: int
+    skipped: list[str]
+    """Files and records that could not be used so far."""
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of the ids; None if there are none."""
+        ...
+
+    def documents(self, part: int, counts: StepStats, advance: UpdateProgress) -> Iterator[ImportedDocument]:
+        """The documents of a part; `counts` is told of those that are left out, `advance` of the bytes read."""
+        ...
+
+
+class ImportStage:
+    """Writes the documents of a source as shards of both splits."""
+
+    def __init__(self, stages: StageRunner, source: ImportSource) -> None:
+        self._stages = stages
+        self._split = stages.config.split
+        self._source = source
+
+    def run(self, basis: StageResult, provenance: Callable[[str], StageResult]) -> StageResult:
+        """`provenance` makes, of a hash of all documents, what the manifests say."""
+        source, self._folder = self._source, self._stages.at(basis)
+        with self._stages.reporter.stage("import", source.bytes) as advance:
+            return self._stages.parts(
+                "import",
+                basis,
+                source.parts,
+                lambda part: self._work(part, advance),
+                lambda parts: self._join(parts, provenance),
+                in_out=True,
+            )
+
+    def _work(self, part: int, advance: UpdateProgress) -> StageResult:
+        """Documents of a part wait for the shards to be written."""
+        counts, digests, known = StepStats("read"), list[str](), len(self._source.skipped)
+        with ExitStack() as stack:
+            outs = {name: stack.enter_context(_PendingDocuments(self._folder, name, part)) for name in SPLITS}
+            for document in self._source.documents(part, counts, advance):
+                counts.count_input(document.size)
+                counts.count_kept(document.size)
+                digests.append(_digest(document))
+                outs[SPLITS[self._holds_out(document.source)]].add(document)
+            for out in outs.values():
+                out.commit()
+        return {
+            **{name: out.documents for name, out in outs.items()},
+            "steps": [counts.as_json()],
+            "blake3": digests,
+            "skipped": self._source.skipped[known:],
+        }
+
+    def _join(self, parts: Iterable[StageResult], provenance: Callable[[str], StageResult]) -> StageResult:
+        counts = StepStats.merge([part["steps"][0] for part in parts])
+        splits = SPLITS if self._split.has_validation_split else SPLITS[:1]
+        empty = [name for name in splits if not any(part[name] for part in parts)]
+        if empty:
+            raise UsageError(
+                f"{self._stages.config.read.folder}: no document for {empty[0]} "
+                f"({format_drop_reasons([counts])}): add files, or "
+                "change split.validation"
+            )
+        digest = blake3()
+        for part in parts:
+            digest.update("".join(part["blake3"]).encode())
+        made, encode = provenance(digest.hexdigest()), TokenizeStage(self._stages, self._folder)
+        written = {
+            name: encode.write_shards(
+                self._folder,
+                name,
+                ({"documents": part[name]} for part in parts),
+                self._source.tokenizer,
+                made,
+            )
+            for name in splits
+        }
+        return {
+            **{name: written.get(name, EMPTY_SPLIT) for name in SPLITS},
+            "provenance": made,
+            "steps": [counts.as_json()],
+            "skipped_files": [line for part in parts for line in part["skipped"]],
+        }
+
+    def _holds_out(self, source: str) -> bool:
+        """A fixed random choice of documents, or those of the files that the user names."""
+        if self._split.validation_files:
+            return matches_path(source.partition("#")[0], self._split.validation_files)
+        digest = blake3(f"{self._split.seed}:{source}".encode()).digest(8)
+        return int.from_bytes(digest, "big") < self._split.validation * 2**64
+
+
+class _PendingDocuments:
+    """The documents of a part and split while they wait: ids in one file, what lies beside them in another."""
+
+    def __init__(self, folder: Path, name: str, part: int) -> None:
+        self.documents: list[list[Any]] = []
+        self._ids = AtomicFile(tokens_path(folder, name, part))
+        self._members = AtomicFile(members_path(folder, name, part))
+
+    def add(self, document: ImportedDocument) -> None:
+        sizes = [[extension, len(data)] for extension, data in document.members.items()]
+        self.documents.append(
+            [document.source, len(document.ids), document.text_bytes, *([sizes] if sizes else [])]
+        )
+        self._ids.write(document.ids.astype("<i4").tobytes())
+        for data in document.members.values():
+            self._members.write(data)
+
+    def commit(self) -> None:
+        self._ids.commit()
+        self._members.commit()
+
+    def __enter__(self) -> "_PendingDocuments":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ids.discard()
+        self._members.discard()
+
+
+def _digest(document: ImportedDocument) -> str:
+    digest = blake3(np.ascontiguousarray(document.ids, "<i8").tobytes())
+    for extension, data in document.members.items():
+        digest.update(f"{extension}:{len(data)}:".encode())
+        digest.update(data)
+    return digest.hexdigest(length=16)
+
+
+class IdFiles:
+    """The files of a listing, one in a part."""
+
+    warning = "token ids were imported as they are: no text was looked at for duplicates"
+
+    def __init__(self, listing: InputFiles, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.parts = len(listing.files)
+        self.bytes = sum(file.size for file in listing.files)
+        self.skipped: list[str] = []
+        self._listing = listing
+        self._lengths = np.array([len(each) for each in tokenizer.token_bytes() or []], np.int64)
+
+    def documents(self, part: int, counts: StepStats, advance: UpdateProgress) -> Iterator[ImportedDocument]:
+        file = self._listing.files[part]
+        try:
+            with self._listing.local(file, companions=(".idx",)) as path:
+                for number, ids in enumerate(read_token_ids(path, self._listing.config)):
+                    if len(ids):
+                        yield self._taken(file, number, ids)
+                    else:
+                        counts.count_input(0)
+                        counts.count_dropped("empty", 0, f"{file.name}#{number}")
+        except BadFileError as error:
+            self._listing.skip_bad(file.path, str(error))
+            self.skipped.append(f"{file.path}: {error}")
+            counts.count_input(0)
+            counts.count_dropped("unreadable_file", 0, f"{file.name}: {error}")
+        advance(file.size)
+
+    def _taken(self, file: InputFile, number: int, ids: Ids) -> ImportedDocument:
+        size = self.tokenizer.vocab_size
+        if ids.min() < 0 or ids.max() >= size:
+            wrong = int(ids.max() if ids.max() >= size else ids.min())
+            raise MegatfmError(
+                f"{file.path}: document {number} has id {wrong}, but the tokenizer has {size:,}: set "
+                "tokenizer.file to the one that made it, or mend read.tokens.dtype"
+            )
+        if len(self._lengths):
+            text_bytes = int(self._lengths[ids].sum())
+        else:
+            text_bytes = len(self.tokenizer.decode(ids.tolist()).encode())
+        return ImportedDocument(f"{file.name}#{number}", ids, text_bytes)
+
+
+TARS = FORMATS["webdataset"]
+
+
+class ImageFiles:
+    """The images of a listing, in parts of about `task_bytes`; a tar is never divided. Captions become ids if there is
+    a tokenizer."""
+
+    warning = "images were imported as they are: nothing was looked at for duplicates"
+
+    def __init__(self, listing: InputFiles, tokenizer: Tokenizer | None, task_bytes: int) -> None:
+        self.tokenizer = tokenizer
+        self.bytes = sum(file.size for file in listing.files)
+        self.skipped: list[str] = []
+        self._listing = listing
+        self._units = _units(listing.files)
+        self._runs = chunk_by_bytes([sum(file.size for file in unit) for unit in self._units], task_bytes)
+        self.parts = len(self._runs)
+
+    def documents(self, part: int, counts: StepStats, advance: UpdateProgress) -> Iterator[ImportedDocument]:
+        for unit in self._units[slice(*self._runs[part])]:
+            where = unit[0].path
+            try:
+                for source, found in self._records(unit):
+                    if isinstance(found, Bad):
+                        self._skip(where, f"{source} {found.reason}", reason_key(found.reason), counts)
+                    else:
+                        yield self._taken(source, found)
+            except BadFileError as error:
+                self._skip(where, str(error), "unreadable_file", counts)
+            advance(sum(file.size for file in unit))
+
+    def _records(self, unit: list[InputFile]) -> Iterator[tuple[str, ImageRecord | Bad]]:
+        config = self._listing.config
+        with ExitStack() as stack:
+            found = [stack.enter_context(self._listing.local(file)) for file in unit]
+            if _is_tar(unit[0]):
+                for record in read_tar(found[0], config):
+                    yield f"{unit[0].name}#{record.key}", record
+                return
+            paths: dict[str, Path] = {}
+            for file, path in zip(unit, found, strict=True):
+                extension = path.suffix[1:].lower()
+                if extension in paths:
+                    yield file.name, Bad(file.name, f"has a .{extension} twice")
+                    return
+                paths[extension] = path
+            yield unit[0].name, read_files(unit[0].name, paths, config)
+
+    def _taken(self, source: str, found: ImageRecord) -> ImportedDocument:
+        if self.tokenizer is None or not found.text:
+            return ImportedDocument(source, np.empty(0, np.int32), 0, found.members)
+        (ids,) = self.tokenizer.encode_batch([found.text], 1)
+        return ImportedDocument(source, ids, len(found.text.encode()), found.members)
+
+    def _skip(self, where: str, reason: str, kind: str, counts: StepStats) -> None:
+        self._listing.skip_bad(where, reason)
+        self.skipped.append(f"{where}: {reason}")
+        counts.count_input(0)
+        counts.count_dropped(kind, 0, reason)
+
+
+def _units(files: list[InputFile]) -> list[list[InputFile]]:
+    """Tars, and files that have all but the last suffix in common, in the order of the listing."""
+    units: dict[str, list[InputFile]] = {}
+    for file in files:
+        key = file.name if _is_tar(file) else file.name.rpartition(".")[0]
+        units.setdefault(key, []).append(file)
+    return list(units.values())
+
+
+def _is_tar(file: InputFile) -> bool:
+    return file.name.lower().endswith(TARS)

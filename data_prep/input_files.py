@@ -1,0 +1,341 @@
+"""Input files: a corpus folder or URL as a list of files, in an order that depends on their names alone; and the
+reader that turns these files into documents, whatever their format."""
+
+import json
+import os
+import shutil
+import stat
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from blake3 import blake3
+
+from megatfm.config.prep import ReadConfig
+from megatfm.corpus.remote import RemoteFile, RemoteFolder
+from megatfm.data_prep.documents import Document, StepStats, reason_key
+from megatfm.data_prep.readers import check_format, format_of, reader
+from megatfm.data_prep.readers.record import Bad, BadFileError, spelled
+from megatfm.data_prep.readers.text import cut_text, texts
+from megatfm.errors import MegatfmError, UsageError
+
+# Of the standard library: no tests, and no other people's packages, which live in the same folder.
+STDLIB_INCLUDE = ("*.py",)
+_OF_IMAGES = ("jpg", "jpeg", "png", "cls", "json", "txt", "tar", "tgz", "tar.gz", "tar.zst")
+USUAL_INCLUDE = {
+    "megatron": ("*.bin",),  # each has its index beside it
+    "images": tuple(f"*.{spelled}" for each in _OF_IMAGES for spelled in (each, each.upper())),
+}
+# What Hugging Face `datasets` puts beside the data: descriptions, and results that it keeps to save time.
+_OF_DATASETS = ("dataset_info.json", "dataset_dict.json", "state.json", "cache-*.arrow")
+STDLIB_EXCLUDE = ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__")
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """A file to read: its path or URL, its name below the corpus folder, its size in bytes, and what tells this version
+    of it from others: when it was last changed, or what the store says."""
+
+    path: str
+    name: str
+    size: int
+    version: int | str
+
+
+@dataclass(frozen=True)
+class BadFile:
+    """A file that can't be used, and why."""
+
+    where: str
+    reason: str
+
+
+OnBad = Callable[[str, str], None]
+
+
+class InputFiles:
+    """The files of a corpus folder, and what was left out: by name, or because it is no usable file.
+
+    Of a folder behind a URL each is fetched to `scratch` when it is read, and removed afterwards.
+    """
+
+    def __init__(self, config: ReadConfig, scratch: Path | None = None) -> None:
+        check_format(config.format)
+        self.config = config
+        self._remote = (
+            RemoteFolder(config.folder.rstrip("/")) if config.folder and "://" in config.folder else None
+        )
+        self._there: dict[str, RemoteFile] = {}
+        self._scratch = scratch
+        self.root = config.folder if self._remote else _root(config)
+        stdlib = config.folder is None
+        usual = STDLIB_INCLUDE if stdlib else USUAL_INCLUDE.get(config.format or "", ("*",))
+        self._include = config.include or usual
+        self._exclude = (*config.exclude, *(STDLIB_EXCLUDE if stdlib else ()))
+        self._skip_bad = config.on_error == "skip"
+        self.n_excluded = 0
+        self.bad: list[BadFile] = []
+        self.files = list(
+            self._walk_remote(self._remote) if self._remote else self._walk(Path(str(self.root)))
+        )
+        if not self.files and not self.bad:
+            raise UsageError(
+                f"{self.root}: no text files here ({self.n_excluded} left out by name): set read.folder to a folder "
+                "that has some, or change read.include and read.exclude"
+            )
+
+    def fingerprint(self) -> str:
+        """A hash of the files' names, sizes and times: another one means that the corpus has changed."""
+        facts = [[file.name, file.size, file.version] for file in self.files]
+        return blake3(json.dumps(facts).encode()).hexdigest()
+
+    def move_to_front(self, patterns: Sequence[str]) -> None:
+        """Files whose paths match come before all others, so that what they have is theirs. Raises UsageError if a
+        pattern matches none, or all files match."""
+        for pattern in patterns:
+            if not any(matches_path(file.name, [pattern]) for file in self.files):
+                some = ", ".join(file.name for file in self.files[:3])
+                raise UsageError(
+                    f"split.validation_files: {pattern!r} matches no file below {self.root}, where there are {some}"
+                    f"{', …' if len(self.files) > 3 else ''}"
+                )
+        self.files.sort(key=lambda file: not matches_path(file.name, patterns))
+        if matches_path(self.files[-1].name, patterns):
+            raise UsageError("split.validation_files: all files would be held out: leave some for training")
+
+    def skip_bad(self, where: str, reason: str) -> None:
+        """Note a file that can't be used; a MegatfmError unless such files are to be skipped."""
+        reason = spelled(reason)
+        if not self._skip_bad:
+            raise MegatfmError(
+                f"{where}: {reason}; mend it, or skip and list all such files: read.on_error=skip"
+            )
+        self.bad.append(BadFile(where, reason))
+
+    def format(self, file: InputFile) -> str:
+        """The name of a file's format."""
+        return format_of(file.name, self.config, lambda size: self._begin(file, size))
+
+    def _begin(self, file: InputFile, size: int) -> bytes:
+        """Read the first bytes of a file; none if it can't be read, which reading it will report."""
+        if self._remote:
+            return self._remote.read_head(self._there[file.name], size)
+        try:
+            with open(file.path, "rb") as opened:
+                return opened.read(size)
+        except OSError:
+            return b""
+
+    @contextmanager
+    def local(self, file: InputFile, companions: Sequence[str] = ()) -> Iterator[Path]:
+        """Give the path of a file on this machine, meanwhile. companions: suffixes of files wanted at its side."""
+        if not self._remote:
+            yield Path(file.path)
+            return
+        assert self._scratch is not None
+        stem, _, _ = file.name.rpartition(".")
+        folder = self._scratch / blake3(file.name.encode()).hexdigest(8)
+        names = [file.name, *(name for suffix in companions if (name := stem + suffix) in self._there)]
+        for name in names:
+            self._remote.download(self._there[name], folder / name.rpartition("/")[2])
+        yield folder / file.name.rpartition("/")[2]
+        # Only now: what a failed reading has fetched needn't be fetched again.
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def _walk_remote(self, remote: RemoteFolder) -> Iterator[InputFile]:
+        """List a remote folder in the order of `_walk`, and by the same names."""
+        found = [(tuple(file.name.split("/")), file) for file in remote.files()]
+        self._there = {file.name: file for _, file in found}
+        names: dict[tuple[str, ...], set[str]] = {}
+        for parts, _ in found:
+            for depth in range(len(parts)):
+                names.setdefault(parts[:depth], set()).add(parts[depth])
+        excluded = {folder: self._excluded(of_folder) for folder, of_folder in names.items()}
+        left_out = set[tuple[str, ...]]()
+        for parts, file in sorted(found, key=lambda each: [part.encode() for part in each[0]]):
+            out = (
+                depth + 1
+                for depth, part in enumerate(parts)
+                if _matches(part, (".*", *excluded[parts[:depth]]))
+            )
+            if (depth := next(out, 0)) or not _matches(parts[-1], self._include):
+                left_out.add(parts[: depth or len(parts)])
+            else:
+                name = file.name.replace("#", "%23")
+                self._there[name] = file
+                yield InputFile(f"{remote.url}/{file.name}", name, file.size, file.version)
+        self.n_excluded += len(left_out)
+
+    def _excluded(self, names: Iterable[str]) -> Sequence[str]:
+        """Patterns of what is left out of a folder that has these names."""
+        of_datasets = any(name.endswith(".arrow") or name == "dataset_dict.json" for name in names)
+        return (*self._exclude, *(_OF_DATASETS if of_datasets else ()))
+
+    def _walk(self, root: Path) -> Iterator[InputFile]:
+        """Depth first, sorted by name. Links are followed; one that leads back to a folder above is bad."""
+        stack = [(self._entries(root), _identity(root))]
+        while stack:
+            path = next(stack[-1][0], None)
+            if path is None:
+                stack.pop()
+                continue
+            try:
+                found = path.stat()
+            except OSError as error:
+                self.skip_bad(str(path), f"can't be read ({error.strerror})")
+                continue
+            if stat.S_ISDIR(found.st_mode):
+                identity = (found.st_dev, found.st_ino)
+                if identity in [above for _, above in stack]:
+                    self.skip_bad(str(path), "is a link that leads back to a folder above it")
+                else:
+                    stack.append((self._entries(path), identity))
+            elif not _matches(path.name, self._include):
+                self.n_excluded += 1
+            elif stat.S_ISREG(found.st_mode):
+                yield InputFile(str(path), _name(path.relative_to(root)), found.st_size, found.st_mtime_ns)
+            else:
+                self.skip_bad(str(path), "is not a file but a device, pipe or socket")
+
+    def _entries(self, folder: Path) -> Iterator[Path]:
+        try:
+            paths = sorted(folder.iterdir(), key=os.fsencode)
+        except OSError as error:
+            self.skip_bad(str(folder), f"can't list this folder ({error.strerror})")
+            return
+        exclude = self._excluded(path.name for path in paths)
+        for path in paths:
+            if _matches(path.name, (".*", *exclude)):
+                self.n_excluded += 1
+            else:
+                yield path
+
+
+def matches_path(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a path below the folder is one of these; a `*` matches slashes, too."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def chunk_by_bytes(sizes: Sequence[int], task_bytes: int) -> list[tuple[int, int]]:
+    """Cut a list of files into runs of about `task_bytes`: (first, end) of each, at least one."""
+    ends, size = [], 0
+    for index, each in enumerate(sizes):
+        if size >= task_bytes:
+            ends.append(index)
+            size = 0
+        size += each
+    ends.append(len(sizes))
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def _root(config: ReadConfig) -> Path:
+    root = Path(config.folder if config.folder is not None else sysconfig.get_path("stdlib"))
+    if not root.exists():
+        raise UsageError(f"{root}: no such folder: set read.folder to a folder of text files")
+    if not root.is_dir():
+        raise UsageError(f"{root}: is a file, not a folder: set read.folder to the folder that holds it")
+    return root
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_dev, found.st_ino
+
+
+def _name(relative: Path) -> str:
+    """The path with `/`; names that aren't UTF-8 are spelled with escapes, `#` (our mark for parts) as %23."""
+    return os.fsencode(relative).decode("utf-8", "backslashreplace").replace("#", "%23")
+
+
+class DocumentReader:
+    """Turns files of a listing (`files`, else all) into documents of at most `limit` bytes.
+
+    `bad`: files that were found to be bad before, so that they are counted; those of the listing, if left out.
+    """
+
+    def __init__(
+        self,
+        listing: InputFiles,
+        limit: int,
+        files: Sequence[InputFile] | None = None,
+        bad: Sequence[BadFile] | None = None,
+    ) -> None:
+        self.counts = StepStats("read")
+        self._listing = listing
+        self._config: ReadConfig = listing.config
+        self._limit = limit
+        self._files = listing.files if files is None else files
+        self._bad = listing.bad if bad is None else bad
+
+    def documents(self, advance: Callable[[int], None]) -> Iterator[Document]:
+        """The documents of all files; `advance` is told the bytes of every file that is done."""
+        for bad in self._bad:
+            self._drop(bad.reason, 0, bad.where)
+        for file in self._files:
+            name = self._listing.format(file)
+            with self._listing.local(file) as path:
+                for document in self._text(file, path) if name == "text" else self._records(file, path, name):
+                    self.counts.count_input(document.text_bytes)
+                    if document.text.strip():
+                        self.counts.count_kept(document.text_bytes)
+                        yield document
+                    else:
+                        self.counts.count_dropped("empty", document.text_bytes, document.id)
+            advance(file.size)
+
+    def _text(self, file: InputFile, path: Path) -> Iterator[Document]:
+        """The parts of a text file, or none if it is bad. It is read twice: half of a file is never used, and a
+        large one is never held as a whole."""
+        try:
+            parts = sum(1 for _ in texts(path, self._limit))
+        except (OSError, BadFileError) as error:
+            reason = f"can't be read ({error.strerror})" if isinstance(error, OSError) else str(error)
+            self._listing.skip_bad(file.path, reason)
+            self._drop(reason.partition(" at byte ")[0], file.size, f"{file.name}: {reason}")
+            return
+        self.counts.changed += parts > 1
+        try:
+            for part, text in enumerate(texts(path, self._limit)):
+                if parts == 1:
+                    yield Document(file.name, text)
+                else:
+                    yield Document(f"{file.name}#{part}", text, record=file.name)
+        except (OSError, BadFileError) as error:
+            raise MegatfmError(
+                f"{file.path}: changed while it was read ({error}): run the same command again"
+            ) from None
+
+    def _records(self, file: InputFile, path: Path, name: str) -> Iterator[Document]:
+        """The records of a file; of those that can't be used the first is told of, and all are counted."""
+        told = False
+        try:
+            for record in reader(name)(path, self._config):
+                source = f"{file.name}#{record.key}"
+                if isinstance(record, Bad):
+                    if not told:
+                        self._listing.skip_bad(file.path, f"record {record.key} {record.reason}")
+                    told = True
+                    self._drop(record.reason, 0, source)
+                    continue
+                pieces = list(cut_text(record.text, self._limit))
+                self.counts.changed += len(pieces) > 1
+                for part, text in enumerate(pieces):
+                    if len(pieces) == 1:
+                        yield Document(source, text, record.url, fields=record.fields)
+                    else:
+                        place = f"{source}.{part}"
+                        yield Document(place, text, record.url, fields=record.fields, record=source)
+        except BadFileError as error:
+            self._listing.skip_bad(file.path, str(error))
+            self._drop("unreadable file", 0, f"{file.name}: {error}")
+
+    def _drop(self, reason: str, size: int, example: str) -> None:
+        self.counts.count_input(size)
+        self.counts.count_dropped(reason_key(reason), size, example)

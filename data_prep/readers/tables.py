@@ -1,0 +1,99 @@
+"""Tables of Arrow and Parquet: a record in each row."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+from numpy.typing import NDArray
+from pyarrow import compute, parquet
+
+from megatfm.config.prep import ReadConfig
+from megatfm.data_prep.readers.record import (
+    MAX_RECORD_BYTES,
+    Bad,
+    BadFileError,
+    Record,
+    columns,
+    record_from_dict,
+)
+
+_FILE = b"ARROW1"
+
+
+def read_arrow(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
+    """The rows of a file, by their numbers from 1, whether it is of Arrow's streaming or its file format."""
+    row = 0
+    try:
+        with pyarrow.memory_map(str(path)) as source:
+            for batch in _batches(source):
+                names = columns(config, batch.schema.names)
+                batch.validate(full=True)  # else damage is read as memory that is not there
+                for record in batch.select(names).to_pylist():
+                    row += 1
+                    yield record_from_dict(str(row), record, config, batch.schema.names)
+    except (pyarrow.ArrowException, OSError, ValueError, KeyError) as error:
+        reason = str(error).partition("\n")[0]
+        raise BadFileError(f"is no whole Arrow file, after row {row} ({reason})") from None
+
+
+def _batches(source: pyarrow.MemoryMappedFile) -> Iterator[pyarrow.RecordBatch]:
+    is_file = source.read(len(_FILE)) == _FILE
+    source.seek(0)
+    if is_file:
+        file = pyarrow.ipc.open_file(source)
+        yield from (file.get_batch(number) for number in range(file.num_record_batches))
+    else:
+        yield from pyarrow.ipc.open_stream(source)
+
+
+BATCH_ROWS = 256
+BATCH_BYTES = 2**24
+"""Text that is taken out of a batch at once, at most; of a larger batch row by row."""
+
+
+def read_parquet(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
+    """The rows of a file, by their numbers from 1. Only the columns that are needed are read."""
+    row = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            wanted = columns(config, names)
+            # A text that all rows have is stored once, and may be as long as all the rest together: so it is held.
+            texts = [name for name in wanted if pyarrow.types.is_string(file.schema_arrow.field(name).type)]
+        with parquet.ParquetFile(path, read_dictionary=texts) as file:
+            for batch in file.iter_batches(BATCH_ROWS, columns=wanted):
+                batch.validate(full=True)
+                for record in _rows(batch):
+                    row += 1
+                    if record is None:
+                        yield Bad(str(row), f"is longer than {MAX_RECORD_BYTES:,} bytes")
+                    else:
+                        yield record_from_dict(str(row), record, config, names)
+    except (pyarrow.ArrowException, OSError, ValueError, KeyError) as error:
+        raise BadFileError(f"is no whole Parquet file, after row {row} ({_line(error)})") from None
+
+
+def _rows(batch: pyarrow.RecordBatch) -> Iterator[dict[str, Any] | None]:
+    """The rows as tables; None for one whose texts are longer than a record may be."""
+    sizes = np.zeros(batch.num_rows, np.int64)
+    for column in batch.columns:
+        if pyarrow.types.is_dictionary(column.type):
+            sizes += _lengths(column)
+    if sizes.sum() <= BATCH_BYTES:
+        yield from batch.to_pylist()
+        return
+    for row, size in enumerate(sizes.tolist()):
+        yield None if size > MAX_RECORD_BYTES else batch.slice(row, 1).to_pylist()[0]
+
+
+def _lengths(column: pyarrow.DictionaryArray) -> NDArray[np.int64]:
+    """The bytes of each text of a column; 0 where there is none."""
+    of_dictionary = compute.binary_length(column.dictionary)
+    lengths = of_dictionary.take(column.indices).fill_null(0)
+    return np.asarray(lengths, np.int64)
+
+
+def _line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,244 @@
+"""Chunked reads and writes of an open file: hashed by a thread meanwhile, and with O_DIRECT where that helps."""
+
+import errno
+import fcntl
+import itertools
+import mmap
+import os
+import queue
+import threading
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from blake3 import blake3
+
+CHUNK_BYTES = 4 * 2**20
+"""Handed to the disk and to the hash at once, so that neither waits long for the other."""
+BLOCK_BYTES = 4096
+"""Unit of direct writes: the largest block of the disks that there are."""
+MAX_QUEUED_CHUNKS = 4
+"""Chunks that the hash may be behind."""
+MIN_DIRECT_BYTES = 2**20
+"""Less than this is copied together with what follows: a write of its own would take longer."""
+READAHEAD = 2
+"""Direct reads that are under way at once, so that the disk never waits for the copying of what it gave."""
+
+
+_progress = itertools.count(1)
+_done = 0
+
+
+def note_progress() -> None:
+    """Count a piece of work that may take long between two steps of training."""
+    global _done
+    _done = next(_progress)
+
+
+def progress() -> int:
+    """Return a count of the pieces of such work that this process has done."""
+    return _done
+
+
+class ThreadedBlake3:
+    """A BLAKE3 that is computed in a thread of its own, while the caller reads or writes the next chunk.
+
+    What it is given must not change until `hexdigest`. The first few bytes make no thread: most files have no more.
+    """
+
+    def __init__(self) -> None:
+        self._digest = blake3()
+        self._chunks: queue.Queue[memoryview | None] = queue.Queue(maxsize=MAX_QUEUED_CHUNKS)
+        self._thread: threading.Thread | None = None
+        self._size = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._join()
+
+    def update(self, chunk: memoryview) -> None:
+        """Hash a chunk too, whose memory must stay as it is until `hexdigest`."""
+        self._size += chunk.nbytes
+        note_progress()
+        if self._thread is None and self._size < CHUNK_BYTES:
+            self._digest.update(chunk)
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="megatfm-hash", daemon=True)
+            self._thread.start()
+        self._chunks.put(chunk)
+
+    def hexdigest(self) -> str:
+        """Hash of all chunks so far, in hexadecimal; waits for the thread, which the next large chunk starts again."""
+        self._join()
+        return self._digest.hexdigest()
+
+    def _work(self) -> None:
+        while (chunk := self._chunks.get()) is not None:
+            self._digest.update(chunk)
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._chunks.put(None)
+            self._thread.join()
+            self._thread = None
+
+
+class FileWriter:
+    """Writes bytes to a file."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def write(self, chunk: memoryview) -> None:
+        """Append a chunk whole, however few bytes the kernel takes at a time. Raises OSError on a full disk."""
+        while chunk.nbytes:
+            chunk = chunk[os.write(self._fd, chunk) :]
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+
+class DirectFileWriter(FileWriter):
+    """Writes with O_DIRECT in blocks of 4 KiB.
+
+    A large chunk whose address and file offset are block-aligned is written without a copy; anything else goes through
+    a buffer, and the last partial block through the page cache.
+    """
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(fd)
+        self._buffer = np.frombuffer(mmap.mmap(-1, CHUNK_BYTES), np.uint8)
+        self._buffered = 0
+
+    def write(self, chunk: memoryview) -> None:
+        data = np.frombuffer(chunk, np.uint8)
+        aligned = len(data) // BLOCK_BYTES * BLOCK_BYTES
+        if aligned >= MIN_DIRECT_BYTES and not (
+            data.ctypes.data % BLOCK_BYTES or self._buffered % BLOCK_BYTES
+        ):
+            self._write_blocks(self._buffer[: self._buffered])
+            self._write_blocks(data[:aligned])
+            self._buffered, data = 0, data[aligned:]
+        while len(data):
+            n_copied = min(len(data), CHUNK_BYTES - self._buffered)
+            self._buffer[self._buffered : self._buffered + n_copied] = data[:n_copied]
+            self._buffered += n_copied
+            data = data[n_copied:]
+            if self._buffered == CHUNK_BYTES:
+                self._write_blocks(self._buffer)
+                self._buffered = 0
+
+    def flush(self) -> None:
+        aligned = self._buffered // BLOCK_BYTES * BLOCK_BYTES
+        self._write_blocks(self._buffer[:aligned])
+        _disable_direct_io(self._fd)
+        super().write(self._buffer[aligned : self._buffered].data)
+
+    def _write_blocks(self, blocks: np.ndarray) -> None:
+        done = 0
+        try:
+            done = os.write(self._fd, blocks.data) if len(blocks) else 0
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+        if done < len(blocks):  # what is left may not be whole blocks, or the filesystem can't
+            _disable_direct_io(self._fd)
+            super().write(blocks[done:].data)
+
+
+class FileReader:
+    """Reads a file from its start on."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def read_into(self, target: memoryview) -> int:
+        """Fill the first bytes of `target`; returns how many, 0 at the end."""
+        return os.readv(self._fd, [target[:CHUNK_BYTES]])
+
+    def close(self) -> None:
+        """Leave the file; whoever opened it closes it."""
+
+
+class DirectFileReader(FileReader):
+    """Reads with O_DIRECT by chunks, some ahead of what is asked for."""
+
+    def __init__(self, fd: int, size: int) -> None:
+        super().__init__(fd)
+        self._size, self._submitted = size, 0
+        self._pool = ThreadPoolExecutor(READAHEAD, "megatfm-read")
+        self._pending_reads: deque[tuple[mmap.mmap, Future[int]]] = deque()
+        self._chunk = np.empty(0, np.uint8)
+        for _ in range(READAHEAD + 1):
+            self._submit_read(mmap.mmap(-1, CHUNK_BYTES))
+
+    def read_into(self, target: memoryview) -> int:
+        if not len(self._chunk) and self._pending_reads:
+            buffer, size = self._pending_reads[0]
+            self._chunk = np.frombuffer(buffer, np.uint8, size.result())
+        n_copied = min(target.nbytes, len(self._chunk))
+        np.copyto(np.frombuffer(target, np.uint8, n_copied), self._chunk[:n_copied])
+        self._chunk = self._chunk[n_copied:]
+        if not len(self._chunk) and self._pending_reads:
+            self._submit_read(self._pending_reads.popleft()[0])
+        return n_copied
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def _submit_read(self, buffer: mmap.mmap) -> None:
+        if self._submitted < self._size:
+            self._pending_reads.append(
+                (buffer, self._pool.submit(self._read_chunk, memoryview(buffer), self._submitted))
+            )
+            self._submitted += CHUNK_BYTES
+
+    def _read_chunk(self, buffer: memoryview, offset: int) -> int:
+        """Read a chunk, which is less than the buffer only where the file ends; returns its bytes."""
+        done, usual = 0, False
+        while done < len(buffer):
+            try:
+                got = os.preadv(self._fd, [buffer[done:]], offset + done)
+            except OSError as error:
+                if error.errno != errno.EINVAL or usual:
+                    raise
+            else:
+                if not got:
+                    break
+                done += got
+            if done < len(buffer):  # what is left may not be whole blocks, or the filesystem can't
+                _disable_direct_io(self._fd)
+                usual = True
+        return done
+
+
+def open_reader(fd: int, size: int, direct: bool) -> FileReader:
+    """Return the reader of a file of so many bytes; direct: past the page cache, where it isn't there and the
+    filesystem can."""
+    if not direct or _in_page_cache(fd, size):
+        return FileReader(fd)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+    except OSError:
+        return FileReader(fd)
+    return DirectFileReader(fd, size)
+
+
+def _in_page_cache(fd: int, size: int) -> bool:
+    """Return whether the page cache holds a file, as far as three of its bytes tell."""
+    try:
+        return all(os.preadv(fd, [bytearray(1)], at, os.RWF_NOWAIT) for at in (0, size // 2, size - 1))
+    except OSError:
+        return False
+
+
+def _disable_direct_io(fd: int) -> None:
+    """Use the page cache from here on."""
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)

@@ -1,0 +1,245 @@
+"""A directory of checkpoints: the newest intact one, retention, and leftovers of killed saves."""
+
+import logging
+import re
+import secrets
+from pathlib import Path
+
+from megatfm import object_collectives
+from megatfm.checkpoint import file_format, file_io, reader
+from megatfm.checkpoint.file_format import FileEntry, NewerFormatError
+from megatfm.errors import MegatfmError, UsageError
+
+log = logging.getLogger("megatfm")
+
+_COMMITTED = re.compile(r"step-(\d{8,})")
+_ASIDE = re.compile(r"\.step-(\d{8,})\.damaged-[0-9a-f]{8}")
+"""Name of a damaged checkpoint that `commit` replaced: kept until a later one has been verified."""
+_LEFTOVER = re.compile(r"\.step-\d{8,}\.(partial|removed)-[0-9a-f]{8}")
+
+
+def find_latest(folder: Path, *, hashes: bool = False) -> Path | None:
+    """Return the newest committed and intact checkpoint, or None where there is none at all.
+
+    A checkpoint is intact if its metadata matches its hash and every file has its recorded size; with `hashes`, also
+    its recorded BLAKE3. A damaged one is named in a warning, and the one before it is used. Local: on several ranks,
+    rank 0 decides and tells the others. Raises MegatfmError if there are checkpoints but none is intact, since starting
+    afresh would bury them."""
+    paths = list_checkpoints(folder)
+    for path in reversed(paths):
+        if (reason := check_checkpoint(path, hashes=hashes)) is None:
+            return path
+        log.warning("checkpoint %s is not used: %s", path.name, reason)
+    if paths:
+        raise _no_intact_checkpoint(folder, len(paths))
+    return None
+
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+"""Owner and name, as the Hugging Face Hub names a model."""
+
+
+def find_checkpoint(path: str | Path) -> Path:
+    """Return the checkpoint that a path means: itself, or the newest intact one of a run. Raises UsageError."""
+    path = Path(path)
+    if (path / "metadata.json").is_file():
+        return path
+    newest = find_latest(path / "checkpoints") if path.is_dir() else None
+    if newest is None and (path / "config.json").is_file():
+        raise UsageError(
+            f"{path}: in the Hugging Face format: make a folder of ours of it with `megatfm convert {path} NEW --to "
+            "megatfm`"
+        )
+    if newest is None and not path.exists():
+        is_hub_name = HUB_NAME.fullmatch(str(path)) and not path.parent.exists()
+        hub = f", or fetch it, if it is a model on the Hugging Face Hub: `hf download {path} --local-dir {path.name}`"
+        raise UsageError(
+            f"{path}: there is no such folder: give one with a run or checkpoint{hub if is_hub_name else ''}"
+        )
+    if newest is None:
+        raise UsageError(
+            f"{path}: neither a checkpoint nor a run directory with one: give a folder that megatfm wrote"
+        )
+    return newest
+
+
+def find_latest_intact(folder: Path) -> Path | None:
+    """Return the newest intact checkpoint by its hashes; each rank reads a part of it. A collective.
+
+    For a run that will save there, too, so links in the place of checkpoints are refused.
+    """
+    paths = object_collectives.run_on_rank_0(f"{folder} not read", lambda: _list_without_links(folder))
+    for path in reversed(paths):
+        reason = check_checkpoint_on_all_ranks(path)
+        if reason is None:
+            return path
+        if object_collectives.rank() == 0:
+            log.warning("checkpoint %s is not used: %s", path.name, reason)
+    if paths:
+        raise _no_intact_checkpoint(folder, len(paths))
+    return None
+
+
+def check_checkpoint_on_all_ranks(path: Path) -> str | None:
+    """Return what is wrong with a checkpoint, or None; each rank reads a part. The same on all ranks. A collective."""
+
+    def look() -> tuple[bytes, str | None]:
+        reason = check_checkpoint(path)
+        return (b"", reason) if reason else (file_io.read_file(path / file_format.METADATA_FILENAME), None)
+
+    raw, reason = object_collectives.run_on_rank_0(f"{path} not read", look)
+    return reason or next(filter(None, object_collectives.all_gather(_check_share_of_files(path, raw))), None)
+
+
+def _list_without_links(folder: Path) -> list[Path]:
+    """List the checkpoints. Refuses links, at which a run would fail only when it comes to that step, or saves."""
+    if folder.is_symlink() and not folder.is_dir():
+        raise MegatfmError(f"{folder} is a symbolic link to no folder: make that folder, or remove the link")
+    paths = list_checkpoints(folder)
+    if links := [path for path in paths if path.is_symlink()]:
+        raise MegatfmError(
+            f"{links[0]} is a symbolic link: put the checkpoint itself there, or remove the link"
+        )
+    return paths
+
+
+def _check_share_of_files(path: Path, raw: bytes) -> str | None:
+    """Return what is wrong with the files that this rank reads, or None."""
+    try:
+        content = file_format.parse_metadata(path, raw)
+        mine = sorted(content.files)[object_collectives.rank() :: object_collectives.world_size()]
+        reader.verify_files(
+            path,
+            content,
+            mine,
+            file_io.NFS_VISIBILITY_SECONDS if object_collectives.world_size() > 1 else 0.0,
+        )
+    except MegatfmError as error:
+        return str(error)
+    return None
+
+
+def _no_intact_checkpoint(folder: Path, count: int) -> MegatfmError:
+    return MegatfmError(
+        f"{folder}: none of its {count} checkpoints is whole, see above; move them away to start afresh"
+    )
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return the committed checkpoints of a folder, the oldest first; none where the folder doesn't exist."""
+    if not folder.exists():
+        return []
+    with file_io.naming("list", folder):
+        steps = {path: match for path in folder.iterdir() if (match := _COMMITTED.fullmatch(path.name))}
+    return sorted(steps, key=lambda path: int(steps[path][1]))
+
+
+def check_checkpoint(path: Path, *, hashes: bool = False) -> str | None:
+    """Return what is wrong with a committed checkpoint, or None where it is intact.
+
+    Raises NewerFormatError for one that a later version wrote.
+    """
+    try:
+        if path.is_symlink():
+            raise MegatfmError("it is a symbolic link")
+        content = file_format.read_metadata(path)
+        if path.name != f"step-{content.step:08d}":
+            raise MegatfmError(f"it holds step {content.step}: somebody renamed it")
+        if hashes:
+            reader.verify(path)
+        else:
+            reader.check_sizes(path, content)
+    except NewerFormatError:
+        raise
+    except MegatfmError as error:
+        return str(error)
+    return None
+
+
+def check_file(path: Path, entry: FileEntry) -> str | None:
+    """Return what is wrong with one file of tensors, every byte of which is read, or None where it is intact."""
+    try:
+        file_format.read_safetensors(path, entry, {})
+    except MegatfmError as error:
+        return str(error)
+    return None
+
+
+def verify(path: Path) -> None:
+    """Read every byte of a checkpoint; raises MegatfmError that names the file and what is wrong with it."""
+    if (reason := check_checkpoint(path, hashes=True)) is not None:
+        raise MegatfmError(f"checkpoint {path} is not whole: {reason}")
+
+
+def purge_old_checkpoints(newest: Path, keep: int, *, every: int = 0, verified: Path | None = None) -> None:
+    """Remove checkpoints older than the last `keep` intact ones, counted back from the just committed `newest`.
+
+    every: those whose step it divides stay for ever (0: none do). verified: this one stays, too. A damaged one
+    doesn't count, so that the ones kept can be used. What can't be removed is named in a warning: the new
+    checkpoint stands all the same. Damaged ones that were put aside go once one of their step or later is verified.
+    """
+    if verified is not None:
+        for path, step in put_aside(newest.parent):
+            if step <= step_from_path(verified):
+                try_to_remove(path)
+    paths = list_checkpoints(newest.parent)
+    n_intact = 0
+    for path in reversed(paths[: paths.index(newest) + 1]):
+        if n_intact < keep:
+            n_intact += check_checkpoint(path) is None
+            continue
+        if path == verified or (every and step_from_path(path) % every == 0):
+            continue
+        try_to_remove(path)
+
+
+def put_aside(folder: Path) -> list[tuple[Path, int]]:
+    """List damaged checkpoints that were replaced, each with its step."""
+    with file_io.naming("list", folder):
+        matches = [(path, _ASIDE.fullmatch(path.name)) for path in sorted(folder.iterdir())]
+    return [(path, int(match[1])) for path, match in matches if match]
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint: first out of the way, so that nobody ever finds half of it under its name."""
+    name = path.name.removeprefix(".").partition(".")[0]
+    removed = path.with_name(f".{name}.removed-{secrets.token_hex(4)}")
+    file_io.rename(path, removed)
+    file_io.remove_tree(removed)
+
+
+def try_to_remove(path: Path) -> None:
+    """Remove a checkpoint; if it can't be removed, log a warning: it does no harm."""
+    try:
+        remove(path)
+    except MegatfmError as error:
+        log.warning("an old checkpoint stays: %s", error)
+
+
+def step_from_path(path: Path) -> int:
+    """Return the step in a checkpoint's name."""
+    return int(path.name.removeprefix("step-"))
+
+
+def remove_leftovers(folder: Path) -> list[Path]:
+    """Remove what killed saves and removals left in a folder, and return it. No save may be running there.
+
+    What can't be removed is named in a warning: it is in nobody's way.
+    """
+    if not folder.exists():
+        return []
+    for path, _ in put_aside(folder):
+        log.warning(
+            "%s: a damaged checkpoint, kept until a later one is verified; delete it if you need the room",
+            path,
+        )
+    with file_io.naming("list", folder):
+        leftovers = sorted(path for path in folder.iterdir() if _LEFTOVER.fullmatch(path.name))
+    removed = []
+    for path in leftovers:
+        try:
+            file_io.remove_tree(path)
+            removed.append(path)
+        except MegatfmError as error:
+            log.warning("what a killed save left stays: %s", error)
+    return removed

@@ -1,0 +1,361 @@
+"""Local checkpointing: checkpoints on node-local disks, each node's files also on the next node, for frequent saves and
+one lost node.
+
+Every node has a folder of committed checkpoints as the shared disk has, with all of the metadata but only some files:
+those of its own ranks and those of the node before it. A resume takes the newest one whose files are all intact
+somewhere, and fetches what its ranks need and its node lacks.
+"""
+
+import contextlib
+import logging
+import secrets
+from collections import defaultdict
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from blake3 import blake3
+from pydantic import JsonValue
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from megatfm import object_collectives
+from megatfm.checkpoint import file_format, file_io
+from megatfm.checkpoint.directory import (
+    check_file,
+    list_checkpoints,
+    remove,
+    remove_leftovers,
+    step_from_path,
+    try_to_remove,
+)
+from megatfm.checkpoint.file_format import FileEntry, Metadata
+from megatfm.checkpoint.planner import WritePlan
+from megatfm.checkpoint.reader import Reader
+from megatfm.checkpoint.sharded_tensor import ShardedTensor
+from megatfm.checkpoint.writer import build_metadata, write_rank_files
+from megatfm.errors import MegatfmError
+from megatfm.object_collectives import Group
+
+log = logging.getLogger("megatfm")
+
+KEEP = 2
+"""Checkpoints of each node: the newest, and one that is intact while the newest is written."""
+MESSAGE_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class NodeTopology:
+    """Which ranks share a node, and with it a node-local checkpoint directory. node_of_rank: node index by rank."""
+
+    folder: Path
+    rank: int
+    node_of_rank: tuple[int, ...]
+    group: Group
+
+    @classmethod
+    def discover(cls, folder: Path, group: Group) -> "NodeTopology":
+        """Gather the topology. A collective. Ranks with the same machine and the same folder are of one node."""
+        names: list[tuple[str, str]] = object_collectives.all_gather(
+            (object_collectives.machine(), str(folder)), group
+        )
+        order = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        return cls(folder, object_collectives.rank(group), tuple(order[name] for name in names), group)
+
+    @property
+    def n_nodes(self) -> int:
+        """Number of nodes that hold ranks."""
+        return max(self.node_of_rank) + 1
+
+    def ranks_on(self, node: int) -> list[int]:
+        """The ranks of a node."""
+        return [rank for rank, its in enumerate(self.node_of_rank) if its == node]
+
+    @property
+    def replicated_node(self) -> int:
+        """The node whose files this one keeps, too."""
+        return (self.node_of_rank[self.rank] - 1) % self.n_nodes
+
+    @property
+    def is_node_leader(self) -> bool:
+        """Return whether this is the rank that does what its node does once."""
+        return self.ranks_on(self.node_of_rank[self.rank])[0] == self.rank
+
+    def leader_of(self, node: int) -> int:
+        """The lowest rank on a node."""
+        return self.ranks_on(node)[0]
+
+    def replication_pairs(self) -> Iterator[tuple[int, int]]:
+        """Yield (sender, receiver) ranks that copy each rank's files to the next node; pairs of one phase are
+        disjoint."""
+        if self.n_nodes == 1:
+            return
+        last_alone = self.n_nodes % 2 == 1
+        for phase in range(3):
+            for node in range(self.n_nodes):
+                if phase == (2 if last_alone and node == self.n_nodes - 1 else node % 2):
+                    receivers = self.ranks_on((node + 1) % self.n_nodes)
+                    for index, rank in enumerate(self.ranks_on(node)):
+                        yield rank, receivers[index % len(receivers)]
+
+
+def save_local(
+    nodes: NodeTopology,
+    step: int,
+    state: dict[str, JsonValue],
+    plan: WritePlan,
+    pieces: Callable[[], Mapping[MetadataIndex, Tensor]],
+) -> Path:
+    """Write this node's part of a checkpoint and a copy of the part of the node before. A collective.
+
+    Raises MegatfmError on all ranks if anything fails on any. A node whose ranks are killed in between lacks it.
+    """
+    action, group = f"checkpoint of step {step} not saved on the nodes", nodes.group
+    token = object_collectives.run_on_rank_0(action, lambda: secrets.token_hex(4), group)
+    final = nodes.folder / f"step-{step:08d}"
+    staging_dir = final.with_name(f".{final.name}.partial-{token}")
+
+    def make_staging_dir() -> None:
+        if nodes.is_node_leader:
+            file_io.make_durable_dirs(nodes.folder)
+            file_io.make_dir(staging_dir)
+
+    object_collectives.run_on_all_ranks(action, make_staging_dir, group)
+    per_rank = object_collectives.run_and_gather(
+        action, lambda: write_rank_files(staging_dir, nodes.rank, plan.items, pieces()), group
+    )
+
+    def encode() -> tuple[bytes, list[list[str]]]:
+        assert plan.global_metadata is not None
+        content = build_metadata(step, state, plan.global_metadata, per_rank)
+        return file_format.encode_metadata(content), [list(written.files) for written in per_rank]
+
+    raw, files = object_collectives.run_on_rank_0(action, encode, group)
+    entries = file_format.parse_metadata(staging_dir, raw).files
+    sends = [(name, source, target) for source, target in nodes.replication_pairs() for name in files[source]]
+    transfer_files(action, nodes.group, staging_dir, staging_dir, entries, sends)
+
+    def finish() -> None:
+        if nodes.is_node_leader:  # the others have no more to do there: it is about to get another name
+            file_io.write_file(staging_dir / file_format.METADATA_FILENAME, [memoryview(raw)])
+            file_io.sync_folder(staging_dir)
+            if final.exists():  # of a future that the run went back from
+                remove(final)
+            file_io.rename(staging_dir, final)
+
+    object_collectives.run_on_all_ranks(action, finish, group)
+    if nodes.is_node_leader:  # only now does every node have the new one
+        for path in list_checkpoints(nodes.folder)[:-KEEP]:
+            try_to_remove(path)
+    return final
+
+
+@dataclass(frozen=True)
+class LocalCheckpoint:
+    """A checkpoint that the nodes hold together. metadata_bytes: its `metadata.json`. nodes_by_file: file → nodes that
+    have it intact."""
+
+    step: int
+    metadata_bytes: bytes
+    nodes_by_file: dict[str, list[int]]
+
+    def metadata(self, folder: Path) -> Metadata:
+        """Parse the metadata; folder: the one that errors name. Raises MegatfmError for damaged metadata."""
+        return file_format.parse_metadata(folder, self.metadata_bytes)
+
+
+def find_latest_local(nodes: NodeTopology) -> LocalCheckpoint | None:
+    """Return the newest checkpoint of which every file is intact on some node; reads each byte. A collective."""
+    mine = object_collectives.run_on_all_ranks(
+        "node-local checkpoints not read",
+        lambda: _scan_local_dir(nodes) if nodes.is_node_leader else {},
+        nodes.group,
+    )
+    nodes_by_checkpoint: dict[tuple[int, bytes], dict[str, list[int]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for rank, theirs in enumerate(object_collectives.all_gather(mine, nodes.group)):
+        for key, files in theirs.items():
+            for file in files:
+                nodes_by_checkpoint[key][file].append(nodes.node_of_rank[rank])
+    for step, raw in sorted(
+        nodes_by_checkpoint, key=lambda key: (key[0], blake3(key[1]).digest()), reverse=True
+    ):
+        holders = nodes_by_checkpoint[step, raw]
+        if missing := sorted(file_format.parse_metadata(nodes.folder, raw).files.keys() - holders.keys()):
+            log.warning(
+                "step %d on the nodes is not used: no node has %s whole", step, ", ".join(missing[:3])
+            )
+            continue
+        return LocalCheckpoint(step, raw, {file: list(on) for file, on in holders.items()})
+    return None
+
+
+def fetch_missing_files(
+    nodes: NodeTopology, local: LocalCheckpoint, shards: Mapping[str, ShardedTensor]
+) -> Path:
+    """Bring what this node's ranks need for these shards to its folder; returns the checkpoint there. A collective."""
+    action = f"checkpoint of step {local.step} not fetched from the nodes"
+    final = nodes.folder / f"step-{local.step:08d}"
+    staging_dir = final.with_name(f".{final.name}.partial-{secrets.token_hex(4)}")
+    content = local.metadata(nodes.folder)
+    needed = object_collectives.run_on_all_ranks(
+        action, lambda: Reader(final, content, shards).files, nodes.group
+    )
+    missing = _missing_files(nodes, local, object_collectives.all_gather(needed, nodes.group))
+    sends = [
+        (
+            file,
+            nodes.leader_of(local.nodes_by_file[file][node % len(local.nodes_by_file[file])]),
+            nodes.leader_of(node),
+        )
+        for node, files in sorted(missing.items())
+        for file in sorted(files)
+    ]
+
+    def make_staging_dir() -> None:
+        if nodes.is_node_leader:
+            file_io.make_durable_dirs(nodes.folder)
+            file_io.make_dir(staging_dir)
+
+    def finish() -> None:
+        if nodes.is_node_leader:
+            if not final.exists():
+                file_io.write_file(
+                    staging_dir / file_format.METADATA_FILENAME, [memoryview(local.metadata_bytes)]
+                )
+                file_io.sync_folder(staging_dir)
+                file_io.rename(staging_dir, final)
+                return
+            for path in staging_dir.iterdir():  # takes the place of a damaged one, too
+                file_io.rename(path, final / path.name)
+            file_io.remove_tree(staging_dir)
+
+    object_collectives.run_on_all_ranks(action, make_staging_dir, nodes.group)
+    transfer_files(action, nodes.group, final, staging_dir, content.files, sends)
+    object_collectives.run_on_all_ranks(action, finish, nodes.group)
+    return final
+
+
+def remove_local_after(nodes: NodeTopology | None, newest: int = -1) -> None:
+    """Remove what killed saves left on the nodes, and checkpoints of steps after `newest`. A collective."""
+    if nodes is None:
+        return
+
+    def work() -> None:
+        if nodes.is_node_leader:
+            remove_leftovers(nodes.folder)
+            for path in list_checkpoints(nodes.folder):
+                if step_from_path(path) > newest:
+                    remove(path)
+
+    object_collectives.run_on_all_ranks("node-local checkpoints not cleaned", work, nodes.group)
+
+
+def _missing_files(
+    nodes: NodeTopology, local: LocalCheckpoint, needed: list[list[str]]
+) -> dict[int, set[str]]:
+    """Return by node the files that its ranks need and it lacks."""
+    missing: dict[int, set[str]] = defaultdict(set)
+    for rank, files in enumerate(needed):
+        missing[nodes.node_of_rank[rank]] |= {
+            f for f in files if nodes.node_of_rank[rank] not in local.nodes_by_file[f]
+        }
+    return missing
+
+
+def _scan_local_dir(nodes: NodeTopology) -> dict[tuple[int, bytes], list[str]]:
+    """Return this node's intact files by (step, metadata) of their checkpoint."""
+    intact_files = {}
+    for path in list_checkpoints(nodes.folder):
+        try:
+            raw = file_io.read_file(path / file_format.METADATA_FILENAME)
+            content = file_format.parse_metadata(path, raw)
+        except file_format.NewerFormatError:
+            raise
+        except MegatfmError as error:
+            log.warning("%s is not used: %s", path, error)
+            continue
+        intact_files[content.step, raw] = [
+            name for name, entry in content.files.items() if check_file(path / name, entry) is None
+        ]
+    return intact_files
+
+
+# ------------------------------------------------------------------------------------ files from rank to rank
+
+
+def transfer_files(
+    action: str,
+    group: Group,
+    source: Path,
+    target: Path,
+    entries: Mapping[str, FileEntry],
+    sends: Collection[tuple[str, int, int]],
+) -> None:
+    """Send files (name, from rank, to rank) out of one folder into another. A collective.
+
+    A failure must not leave the other side waiting: bytes flow to the end, and then all ranks raise it.
+    """
+    problems: list[MegatfmError] = []
+    me = object_collectives.rank(group)
+    for name, sender, receiver in sends:
+        if sender == me:
+            _send(source / name, entries[name], receiver, group, problems)
+        elif receiver == me:
+            _receive(target / name, entries[name], sender, group, problems)
+
+    def check() -> None:
+        if problems:
+            raise problems[0]
+
+    object_collectives.run_on_all_ranks(action, check, group)
+
+
+def _send(path: Path, entry: FileEntry, receiver: int, group: Group, problems: list[MegatfmError]) -> None:
+    with contextlib.closing(_messages(path, entry.bytes, problems)) as messages:
+        for message in messages:
+            dist.send(message, receiver, group)
+
+
+def _messages(path: Path, size: int, problems: list[MegatfmError]) -> Generator[Tensor, None, None]:
+    """Yield the bytes of a file, or anything from where it can't be read on."""
+    chunk, left = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8), size
+    try:
+        with file_io.HashedFile(path) as file:
+            while left:
+                message = chunk[:left]
+                file.read_into(message.numpy().data)
+                yield message
+                left -= len(message)
+    except MegatfmError as error:
+        problems.append(error)
+    while left:
+        yield chunk[:left]
+        left -= min(left, MESSAGE_BYTES)
+
+
+def _receive(path: Path, entry: FileEntry, sender: int, group: Group, problems: list[MegatfmError]) -> None:
+    left = entry.bytes
+
+    def parts() -> Iterator[memoryview]:
+        nonlocal left
+        while left:
+            part = torch.empty(min(MESSAGE_BYTES, left), dtype=torch.uint8)
+            dist.recv(part, sender, group)
+            left -= len(part)
+            yield part.numpy().data
+
+    arriving = parts()
+    try:
+        size, digest = file_io.write_file(path, arriving, entry.bytes >= file_format.DIRECT_BYTES)
+        if (size, digest) != (entry.bytes, entry.blake3):
+            problems.append(
+                MegatfmError(f"{path} is damaged: what came from rank {sender} doesn't have its hash")
+            )
+    except MegatfmError as error:
+        problems.append(error)
+        for _ in arriving:  # the sender goes on
+            pass

@@ -1,0 +1,210 @@
+"""A sharded tensor: one contiguous block of a global tensor, as one rank holds it."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from megatfm.errors import MegatfmError
+
+# A larger block is stored as several pieces of whole rows. Replicas then share the writing of one large tensor,
+# and a reader never has to hold much more than one file (see `writer.FILE_BYTES`) beside its own tensors.
+PIECE_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedTensor:
+    """The block of a global tensor that starts at `offsets` and has the shape of `tensor`.
+
+    Any rank may hold any block, also an empty one; the same block on several ranks is a replica, and it is stored
+    once. Together the blocks of a name must fill the global shape without overlap. The three dunder methods are
+    torch.distributed.checkpoint's protocol for what it can plan (torch.distributed._checkpointable).
+    """
+
+    tensor: Tensor
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        sizes = tuple(self.tensor.shape)
+        if not len(sizes) == len(self.global_shape) == len(self.offsets) or any(
+            offset < 0 or offset + size > bound
+            for size, bound, offset in zip(sizes, self.global_shape, self.offsets, strict=True)
+        ):
+            raise MegatfmError(
+                f"a shard of shape {sizes} at {tuple(self.offsets)} lies outside "
+                f"its tensor of shape {tuple(self.global_shape)}"
+            )
+
+    @property
+    def blocks(self) -> Sequence["ShardedTensor"]:
+        """Return the blocks that it is made of: itself."""
+        return (self,)
+
+    def with_tensor(self, tensor: Tensor) -> "ShardedTensor":
+        """Return the same block with another tensor of the same shape."""
+        return self if tensor is self.tensor else ShardedTensor(tensor, self.global_shape, self.offsets)
+
+    @classmethod
+    def from_tensor(cls, tensor: "ShardedTensor | Tensor") -> "ShardedTensor":
+        """Return a sharded tensor as it is, and a plain tensor as one block that is all of it."""
+        if isinstance(tensor, ShardedTensor):
+            return tensor
+        if isinstance(tensor, DTensor):
+            raise MegatfmError(
+                "a DTensor can't be stored as it is: wrap its local tensor into a ShardedTensor"
+            )
+        return cls(tensor, tuple(tensor.shape), (0,) * tensor.dim())
+
+    def _pieces(self) -> list[ChunkStorageMetadata]:
+        sizes = torch.Size(self.tensor.shape)
+        if prod(self.global_shape) == 0:  # one entry, so that the name and the shape are kept
+            return [ChunkStorageMetadata(torch.Size([0] * len(sizes)), torch.Size(self.global_shape))]
+        if self.tensor.numel() == 0:
+            return []
+        if not sizes:
+            return [ChunkStorageMetadata(torch.Size(), torch.Size())]
+        rows = max(1, PIECE_BYTES * sizes[0] // self.tensor.nbytes)
+        return [
+            ChunkStorageMetadata(
+                torch.Size([self.offsets[0] + start, *self.offsets[1:]]),
+                torch.Size([min(rows, sizes[0] - start), *sizes[1:]]),
+            )
+            for start in range(0, sizes[0], rows)
+        ]
+
+    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.tensor.dtype)
+        size = torch.Size(self.global_shape)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, piece.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=piece, properties=properties, size=size),
+            )
+            for piece in self._pieces()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return self._pieces()
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """Return the piece that starts at `index.offset`, a view of this block's memory."""
+        tensor = self.tensor.detach()
+        if prod(self.global_shape) == 0:
+            return tensor.new_empty(self.global_shape)
+        piece = next(piece for piece in self._pieces() if piece.offsets == index.offset)
+        return tensor.narrow(0, piece.offsets[0] - self.offsets[0], piece.sizes[0]) if piece.sizes else tensor
+
+
+@dataclass(frozen=True, eq=False)
+class FlatShardedTensor(ShardedTensor):
+    """Consecutive elements of a flattened block of a global tensor: what an engine holds that shards flat tensors.
+
+    tensor: [elements]. offsets, block_shape: of the block; flat_start: the element of the flattened block that
+    `tensor` begins with. It is stored and read as the few blocks that the elements make up, which are views of
+    `tensor`.
+    """
+
+    block_shape: tuple[int, ...]
+    flat_start: int
+
+    def __post_init__(self) -> None:
+        if not (
+            self.tensor.dim() == 1 and 0 <= self.flat_start <= prod(self.block_shape) - self.tensor.numel()
+        ):
+            raise MegatfmError(
+                f"{self.tensor.numel()} elements from {self.flat_start} on lie outside a block of shape "
+                f"{self.block_shape}"
+            )
+
+    @cached_property
+    def blocks(self) -> Sequence[ShardedTensor]:
+        """The blocks that the elements make up."""
+        return tuple(
+            ShardedTensor(
+                self.tensor[start : start + prod(sizes)].view(sizes),
+                self.global_shape,
+                tuple(a + b for a, b in zip(self.offsets, offsets, strict=True)),
+            )
+            for offsets, sizes, start in _blocks(
+                self.block_shape, self.flat_start, self.flat_start + self.tensor.numel()
+            )
+        )
+
+    def with_tensor(self, tensor: Tensor) -> "FlatShardedTensor":
+        """Return the same block with another tensor of the same shape."""
+        return FlatShardedTensor(tensor, self.global_shape, self.offsets, self.block_shape, self.flat_start)
+
+    def _pieces(self) -> list[ChunkStorageMetadata]:
+        return [piece for part in self.blocks for piece in part._pieces()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """Return the piece that starts at `index.offset`, a view of this block's memory."""
+        for part in self.blocks:
+            if any(piece.offsets == index.offset for piece in part._pieces()):
+                return part.__get_tensor_shard__(index)
+        raise MegatfmError(f"no piece begins at {index.offset}")
+
+
+def _blocks(
+    sizes: tuple[int, ...], first: int, last: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    """Offsets, sizes and start of the blocks that elements [first, last) of a flattened tensor make up: rows that are
+    whole together, and what is left of one before and after them."""
+    if first == last:
+        return
+    if len(sizes) <= 1:
+        yield (first,) * len(sizes), (last - first,) * len(sizes), 0
+        return
+    row = prod(sizes[1:])
+    begin, end = -(-first // row), last // row  # rows [begin, end) are complete
+    if begin > end:  # within one row
+        for offsets, inner, start in _blocks(sizes[1:], first - end * row, last - end * row):
+            yield (end, *offsets), (1, *inner), start
+        return
+    for offsets, inner, start in _blocks(sizes[1:], first % row, row) if first % row else ():
+        yield (begin - 1, *offsets), (1, *inner), start
+    if begin < end:
+        yield (begin, *(0 for _ in sizes[1:])), (end - begin, *sizes[1:]), begin * row - first
+    for offsets, inner, start in _blocks(sizes[1:], 0, last - end * row):
+        yield (end, *offsets), (1, *inner), end * row - first + start
+
+
+def check_cover(
+    name: str, shape: Sequence[int], pieces: Iterable[tuple[Sequence[int], Sequence[int]]]
+) -> None:
+    """Raise unless the pieces (offsets, sizes) lie inside a tensor of `shape` and hold each element once."""
+    pieces = sorted(pieces)
+    for offsets, sizes in pieces:
+        if not len(shape) == len(offsets) == len(sizes) or any(
+            offset + size > bound for offset, size, bound in zip(offsets, sizes, shape, strict=True)
+        ):
+            raise MegatfmError(
+                f"tensor {name}: a piece of shape {tuple(sizes)} at {tuple(offsets)} lies outside "
+                f"its shape {tuple(shape)}"
+            )
+    n_elements = sum(prod(sizes) for _, sizes in pieces)
+    if n_elements != prod(shape):
+        raise MegatfmError(
+            f"tensor {name}: the pieces hold {n_elements} elements, but its shape {tuple(shape)} has {prod(shape)}: "
+            "a part is missing or held twice"
+        )
+    # Sorted by their first row: only pieces that still reach into the rows of the next one can overlap it.
+    reaching: list[tuple[Sequence[int], Sequence[int]]] = []
+    for offsets, sizes in pieces if shape else []:
+        reaching = [piece for piece in reaching if piece[0][0] + piece[1][0] > offsets[0]]
+        for other, other_sizes in reaching:
+            if all(
+                a < b + n and b < a + m for a, m, b, n in zip(offsets, sizes, other, other_sizes, strict=True)
+            ):
+                raise MegatfmError(
+                    f"tensor {name}: the pieces at {tuple(other)} and {tuple(offsets)} overlap"
+                )
+        reaching.append((offsets, sizes))

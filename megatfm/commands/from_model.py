@@ -1,0 +1,126 @@
+"""`--from MODEL`: the config of a run that starts from a model, with its architecture, tokenizer and weights."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from megatfm import checkpoint, tokenizers
+from megatfm.checkpoint import file_io
+from megatfm.config import Config, load_config
+from megatfm.config.key_migrations import migrate
+from megatfm.convert.convert import convert
+from megatfm.convert.electra_pair import is_electra_folder
+from megatfm.convert.hf_checkpoint import is_hf_folder
+from megatfm.errors import UsageError
+from megatfm.tracking.run_directory import run_folder
+
+CONVERTED_DIR = "from"
+"""Where in the run directory a Hugging Face folder is kept in our format, with a mark of its path."""
+WORLD_SIZE_VARS = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+RUN_SPECIFIC_KEYS = (
+    "run_dir", "data.validation", "data.mixture", "data.mixture_schedule", "data.rampup", "train.init_include",
+    "train.branch_from", "train.freeze", "resume", "parallel",
+)  # fmt: skip
+"""Keys of another run's config that were about that run."""
+DATA_KEYS = ("data.train", "data.corpus", "data.mixture")
+
+
+def continue_from_config(
+    source: str | Path, base_config: str | None, overrides: Sequence[str]
+) -> tuple[Config, Sequence[str]]:
+    """Return the config of a run that starts from the model at `source`, and messages for the log.
+
+    base_config: a config or preset, of which the model is replaced; None: the recipe is that of `source`, with other
+    text. Raises UsageError, MegatfmError.
+    """
+    source = Path(source)
+    messages: list[str] = []
+    name = f"from-{source.absolute().name}"
+    named = {override.partition("=")[0].strip() for override in overrides}
+    if base_config is None and not any(key.startswith(DATA_KEYS) for key in named):
+        raise UsageError(
+            "--from goes on with text of yours: give data.train=CORPUS/train, or data.corpus=CORPUS"
+        )
+    if is_hf_folder(source) or is_electra_folder(source):
+        with _removed_on_refusal() as created:
+            ours, messages = _convert_hf_once(source, base_config, [f"name={name}", *overrides])
+            created += [ours] * bool(messages)
+            return _config(ours, base_config, overrides, name), messages
+    return _config(source, base_config, overrides, name), messages
+
+
+def _config(source: Path, base_config: str | None, overrides: Sequence[str], name: str) -> Config:
+    """Return the config of a run that starts from a checkpoint or run of ours."""
+    path = checkpoint.find_checkpoint(source)
+    folder = path.absolute().parent.parent
+    words = [f"train.init_from={path if path == source else folder}"]
+    if tokenizer := tokenizers.find_tokenizer_file(folder):
+        words.append(f"data.tokenizer={tokenizer}")
+    if base_config is None:
+        words += [f"{key}=" for key in RUN_SPECIFIC_KEYS] + [f"name={name}"]
+        base: str | Path = folder / "config.toml"
+        config = load_config(base, [*words, *overrides])
+    else:
+        config = load_config(base_config, [*words, *overrides], replaced_sections={"model": _model(path)})
+    _check_tokenizer(config, tokenizer, source)
+    return config
+
+
+@contextmanager
+def _removed_on_refusal() -> Iterator[list[Path]]:
+    """Remove the folders that were just made, and a run directory with nothing else, where the config is refused."""
+    created: list[Path] = []
+    try:
+        yield created
+    except UsageError:
+        for folder in created:
+            file_io.remove_tree(folder)
+            with suppress(OSError):
+                folder.parent.rmdir()
+        raise
+
+
+def _convert_hf_once(
+    source: Path, base_config: str | None, overrides: Sequence[str]
+) -> tuple[Path, list[str]]:
+    """Convert a Hugging Face folder, once: the result is kept in the run directory for when the run is resumed."""
+    values = dict(override.partition("=")[::2] for override in overrides)
+    if base_config is not None:
+        run = run_folder(load_config(base_config, overrides[1:]))
+    else:
+        run = Path(values["run_dir"]) if values.get("run_dir") else Path.cwd() / "runs" / values["name"]
+    # Of another folder than before, under the same name, nothing that is here may be taken.
+    target = run / f"{CONVERTED_DIR}-{blake3(os.fsencode(source.absolute())).hexdigest(4)}"
+    if (target / "config.toml").is_file():
+        return target, []
+    if any(os.environ.get(key, "1") not in ("", "1") for key in WORLD_SIZE_VARS):
+        raise UsageError(
+            f"{source}: is in the Hugging Face format, of which one process makes a folder of ours: run `megatfm "
+            f"convert {source} NEW --to megatfm` once, and give --from NEW"
+        )
+    first, *notes = convert(source, target, "megatfm")
+    return target, [f"{source}: {first}, kept in {target}", *notes]
+
+
+def _model(path: Path) -> dict[str, Any]:
+    """Return the [model] with which a checkpoint was saved."""
+    saved = migrate(checkpoint.read_state(path).get("config"))
+    model = saved.get("model") if isinstance(saved, dict) else None
+    if not isinstance(model, dict):
+        raise UsageError(f"{path}: doesn't say which model it holds: go on with the version that wrote it")
+    return model
+
+
+def _check_tokenizer(config: Config, wanted: Path | None, source: Path) -> None:
+    """Raise UsageError unless the text was prepared with the tokenizer of the model's training."""
+    if wanted is None or config.data.tokenizer is None:
+        return
+    if tokenizers.load(config.data.tokenizer).hash != tokenizers.load(wanted).hash:
+        raise UsageError(
+            f"data.tokenizer = {config.data.tokenizer}: not the tokenizer of {source}: prepare the text with that one, "
+            f"tokenizer.file={wanted}"
+        )

@@ -1,0 +1,240 @@
+"""Commands about runs: `megatfm status`, `logs`, `cancel`, `report` and `compare`."""
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatfm.config.section import check_path
+from megatfm.errors import UsageError
+from megatfm.launchers.logs import follow_logs, print_tails
+from megatfm.launchers.run_jobs import cancel, cancel_job_id
+from megatfm.launchers.status import (
+    RunStatus,
+    is_run_dir,
+    launched_state,
+    list_run_dirs,
+    resolve_run_dir,
+    run_status,
+)
+from megatfm.terminal import print_table
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def add_status_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="run directories (all under runs/)")
+    parser.add_argument("--json", action="store_true", help="one JSON object a run, for programs")
+
+
+def status_command(args: argparse.Namespace) -> int:
+    """Print how runs are: one in full, several in a table."""
+    runs = [resolve_run_dir(path) for path in args.runs] or list_run_dirs()
+    statuses = [run_status(run) for run in runs]
+    if args.json:
+        for status in statuses:
+            print(json.dumps(status.as_dict()))
+    elif len(args.runs) == 1:
+        print(_details(statuses[0]))
+    else:
+        print_table(_table(statuses))
+    return 0
+
+
+def _table(statuses: Iterable[RunStatus]) -> "Table":
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for heading in ("run", "state", "step", "loss", "tokens/s", "left", "restarts", ""):
+        table.add_column(
+            heading, justify="left" if heading in ("run", "state", "") else "right", no_wrap=bool(heading)
+        )
+    for status in statuses:
+        facts = (
+            status.run.name,
+            status.state.name,
+            _step(status),
+            _loss(status),
+            _speed(status),
+            _format_eta(status),
+        )
+        details = "; ".join(filter(None, (status.state.reason, status.work)))
+        table.add_row(*facts, str(status.restarts or ""), details)
+    return table
+
+
+def _details(status: RunStatus) -> str:
+    since = (
+        f", since {time.strftime('%d %b %H:%M', time.localtime(status.state.since))}"
+        if status.state.since
+        else ""
+    )
+    rows = {
+        "run": str(status.run),
+        "state": status.state.name + (f": {status.state.reason}" if status.state.reason else "") + since,
+        "work": status.work,
+        "step": _step(status),
+        "loss": _loss(status),
+        "tokens/s": _speed(status),
+        "time left": _format_eta(status),
+        "checkpoint": f"step {status.checkpoint}" if status.checkpoint else "none",
+        "restarts": str(status.restarts),
+        "last event": status.event,
+    }
+    return "\n".join(f"{name:<12}{text}" for name, text in rows.items() if text)
+
+
+def _step(status: RunStatus) -> str:
+    return (
+        f"{status.step or 0:,} of {status.steps:,}"
+        if status.steps
+        else f"{status.step:,}"
+        if status.step
+        else ""
+    )
+
+
+def _loss(status: RunStatus) -> str:
+    return "" if status.loss is None else f"{status.loss:.4f}"
+
+
+def _speed(status: RunStatus) -> str:
+    return "" if status.tokens_per_second is None else f"{status.tokens_per_second:,.0f}"
+
+
+def _format_eta(status: RunStatus) -> str:
+    if status.seconds_left is None:
+        return ""
+    minutes, seconds = divmod(round(status.seconds_left), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {seconds:02} s"
+
+
+QUEUE_SECONDS = 10.0
+"""How often the queue is asked whether there will be more: schedulers don't like to be asked often."""
+
+
+def add_logs_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run_dir", type=Path, metavar="RUN", help="a run directory, for example runs/quickstart"
+    )
+    parser.add_argument(
+        "-f", "--follow", action="store_true", help="go on with what is written, until it ends"
+    )
+    parser.add_argument(
+        "-n", "--lines", type=int, default=20, metavar="N", help="last lines of each file (20)"
+    )
+    parser.add_argument("--all", action="store_true", help="all ranks, not only those with trouble")
+
+
+def logs_command(args: argparse.Namespace) -> int:
+    """Print the logs that matter: the job's or rank 0's, those of ranks with trouble."""
+    run = resolve_run_dir(args.run_dir)
+    tails = print_tails(run, args.lines, args.all, to_the_end=not args.follow)
+    if not tails and not args.follow:
+        print(f"{run}: no logs yet")
+    asked, over = 0.0, False
+
+    def is_over() -> bool:
+        nonlocal asked, over
+        if time.monotonic() - asked > QUEUE_SECONDS:
+            state = launched_state(run)
+            asked, over = time.monotonic(), state is not None and state.is_over
+        return over
+
+    if args.follow:
+        with contextlib.suppress(KeyboardInterrupt):  # how one leaves
+            follow_logs(run, tails, args.all, is_over)
+    return 0
+
+
+def add_cancel_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "runs",
+        nargs="*",
+        metavar="RUN",
+        help="a run directory, for example runs/quickstart, or a SLURM job's number",
+    )
+    parser.add_argument("--all", action="store_true", help="everything of all runs under runs/ here")
+
+
+def cancel_command(args: argparse.Namespace) -> int:
+    """End what trains or evaluates runs, and what waits to go on with them. A run saves first, if time is left."""
+    if args.all == bool(args.runs):
+        raise UsageError(
+            "name what to end: run directories or numbers of jobs, or --all for everything under runs/"
+        )
+    if not args.all:
+        for name in args.runs:
+            print(
+                cancel_job_id(name)
+                if name.isdecimal() and not is_run_dir(Path(name))
+                else cancel(resolve_run_dir(Path(name)))
+            )
+        return 0
+    ended = 0
+    for run in list_run_dirs():
+        try:
+            print(f"{run.name}: {cancel(run)}")
+            ended += 1
+        except UsageError as error:
+            print(f"note: {error}", file=sys.stderr)
+    if not ended:
+        raise UsageError("nothing of the runs under runs/ here waits or runs")
+    return 0
+
+
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", metavar="RUN", help="a run directory, for example runs/quickstart")
+    parser.add_argument(
+        "--with",
+        dest="others",
+        nargs="+",
+        default=[],
+        metavar="RUN",
+        help="runs whose curves lie behind this one's, for example runs/baseline",
+    )
+
+
+def report_command(args: argparse.Namespace) -> int:
+    """Write RUN/report.html and print where it is."""
+    from megatfm.report import write_report
+
+    print(write_report(check_path(Path(args.run_dir)), args.others))
+    return 0
+
+
+def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
+    """The runs, and where the page goes."""
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directories, for example runs/sweep-*")
+    parser.add_argument("--out", default="compare.html", metavar="FILE", help="the page (compare.html)")
+
+
+def compare_command(args: argparse.Namespace) -> int:
+    """Print what differs and what was reached, and write a page of the curves."""
+    from rich import box
+    from rich.table import Table
+
+    from megatfm.report.compare import Comparison, write_comparison
+
+    comparison = Comparison.of([check_path(Path(run)) for run in args.runs])
+    results = comparison.results()
+    table = Table("", *comparison.names, box=box.SIMPLE_HEAD, title_justify="left")
+    for key, cells in comparison.differences():
+        table.add_row(key, *cells)
+    table.add_section()
+    for place, column in enumerate(results.columns):
+        table.add_row(column, *(row[place] for row in results.rows))
+    print_table(table)
+    for note in comparison.notes():
+        print(f"note: {note}")
+    print(write_comparison(comparison, args.out))
+    return 0

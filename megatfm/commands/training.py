@@ -1,0 +1,93 @@
+"""`megatfm train` and `megatfm launch`: start, resume or continue training, in this process or through a launcher."""
+
+import argparse
+import logging
+import os
+from collections.abc import MutableMapping
+from pathlib import Path
+
+from megatfm.commands.arguments import add_config_and_overrides, add_source_argument
+from megatfm.config import Config, load_config, to_toml
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.files import atomic_write
+from megatfm.launchers import cli
+from megatfm.launchers.run_jobs import check_no_process
+from megatfm.parallel.startup_watch import start_sentinel
+
+ALLOCATOR_VARS = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
+"""Names of the same setting: that of today, and older ones."""
+
+
+def add_train_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add a config and its overrides, or a model to go on from."""
+    add_config_and_overrides(parser, optional=True)
+    add_source_argument(parser)
+
+
+def enable_expandable_segments(environment: MutableMapping[str, str]) -> None:
+    """Have torch's allocator on GPUs grow its segments, so that less of the memory is lost between blocks of changing
+    sizes; unless something is set. To be called before torch is loaded."""
+    if not ALLOCATOR_VARS.intersection(environment):
+        environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
+def load_training_config(args: argparse.Namespace) -> Config:
+    """Load the config of a run, which may start from a model (`--from`). Raises UsageError."""
+    path, overrides = args.config, args.overrides
+    if args.source is None:
+        if path is None:
+            raise UsageError(
+                "a config is missing: give a TOML file, a run directory, a preset or --from MODEL"
+            )
+        return load_config(path, overrides)
+    from megatfm.commands.from_model import continue_from_config  # imports torch
+
+    if path is not None and "=" in path:
+        path, overrides = None, [path, *overrides]
+    config, messages = continue_from_config(args.source, path, overrides)
+    for line in messages:
+        logging.getLogger("megatfm").info("%s", line)
+    return config
+
+
+def train_command(args: argparse.Namespace) -> int:
+    """Train or resume; returns 0 when done, 75 when stopped by a signal after saving (`megatfm.errors`)."""
+    enable_expandable_segments(os.environ)
+    start_sentinel()
+    config = load_training_config(args)
+    # After the config: its mistakes shouldn't wait for torch.
+    from megatfm.describe.description import flops_per_token
+    from megatfm.train.trainer import train
+
+    return train(config, flops_per_token)
+
+
+RESOLVED_CONFIG = "from.toml"
+"""In the run directory: the config with which all ranks of a run that goes on from a model are started."""
+
+
+def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what `megatfm train` takes, and where to run it."""
+    add_config_and_overrides(parser, optional=True)
+    add_source_argument(parser)
+    cli.add_arguments(parser)
+
+
+def launch_command(args: argparse.Namespace) -> int:
+    """Start the run. A model that it goes on from is brought into our format here, once for all ranks."""
+    if args.source is not None and (args.prep or args.evaluate):
+        raise UsageError(
+            f"--from is for training: leave it out, or {'--prep' if args.prep else '--evaluate'}"
+        )
+    if args.source is not None or args.config is None:
+        cli.check_flags(args)  # before a model is brought into our format for nothing
+        config = load_training_config(args)
+        path = Path(config.run_dir or Path("runs") / config.name) / RESOLVED_CONFIG
+        check_no_process(path.parent)  # whose restarts read the file
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write(path, to_toml(config))
+        except OSError as error:
+            raise MegatfmError(f"{path}: can't write the run's config: {error.strerror}") from error
+        args.config, args.overrides = str(path), []
+    return cli.main(args)

@@ -1,0 +1,167 @@
+"""Cross-checks of the layout: tensor-parallel sizes, lengths of rows, experts, context and pipeline parallelism.
+
+Each raises a ValueError, with a value that would work, for what doesn't go together in a validated config.
+"""
+
+from math import gcd
+from typing import TYPE_CHECKING
+
+from megatfm.config.attention import LongformerPatternConfig
+from megatfm.config.ffn import SoftMoEConfig
+from megatfm.config.section import divisors, nearest_divisor
+
+if TYPE_CHECKING:
+    from megatfm.config.root import Config
+
+
+def check_tensor_parallel(config: "Config") -> None:
+    """Check that `tp` divides heads, experts and inner widths."""
+    parallel = config.parallel
+    divided = config.model.tp_dims_for(parallel.expert_tp)
+
+    def divides(tp: int, key: str) -> bool:
+        return divided[key] % tp == 0 or (key.endswith("n_kv_heads") and tp % divided[key] == 0)
+
+    for key, count in divided.items():
+        if not divides(parallel.tp, key):
+            sizes = [n for name, n in divided.items() if not name.endswith("n_kv_heads")] or [count]
+            smaller = [tp for tp in divisors(gcd(*sizes)) if tp < parallel.tp]
+            fitting = [tp for tp in smaller if all(divides(tp, name) for name in divided)]
+            raise ValueError(
+                f"parallel.tp = {parallel.tp} does not divide model.{key} = {count}: the nearest tp that fits "
+                f"is {fitting[-1]}"
+            )
+
+
+def check_row_lengths(config: "Config") -> None:
+    """Check that rows of every length suit the model, and divide over tensor- and context-parallel ranks."""
+    parallel, data, model = config.parallel, config.data, config.model
+    tp = parallel.tp if parallel.sequence_parallel else 1
+    longest, limiting = model.longest_row
+    lengths = {
+        "data.sequence_length": data.sequence_length,
+        "data.target_length": data.target_length or 0,
+        **{
+            f"data.rampup[{i}].sequence_length": stage.sequence_length or 0
+            for i, stage in enumerate(data.rampup)
+        },
+    }
+    for key, length in lengths.items():
+        if longest is not None and length > longest:
+            raise ValueError(
+                f"{key} = {length}: model.{limiting} = {longest}, and a document as long as the row would have "
+                f"tokens beyond: choose {key} = {longest}, or model.{limiting} = {length}"
+            )
+        if length % tp:
+            raise ValueError(
+                f"{key} = {length} does not divide into parallel.tp = {tp} shards of the sequence: choose "
+                f"{length - length % tp or tp}, or parallel.sequence_parallel=false"
+            )
+        if parallel.cp > 1 and 0 < length < 2 * parallel.cp * tp:
+            raise ValueError(
+                f"{key} = {length} is too short for parallel.cp = {parallel.cp}, which cuts rows into "
+                f"{2 * parallel.cp} runs of at least {tp}: choose at least {2 * parallel.cp * tp}"
+            )
+    group = model.attention.queries_together
+    if group > 1 and group % tp:
+        raise ValueError(
+            f"parallel.tp = {tp}: model.attention.name = {model.attention.name!r} cuts its queries in groups "
+            f"of {group}, not a multiple of it: choose tp = {gcd(tp, group)}, or "
+            "parallel.sequence_parallel=false"
+        )
+
+
+def check_expert_parallel(config: "Config") -> None:
+    """Check that `ep` divides the experts, with an engine and a recomputation that can."""
+    parallel = config.parallel
+    ep, tp = parallel.ep, parallel.tp if parallel.expert_tp == "by_expert" else 1
+    experts = {key: n // tp for key, n in config.model.tp_dims.items() if key.endswith("n_experts")}
+    if ep > 1 and not experts:
+        raise ValueError(
+            f"parallel.ep = {ep}, but the model has no experts to divide: set parallel.ep = 1, or "
+            "model.ffn.name = 'moe'"
+        )
+    for key, n in experts.items():
+        if n % ep:
+            and_tp = f" and parallel.tp = {tp}" if tp > 1 else ""
+            raise ValueError(
+                f"parallel.ep = {ep}{and_tp} do{'' if and_tp else 'es'} not divide model.{key} = {n * tp}: the "
+                f"nearest ep that does is {nearest_divisor(gcd(*experts.values()), ep)}"
+            )
+    if ep > 1 and config.train.recompute.endswith("B"):
+        raise ValueError(
+            f"train.recompute = {config.train.recompute!r}: ranks have different numbers of rows under parallel.ep = "
+            f"{ep}, and would not compute the same blocks again: set train.recompute = 'full' or 'selective'"
+        )
+
+
+def check_context_parallel(config: "Config") -> None:
+    """Check that engine, heads and recomputation suit rows that are cut over `cp` ranks."""
+    parallel, model = config.parallel, config.model
+    if parallel.cp == 1:
+        return
+    if parallel.cp_method == "ulysses":
+        heads = [(layer.attention.n_heads, layer.attention.kv_heads) for layer in model.layer_cycle]
+        if model.generator is not None:
+            heads.append((model.generator.n_heads, model.generator.n_heads))
+        for n_heads, n_kv_heads in heads:
+            n, k = n_heads // parallel.tp, max(1, n_kv_heads // parallel.tp)
+            if n % parallel.cp or (k % parallel.cp and parallel.cp % k):
+                raise ValueError(
+                    f"parallel.cp_method = 'ulysses': {n} query and {k} key heads of a tensor-parallel rank can't be "
+                    f"dealt to parallel.cp = {parallel.cp} ranks: choose cp_method = 'ring'"
+                )
+    if config.train.recompute.endswith("B"):
+        raise ValueError(
+            f"parallel.cp = {parallel.cp}: train.recompute = {config.train.recompute!r} measures blocks on each "
+            "rank, and ranks with unequal parts of rows may decide otherwise: choose recompute = 'full' or "
+            "'selective'"
+        )
+
+
+def check_global_tokens(config: "Config") -> None:
+    """Check that Longformer's global tokens lie within a row."""
+    length = config.data.sequence_length
+    for layer in config.model.layer_cycle:
+        pattern = layer.attention.pattern
+        if isinstance(pattern, LongformerPatternConfig) and max(pattern.global_tokens, default=0) >= length:
+            raise ValueError(
+                f"model.attention.pattern.global_tokens has the place {max(pattern.global_tokens)}, but rows have "
+                f"data.sequence_length = {length} tokens: name places below {length}"
+            )
+
+
+def check_soft_moe(config: "Config") -> None:
+    """Check that soft mixtures of experts are not cut over tensor-parallel ranks."""
+    if config.parallel.tp > 1 and any(
+        isinstance(kind.ffn, SoftMoEConfig) for kind in config.model.layer_kinds
+    ):
+        raise ValueError(
+            f"parallel.tp = {config.parallel.tp}: ffn.name = 'soft_moe' is not cut over tensor-parallel ranks: set "
+            "parallel.tp = 1, and use dp_shard, cp, ep or pp"
+        )
+
+
+def check_pipeline(config: "Config") -> None:
+    """Check that recomputation and gradient accumulation go with the pipeline schedule."""
+    parallel, train = config.parallel, config.train
+    if parallel.pp == 1:
+        return
+    if parallel.splits_backward and train.recompute != "none":
+        raise ValueError(
+            split_backward_conflict(parallel.pp_schedule, "train.recompute", train.recompute, "none")
+        )
+    if parallel.grad_accumulation == "sharded":
+        raise ValueError(
+            "parallel.grad_accumulation = 'sharded': under pipeline stages gradients are reduced once a "
+            "step: leave it out"
+        )
+
+
+def split_backward_conflict(schedule: str, key: str, value: object, other: object) -> str:
+    """Say why a setting can't be had under a schedule that splits backward passes, and what to set."""
+    return (
+        f"parallel.pp_schedule = {schedule!r} takes backward passes in two parts, which {key} = {value!r} "
+        f"would repeat: "
+        f"use parallel.pp_schedule = 'interleaved' or '1f1b', or {key} = {other!r}"
+    )

@@ -1,0 +1,150 @@
+"""The `[parallel]` section: the layout, on which axes and with which schedule."""
+
+from math import prod
+from typing import Literal, Self
+
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+
+from megatfm.config.section import MAX_WIDTH, Section, nearest_divisor
+
+
+class ParallelConfig(Section):
+    """The layout: the product of all axes is the number of processes."""
+
+    engine: str = Field(default="native", min_length=1)
+    """Who carries out the steps: "native", "deepspeed", or the name of a plugin's engine."""
+    dp_replicate: PositiveInt = Field(default=1, le=MAX_WIDTH)
+    """Data-parallel replicas, each holding a whole copy of its shards (with dp_shard > 1: HSDP)."""
+    dp_shard: int = Field(default=-1, ge=-1, le=MAX_WIDTH)
+    """Data-parallel ranks over which a ZeRO stage shards; -1: all that are left."""
+    zero: Literal[0, 1, 2, 3] = 3
+    """ZeRO stage, sharded over dp_shard: 1: optimizer state, 2: gradients too, 3: parameters too; 0: nothing."""
+    grad_accumulation: Literal["unsharded", "sharded"] = "unsharded"
+    """With several micro-batches a step: keep whole gradients, reduced once, or with zero = 2 or 3 only shards of them,
+    reduced after each micro-batch: less memory, more traffic."""
+    reduce_dtype: Literal["param", "bf16"] = "param"
+    """Type in which gradients are summed over data ranks; param: the weights' own. bf16 sends half of it, and each rank
+    rounds what it has added up over its micro-batches."""
+    fsdp_prefetch: NonNegativeInt | None = None
+    """With zero = 2 or 3: blocks ahead of the running one whose weights are asked for before it runs; 0: torch asks
+    when a block's turn comes, and one ahead in the backward pass; left out: 1 on GPUs, else 0. Each takes its gathered
+    weights of memory."""
+    comm_buffers: Literal["torch", "process_group"] = "torch"
+    """With zero = 2 or 3: who allocates what gathering and scattering send; "process_group": the process group
+    itself, where it can (NCCL on a switch that computes), so that the network takes it without a copy."""
+    tp: PositiveInt = Field(default=1, le=MAX_WIDTH)
+    """Tensor-parallel ranks."""
+    sequence_parallel: bool = True
+    """With tp > 1, keep norms and residuals on shards of the sequence."""
+    async_tp: bool = False
+    """With sequence_parallel and train.compile, on the GPUs of one machine: what tensor-parallel ranks send goes in
+    pieces, each under way while products of the piece before are made."""
+    pp: PositiveInt = Field(default=1, le=MAX_WIDTH)
+    """Pipeline ranks, each with its share of the layers."""
+    pp_schedule: Literal["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev"] = (
+        "1f1b"
+    )
+    """Order in which pipeline ranks take micro-batches forward and backward."""
+    virtual_stages: PositiveInt | None = None
+    """Stages on each pipeline rank of an interleaved schedule; left out: 2."""
+    pp_split_points: list[str] = Field(default_factory=list, examples=[["decoder.layers.5"]])
+    """Steps of the model with which all pipeline stages but the first begin; left out: where costs are most equal."""
+    cp: PositiveInt = Field(default=1, le=MAX_WIDTH)
+    """Context-parallel ranks, each with its part of every row."""
+    cp_method: Literal["auto", "ring", "ulysses"] = "auto"
+    """How full attention looks across parts: "ring": keys and values go round, or are fetched where documents leave
+    less than half to send; "ulysses": ranks exchange tokens for heads, each has all tokens of some; auto: ulysses
+    where it can and sends less."""
+    ep: PositiveInt = Field(default=1, le=MAX_WIDTH)
+    """Ranks of dp_shard × cp among which experts are divided, and which send each other tokens; divides their product.
+    """
+    expert_tp: Literal["by_expert", "by_channel", "folded"] = "by_expert"
+    """What tensor-parallel ranks do with experts: "by_expert": each has some of them; "by_channel": each has a part
+    of every one's inner channels; "folded": they are among the ranks that `ep` divides, each with its own tokens."""
+
+    @model_validator(mode="after")
+    def _pipeline(self) -> Self:
+        fixed = {"gpipe": 1, "1f1b": 1, "zbv": 2, "dualpipev": 2}.get(self.pp_schedule)
+        if fixed and self.virtual_stages not in (None, fixed):
+            raise ValueError(
+                f"virtual_stages = {self.virtual_stages}: pp_schedule = {self.pp_schedule!r} has {fixed} on "
+                f"each rank: leave "
+                "it out, or use pp_schedule = 'interleaved'"
+            )
+        if self.pp_split_points and self.pp == 1:
+            raise ValueError("pp_split_points are for pipeline stages, and pp = 1: leave them out")
+        return self
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Pipeline stages on each rank."""
+        if self.pp_schedule in ("gpipe", "1f1b"):
+            return 1
+        return self.virtual_stages or 2
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of weights are computed apart from those of inputs."""
+        return self.pp_schedule in ("interleaved-zero-bubble", "zbv", "dualpipev")
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.grad_accumulation == "sharded" and self.zero < 2:
+            raise ValueError(
+                f"grad_accumulation = 'sharded': zero = {self.zero} doesn't shard gradients: use zero = 2 or 3, or "
+                "grad_accumulation = 'unsharded'"
+            )
+        if self.reduce_dtype == "bf16" and self.zero >= 2 and self.grad_accumulation == "unsharded":
+            raise ValueError(
+                f"reduce_dtype = 'bf16': zero = {self.zero} would add micro-batches up in it, too: set "
+                f"grad_accumulation = "
+                "'sharded', or zero = 0 or 1"
+            )
+        axes = {key: getattr(self, key) for key in ("dp_replicate", "dp_shard", "tp", "pp", "cp")}
+        if (ranks := abs(prod(axes.values()))) > MAX_WIDTH:
+            raise ValueError(
+                f"{' × '.join(key for key, size in axes.items() if size > 1)} are {ranks} processes: choose sizes "
+                f"whose product is at most {MAX_WIDTH}"
+            )
+        if self.dp_shard == 0:
+            raise ValueError("dp_shard = 0: choose -1 (all ranks that are left) or a positive number")
+        if self.async_tp and not (self.tp > 1 and self.sequence_parallel):
+            why = "tp = 1" if self.tp == 1 else "without sequence_parallel they add up whole tensors"
+            raise ValueError(
+                f"async_tp = true is for tensor-parallel ranks that gather and scatter tokens, and {why}: leave it "
+                "out, or set tp = 2 or more and sequence_parallel = true"
+            )
+        self._folds_experts()
+        return self
+
+    def _folds_experts(self) -> None:
+        if self.expert_tp != "by_expert" and self.tp == 1:
+            raise ValueError(
+                f"expert_tp = {self.expert_tp!r} is for tensor-parallel ranks, and tp = 1: leave it out"
+            )
+        if self.expert_tp == "folded" and not self.sequence_parallel:
+            raise ValueError(
+                "expert_tp = 'folded': without sequence_parallel, ranks of tp have no tokens of their own to send: set "
+                "sequence_parallel = true, or expert_tp = 'by_channel'"
+            )
+        if self.expert_tp == "folded" and self.ep == 1:
+            raise ValueError(
+                f"expert_tp = 'folded' divides experts among ranks of ep, and ep = 1: set ep = {self.tp}, or leave it "
+                "out"
+            )
+        if self.expert_mesh_size > 0 and self.expert_mesh_size % self.ep:
+            axes = [
+                "dp_shard",
+                *(["cp"] if self.cp > 1 else []),
+                *(["tp"] if self.expert_tp == "folded" else []),
+            ]
+            raise ValueError(
+                f"ep = {self.ep} does not divide {' × '.join(axes)} = {self.expert_mesh_size}, over which "
+                "experts lie: the "
+                f"nearest that does is {nearest_divisor(self.expert_mesh_size, self.ep)}"
+            )
+
+    @property
+    def expert_mesh_size(self) -> int:
+        """How many ranks `ep` divides; negative where dp_shard is left open."""
+        return self.dp_shard * self.cp * (self.tp if self.expert_tp == "folded" else 1)

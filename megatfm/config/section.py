@@ -1,0 +1,385 @@
+"""The base of every config section: frozen, typed, no unknown keys; unions by name; paths relative to their file."""
+
+import ast
+import inspect
+import json
+import os
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
+from math import isqrt
+from pathlib import Path
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, Union, get_args, get_origin
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticUndefined
+from pydantic_core.core_schema import with_info_before_validator_function
+
+from megatfm.config.marked_strings import FromCommandLine, FromFile
+from megatfm.errors import UsageError
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+DropProbability = Annotated[float, Field(ge=0, le=1 - 2**-16)]
+"""A probability of dropping something, in steps of 1/65,536 (`megatfm.ops.keyed_random`); at least one step is kept."""
+
+
+MAX_WIDTH, MAX_LAYERS, MAX_LENGTH = 2**24, 2**14, 2**31
+"""Bounds of a model's sizes: far above any ever trained, far below what hangs or overflows."""
+
+
+def divisors(number: int) -> list[int]:
+    """All of a number's divisors, rising."""
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def nearest_divisor(number: int, wanted: int) -> int:
+    """The divisor of a number that is nearest to another; of two, the smaller."""
+    return min(divisors(number), key=lambda d: (abs(d - wanted), d))
+
+
+class LacksOptionError(UsageError, AttributeError):
+    """Raised when a part reads a key that its section lacks; an AttributeError, so that `getattr(…, default)` works."""
+
+
+class Section(BaseModel):
+    """One section of a config file: immutable, and every key is known."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @classmethod
+    def field_docs(cls) -> dict[str, str]:
+        """Strings below the keys, by key. Read from the source on demand, not, as pydantic would, at every start."""
+        docs: dict[str, str] = {}
+        for section in reversed(cls.__mro__[: cls.__mro__.index(Section)]):
+            try:
+                (body,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
+            except (OSError, TypeError):  # of a plugin that is no file
+                continue
+            for key, text in pairwise(getattr(body, "body", ())):
+                match key, text:
+                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
+                        value=ast.Constant(value=str(says))
+                    ):
+                        docs[name] = inspect.cleandoc(says)
+        return docs
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        schema = handler(core)
+        keys, meanings = handler.resolve_ref_schema(schema).get("properties", {}), cls.field_docs()
+        for key in keys.keys() & meanings.keys():
+            keys[key].setdefault("description", meanings[key])
+        return schema
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reject_bool_as_number(cls, values: Any) -> Any:
+        """Python takes true for the number 1; whoever writes `checkpoint.every = true` means something else."""
+        for key, value in values.items() if isinstance(values, dict) else ():
+            field = cls.model_fields.get(key)
+            if field and (wanted := _number_in_place_of_bool(value, field.annotation)):
+                raise ValueError(f"{key} = {json.dumps(value)}: {wanted}")
+        return values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _split_word_list(cls, values: Any) -> Any:
+        """`log.sinks=wandb,tensorboard` and `[wandb]`, of which a shell has taken the quotes, mean lists of words."""
+        if not isinstance(values, dict):
+            return values
+        words = {
+            key: [FromCommandLine(word) for word in split_words(value)]
+            for key, value in values.items()
+            if isinstance(value, FromCommandLine) and _is_list_of_words(cls, key)
+        }
+        return {**values, **words}
+
+    if not TYPE_CHECKING:  # or mypy would take every name for a key
+
+        def __getattr__(self, key: str) -> Any:
+            """Keys of a plugin's own. Raises LacksOptionError for one that the section of a part has not."""
+            try:
+                return super().__getattr__(key)
+            except AttributeError:
+                if key.startswith("_") or "name" not in type(self).model_fields:
+                    raise
+                name, is_plugin = self.name, type(self).model_config.get("extra") == "allow"
+                out = f"give it {key}" if is_plugin else "choose another part"
+                raise LacksOptionError(
+                    f"a section with name = {name!r} lacks the key {key!r}, which a part reads: {out}"
+                ) from None
+
+    @classmethod
+    def from_dotted(cls, keys: Mapping[str, Any] | None = None, /, **more: Any) -> Self:
+        """Build from dotted keys, as on the command line: `from_dotted({"d_model": 64, "attention.n_heads": 4})`."""
+        return cls.model_validate(unflatten({**(keys or {}), **more}))
+
+    def with_changes(self, keys: Mapping[str, Any]) -> Self:
+        """A copy with other values of such keys, checked like any config.
+
+        Keys with dots change what they name and leave its neighbours: `data.validation.code` adds a corpus, while
+        `data.validation` replaces all of them. Under a new `name`, a section keeps the options that the new variant
+        has as well.
+        """
+        return type(self).model_validate(_merge_into_section(self, keys))
+
+
+def _merge_into_section(section: Section, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a section with changes, in which sections below that change are tables."""
+    values: dict[str, Any] = {key: getattr(section, key) for key in type(section).model_fields}
+    values |= section.model_extra or {}  # keys of a plugin's own
+    annotations = {key: field.annotation for key, field in type(section).model_fields.items()}
+    return _merge_into_table(values, keys, annotations)
+
+
+def _merge_into_table(
+    table: Mapping[str, Any], keys: Mapping[str, Any], annotations: Mapping[str, Any]
+) -> dict[str, Any]:
+    values = dict(table)
+    for path, change in keys.items():
+        key, _, below = path.partition(".")
+        old = values.get(key)
+        if not below and not (isinstance(old, Section) and isinstance(change, Mapping)):
+            values[key] = unflatten(change) if isinstance(change, Mapping) else change
+    for key, changes in _changes_below(keys, values).items():
+        old, annotation = values.get(key), annotations.get(key)
+        if isinstance(old, Section):
+            values[key] = _merge_into_variant(old, changes, variants_of(annotation))
+        elif isinstance(old, Mapping):
+            inner = dict.fromkeys(
+                [*old, *(name.partition(".")[0] for name in changes)], value_type(annotation)
+            )
+            values[key] = _merge_into_table(old, changes, inner)
+        else:
+            values[key] = unflatten(changes)
+    return values
+
+
+def _changes_below(keys: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Changes below each key: those of keys with dots, and tables for sections."""
+    below: dict[str, dict[str, Any]] = {}
+    for path, change in keys.items():
+        key, _, inner = path.partition(".")
+        if inner:
+            below.setdefault(key, {})[inner] = change
+        elif isinstance(change, Mapping) and isinstance(values.get(key), Section):
+            below.setdefault(key, {}).update(change)
+    return below
+
+
+def _merge_into_variant(
+    section: Section, changes: Mapping[str, Any], variants: Sequence[type[BaseModel]]
+) -> dict[str, Any]:
+    """The values of a section with changes; of one that gets another name, first those that the new variant knows."""
+    old_name = getattr(section, "name", None)
+    name = changes.get("name", old_name)
+    if name == old_name:
+        return _merge_into_section(section, changes)
+    variant = next((v for v in variants if name_of(v) in (name, PydanticUndefined)), None)
+    common = (variant.model_fields.keys() & type(section).model_fields.keys()) - {"name"} if variant else ()
+    kept = {key: getattr(section, key) for key in common}
+    annotations = {key: field.annotation for key, field in variant.model_fields.items()} if variant else {}
+    return _merge_into_table(kept, changes, annotations)
+
+
+def variants_of(annotation: Any) -> list[type[BaseModel]]:
+    """The section classes that a field of such a type may hold, through Optional, Union and Annotated."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    if get_origin(annotation) is Annotated:
+        return variants_of(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return [variant for part in get_args(annotation) for variant in variants_of(part)]
+    return []
+
+
+def is_text(annotation: Any) -> bool:
+    """Tell fields that hold a string and nothing else, or are left out."""
+    if get_origin(annotation) is Annotated:
+        return is_text(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return all(is_text(part) or part is type(None) for part in get_args(annotation))
+    return annotation is str
+
+
+def sections_of(section: type[BaseModel] | None, key: str) -> list[type[BaseModel]]:
+    """The section classes that a field of `section` may hold."""
+    field = section.model_fields.get(key) if section else None
+    return variants_of(field.annotation) if field else []
+
+
+def value_type(annotation: Any) -> Any:
+    """The type of a table's values, given the table's; None where it has no such type."""
+    if get_origin(annotation) is Annotated:
+        return value_type(get_args(annotation)[0])
+    parts = get_args(annotation)
+    return parts[1] if get_origin(annotation) is dict and len(parts) == 2 else None
+
+
+def name_of(section: type[BaseModel]) -> object:
+    """The value of `name` that chooses this section among others."""
+    return section.model_fields["name"].default if "name" in section.model_fields else None
+
+
+def invalid(subject: str, error: ValidationError) -> UsageError:
+    """The first mistake of a config that was computed, not read from a file, as `subject: key: reason`."""
+    first = error.errors(include_url=False)[0]
+    key = ".".join(str(part) for part in first["loc"])
+    reason = first["msg"].removeprefix("Value error, ")
+    return UsageError(f"{subject}: {f'{key}: ' if key else ''}{reason}")
+
+
+def unflatten(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Nest tables by the dots in keys."""
+    tables: dict[str, Any] = {}
+    for key, value in keys.items():
+        first, _, rest = key.partition(".")
+        if rest or isinstance(value, Mapping):
+            inner = tables.get(first)
+            more = unflatten({rest: value} if rest else value)
+            tables[first] = deep_merge(inner, more) if isinstance(inner, dict) else more
+        else:
+            tables[first] = value
+    return tables
+
+
+def deep_merge(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Merge tables key by key at every depth; where both have a value, `other` wins."""
+    both = dict(one)
+    for key, value in other.items():
+        old = both.get(key)
+        both[key] = deep_merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return both
+
+
+AnySection = TypeVar("AnySection", bound=Section)
+
+
+def require_variant(section: Section, kind: type[AnySection], key: str) -> AnySection:
+    """A section as the variant whose options a part reads. Raises UsageError where the config has another."""
+    if isinstance(section, kind):
+        return section
+    wanted = kind.model_fields["name"].default
+    raise UsageError(
+        f"{key}.name = {getattr(section, 'name', None)!r}: this needs {wanted!r}"
+        if isinstance(wanted, str)
+        else f"{key}.name = {getattr(section, 'name', None)!r} lacks the options that this needs"
+    )
+
+
+def split_words(text: str) -> list[str]:
+    """The words of a list such as `[a, b]` without its quotes. Brackets within a word, as in `layers.[0,1]`, stay."""
+    depths = list(accumulate((char == "[") - (char == "]") for char in text))
+    if text.startswith("[") and text.endswith("]") and depths.index(0) == len(text) - 1:
+        return split_words(text[1:-1])
+    commas = [
+        i for i, (char, depth) in enumerate(zip(text, depths, strict=True)) if char == "," and depth <= 0
+    ]
+    words = [text[start + 1 : end].strip() for start, end in pairwise([-1, *commas, len(text)])]
+    return [word for word in words if word]
+
+
+def _types_in(annotation: Any) -> list[Any]:
+    """The types that a value may have, and the values that a Literal allows."""
+    if get_origin(annotation) is Annotated:
+        return _types_in(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return [kind for part in get_args(annotation) for kind in _types_in(part)]
+    return list(get_args(annotation)) if get_origin(annotation) is Literal else [annotation]
+
+
+def _number_in_place_of_bool(value: Any, annotation: Any) -> str:
+    """Say what to write in place of a bool, or of one in a list or table, where a number belongs; else empty."""
+    kinds = _types_in(annotation)
+    if isinstance(value, bool):
+        numbers = [kind for kind in kinds if kind in (int, float) or type(kind) in (int, float)]
+        if not numbers or any(kind is bool or isinstance(kind, bool) for kind in kinds):
+            return ""
+        choices = [json.dumps(number) for number in numbers if not isinstance(number, type)]
+        return f"this is a number: write one{' of ' if choices else ''}{', '.join(choices)}"
+    for kind in kinds:
+        parts = get_args(kind)
+        if get_origin(kind) in (list, tuple) and isinstance(value, list | tuple):
+            parts = tuple(part for part in parts if part is not Ellipsis)
+            parts += parts[-1:] * (len(value) - len(parts))
+            found: Iterable[str] = map(_number_in_place_of_bool, value, parts)
+        elif get_origin(kind) is dict and isinstance(value, Mapping):
+            found = (_number_in_place_of_bool(item, parts[1]) for item in value.values())
+        else:
+            continue
+        return next(filter(None, found), "")
+    return ""
+
+
+def _is_list_of_words(section: type[BaseModel], key: str) -> bool:
+    field = section.model_fields.get(key)
+    annotation = field.annotation if field else None
+    if get_origin(annotation) not in (list, tuple):
+        return False
+    first = get_args(annotation)[0]
+    return str in (first, getattr(first, "__origin__", None)) or get_origin(first) is Literal
+
+
+def _resolve(value: Any, info: ValidationInfo) -> Any:
+    if not isinstance(value, str) or "://" in value:
+        return value
+    if not value:
+        raise ValueError("an empty path: give a path, or leave the key out")
+    base = None if isinstance(value, FromCommandLine) else (info.context or {}).get("base")
+    base = value.folder if isinstance(value, FromFile) else base
+    return os.path.normpath(Path(base or Path.cwd()) / Path(value).expanduser())
+
+
+PathStr = Annotated[str, BeforeValidator(_resolve)]
+"""A path, made absolute on loading: relative to the config file, or to the current directory when it comes
+from the command line or from a preset. URLs are left alone."""
+
+
+def check_path(path: Path) -> Path:
+    """A run directory as it is; raises UsageError if its name is no UTF-8, which logs and configs are written in."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{str(path)!r}: a run directory's path must be UTF-8: choose another") from None
+    return path
+
+
+class ByName:
+    """Annotation of a union of sections: a table is validated as the one whose `name` it gives.
+
+    The last of the union takes every other name, so that a plugin's part can have keys of its own. Without a name the
+    first is meant, or, given `noun`, none: then the error says what needs one.
+    """
+
+    def __init__(self, noun: str = "") -> None:
+        self.noun = noun
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        *known, plugin = variants_of(source)
+        sections = {get_args(section.model_fields["name"].annotation)[0]: section for section in known}
+
+        def choose(value: Any, info: ValidationInfo) -> Any:
+            if isinstance(value, (*known, plugin)):
+                return value
+            name = value.get("name") if isinstance(value, Mapping) else None
+            if self.noun and (not isinstance(name, str) or not name):
+                raise ValueError(
+                    f"{self.noun} needs a name: {', '.join(sorted(sections))}, or one that a plugin registers"
+                )
+            section = sections.get(name, plugin) if name else known[0]
+            return section.model_validate(value, context=info.context)
+
+        return with_info_before_validator_function(choose, handler(source))

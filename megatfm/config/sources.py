@@ -1,0 +1,180 @@
+"""Config files: where they are, the presets among them, and what a file with `extends = "NAME"` says with its bases."""
+
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from megatfm.config.key_migrations import migrate
+from megatfm.config.marked_strings import FromFile
+from megatfm.config.merge import merge
+from megatfm.config.root import Config
+from megatfm.config.section import Section
+from megatfm.errors import UsageError
+from megatfm.registry import did_you_mean
+
+ALIASES = {
+    "gpt2": "gpt2-124m",
+    "gpt2-small": "gpt2-124m",
+    "gpt2-medium": "gpt2-355m",
+    "gpt2-large": "gpt2-774m",
+    "gpt2-1.5b": "gpt2-xl",
+}
+"""Other names of presets."""
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """One file of a config, as it is written."""
+
+    path: Path
+    is_preset: bool
+    """Whether it ships with megatfm."""
+    values: dict[str, Any]
+    """What it says, without `extends`."""
+    extends: str | None
+    """Its base: a preset's name, or a path relative to it."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder that its paths are relative to; a preset's are to the current directory."""
+        return Path.cwd() if self.is_preset else self.path.resolve().parent
+
+    @property
+    def label(self) -> str:
+        """The name of a preset, or the path of a file."""
+        return f"preset {self.path.stem}" if self.is_preset else str(self.path)
+
+
+def read_files(config_class: type[Section], path_or_preset: str | Path) -> list[ConfigFile]:
+    """Read a config file or preset and the files that it extends, in that order. Raises UsageError."""
+    files = [_read_file(config_class, *find_config(path_or_preset))]
+    while (base := files[-1].extends) is not None:
+        path, is_preset = _find_base(files[-1].path, base)
+        known = [file.path.resolve() for file in files]
+        if path.resolve() in known:
+            cycle = [*files[known.index(path.resolve()) :], files[known.index(path.resolve())]]
+            raise UsageError(
+                f"{files[-1].path}: extends = {base!r}: a cycle, {' extends '.join(str(file.path) for file in cycle)}: "
+                "take `extends` out of one of them"
+            )
+        files.append(_read_file(config_class, path, is_preset))
+    return files
+
+
+def merge_files(config_class: type[Section], files: list[ConfigFile]) -> dict[str, Any]:
+    """Return what a config file and its bases say together: the base's values, changed by the files that extend it."""
+    folder = files[0].folder
+    values: dict[str, Any] = {}
+    for file in reversed(files):
+        changes = file.values if file.folder == folder else _from_file(file.values, file.folder)
+        values = merge(config_class, values, changes)
+    tokenizers = [file for file in files if "tokenizer" in _table(file, "data") and not file.is_preset]
+    if tokenizers and is_vocab_size_of_preset(files) and isinstance(values["model"], dict):
+        values["model"].pop("vocab_size", None)  # which the tokenizer of the user's file brings
+    return values
+
+
+def is_vocab_size_of_preset(files: list[ConfigFile]) -> bool:
+    """Tell whether a preset says what `model.vocab_size` is, not a user's own file."""
+    return next((file.is_preset for file in files if "vocab_size" in _table(file, "model")), False)
+
+
+def _table(file: ConfigFile, key: str) -> Mapping[str, Any]:
+    table = file.values.get(key)
+    return table if isinstance(table, Mapping) else {}
+
+
+def _read_file(config_class: type[Section], path: Path, is_preset: bool) -> ConfigFile:
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, thousands of digits, lists in lists
+        raise UsageError(f"{path}: not valid TOML: {error}") from None
+    except OSError as error:
+        raise UsageError(f"{path}: can't read it: {error.strerror}") from error
+    extends = values.pop("extends", None)
+    if extends is not None and (not isinstance(extends, str) or not extends):
+        raise UsageError(
+            f"{path}: extends = {extends!r}: give one config, a preset's name or a path relative to this file, for "
+            'example extends = "quickstart"'
+        )
+    if config_class is Config and _is_stored_by_us(path):
+        values = migrate(values)
+    return ConfigFile(path, is_preset, values, extends)
+
+
+def _find_base(path: Path, base: str) -> tuple[Path, bool]:
+    """Return the file that a config file extends, and whether it is a preset. Raises UsageError that names both."""
+    try:
+        beside = Path(os.path.normpath(path.resolve().parent / Path(base).expanduser()))
+        is_name = not beside.is_file() and (base in ALIASES or base in preset_names())
+        return find_config(base if is_name else beside)
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # a home of nobody, a name that is too long or no name
+        raise UsageError(f"{path}: extends = {base!r}: {error}") from None
+    except UsageError as error:
+        hint = did_you_mean(base, [*preset_names(), *ALIASES])
+        missing = f"no preset is named so, and there is no file {beside}{hint}"
+        raise UsageError(f"{path}: extends = {base!r}: {error if beside.exists() else missing}") from None
+
+
+def _from_file(value: Any, folder: Path) -> Any:
+    """Mark the strings of a base in another folder than the file that extends it, those in tables and lists too."""
+    if isinstance(value, Mapping):
+        return {key: _from_file(item, folder) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_from_file(item, folder) for item in value]
+    return FromFile(value, folder) if isinstance(value, str) else value
+
+
+def _is_stored_by_us(path: Path) -> bool:
+    """Tell a config that a run, a conversion or a submission has left from a user's file: by what lies beside it."""
+    neighbours = ("environment.json", "checkpoints", "launch.json", "../launch.json")
+    return path.name == "config.toml" and any((path.parent / name).exists() for name in neighbours)
+
+
+def find_config(path_or_preset: str | Path) -> tuple[Path, bool]:
+    """The file of a config, and whether it is a preset that ships with megatfm. Raises UsageError."""
+    presets = Path(str(resources.files("megatfm") / "presets"))
+    path = Path(path_or_preset)
+    preset = ALIASES.get(str(path_or_preset), str(path_or_preset))
+    if path.is_file():
+        return path, path.resolve().parent == presets.resolve()
+    if preset in preset_names():
+        return presets / f"{preset}.toml", True
+    if path.is_dir() and (path / "config.toml").is_file():
+        return path / "config.toml", False
+    if (path / "config.json").is_file():
+        raise UsageError(
+            f"{path_or_preset}: a model in the Hugging Face format, no config: go on from it with `megatfm train "
+            f"--from {path_or_preset} data.train=CORPUS/train`"
+        )
+    if path.is_dir():
+        raise UsageError(f"{path_or_preset}: is a folder without config.toml: give a config file or a preset")
+    if path.suffix == ".toml" or path.is_absolute() or path.parts[:1] == ("runs",):
+        raise UsageError(f"{path_or_preset}: no such {'file' if path.suffix else 'file or folder'}")
+    word = str(path_or_preset).rpartition("/")[2]  # of a model as a hub names it
+    near = difflib.get_close_matches(word.removesuffix(".toml"), preset_names(), n=3, cutoff=0.0)
+    raise UsageError(
+        f"{path_or_preset}: no such config file or preset{did_you_mean(word, [*preset_names(), *ALIASES])}; presets "
+        f"named most like it: {', '.join(near)}; `megatfm config presets` lists all"
+    )
+
+
+def preset_names() -> list[str]:
+    """The names of the presets that ship with megatfm."""
+    files = (resources.files("megatfm") / "presets").iterdir()
+    return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
+
+
+def presets_of_models() -> list[str]:
+    """The names of presets that train a model; others read data, which they prepare."""
+    values = {name: merge_files(Config, read_files(Config, name)) for name in preset_names()}
+    return [name for name in values if "read" not in values[name]]

@@ -1,0 +1,203 @@
+"""GPT-1 to GPT-3: OpenAIGPTLMHeadModel, GPT2LMHeadModel. Matrices are [d_in, d_out], and q, k and v are one."""
+
+from megatfm.config import ModelConfig
+from megatfm.convert.architecture import Architecture, register_architecture
+from megatfm.convert.hf_config import SUMMARY, Json, alias, ignored, supported_values, used
+from megatfm.convert.hf_values import (
+    activation_from_hf,
+    activation_to_hf,
+    read_mapped,
+    write_mapped,
+)
+from megatfm.convert.weight_mapping import WeightMapping, concat, per_layer, rename, rename_linear, transpose
+from megatfm.errors import UsageError
+
+GPT2_KEYS = SUMMARY | {
+    "vocab_size": used(50257),
+    "n_positions": used(1024),
+    "n_embd": used(768),
+    "n_layer": used(12),
+    "n_head": used(12),
+    "layer_norm_epsilon": used(1e-5),
+    "resid_pdrop": used(0.1),
+    "attn_pdrop": used(0.1),
+    "initializer_range": used(0.02),
+    "tie_word_embeddings": used(True),
+    "hidden_size": alias("n_embd"),
+    "max_position_embeddings": alias("n_positions"),
+    "num_attention_heads": alias("n_head"),
+    "num_hidden_layers": alias("n_layer"),
+    "n_inner": used(None, int, None),
+    "activation_function": used("gelu_new"),
+    "scale_attn_weights": supported_values(True),
+    "scale_attn_by_inverse_layer_idx": supported_values(False),
+    "bos_token_id": used(50256, int, list, None),
+    "eos_token_id": used(50256, int, list, None),
+    **ignored("reorder_and_upcast_attn", kinds=[bool]),
+    **ignored("embd_pdrop", "n_ctx", "n_special", "predict_special_tokens"),
+}
+
+
+GPT_MAPPING = {
+    "vocab_size": "vocab_size",
+    "n_embd": "d_model",
+    "n_layer": "n_layers",
+    "n_head": "attention.n_heads",
+    "layer_norm_epsilon": "norm.eps",
+    "n_positions": "position.max_positions",
+    "tie_word_embeddings": "embedding.tied",
+    "resid_pdrop": "dropout",
+    "attn_pdrop": "attention.dropout",
+    "initializer_range": "init.std",
+}
+
+
+def read_gpt2(theirs: Json) -> ModelConfig:
+    width = theirs["n_embd"]
+    return ModelConfig.from_dotted(
+        {
+            **read_mapped(theirs, GPT_MAPPING),
+            "ffn.d_ff": 4 * width if theirs["n_inner"] is None else theirs["n_inner"],
+            "norm.name": "layer_norm",
+            "ffn.activation": activation_from_hf(theirs["activation_function"]),
+            "attention.bias": True,
+            "ffn.bias": True,
+            "position.name": "learned",
+            "init.name": "gpt2",
+        }
+    )
+
+
+def write_gpt2(ours: ModelConfig) -> Json:
+    return {
+        **write_mapped(ours, GPT_MAPPING),
+        "n_inner": None if ours.ffn.d_ff == 4 * ours.d_model else ours.ffn.d_ff,
+        "activation_function": activation_to_hf(ours.ffn.activation),
+        "embd_pdrop": ours.dropout,
+    }
+
+
+def gpt_block_rules(config: ModelConfig) -> list[WeightMapping]:
+    """Rules of one block; GPT-1's are named alike."""
+    width = config.d_model
+    qkv = [f"attn.w{part}" for part in "qkv"]
+    return [
+        *rename_linear("attn_residual.norm", "ln_1", bias=True),
+        concat([f"{name}.weight" for name in qkv], "attn.c_attn.weight", [width] * 3, transpose=True),
+        concat([f"{name}.bias" for name in qkv], "attn.c_attn.bias", [width] * 3),
+        transpose("attn.wo.weight", "attn.c_proj.weight"),
+        rename("attn.wo.bias", "attn.c_proj.bias"),
+        *rename_linear("ffn_residual.norm", "ln_2", bias=True),
+        transpose("ffn.w_up.weight", "mlp.c_fc.weight"),
+        rename("ffn.w_up.bias", "mlp.c_fc.bias"),
+        transpose("ffn.w_down.weight", "mlp.c_proj.weight"),
+        rename("ffn.w_down.bias", "mlp.c_proj.bias"),
+    ]
+
+
+def gpt2_rules(config: ModelConfig) -> list[WeightMapping]:
+    copies = ["lm_head.weight"] if config.embedding.tied else []
+    return [
+        rename("decoder.embedding.tokens.weight", "transformer.wte.weight", copies=copies),
+        rename("decoder.embedding.positions.weight", "transformer.wpe.weight"),
+        *per_layer(config.n_layers, "decoder.layers.", "transformer.h.", gpt_block_rules(config)),
+        *rename_linear("decoder.norm", "transformer.ln_f", bias=True),
+        *([] if config.embedding.tied else [rename("head.weight", "lm_head.weight")]),
+    ]
+
+
+register_architecture(
+    "GPT2LMHeadModel",
+    Architecture(
+        "gpt2",
+        GPT2_KEYS,
+        read_gpt2,
+        write_gpt2,
+        gpt2_rules,
+        base_model_prefix="transformer.",
+        ignored_tensors=(r"\.attn\.(masked_)?bias$",),
+        fingerprint={"family": "decoder", "position.name": "learned", "norm.placement": "pre"},
+    ),
+    base="GPT2Model",
+)
+
+# GPT-1: OpenAIGPTLMHeadModel
+
+GPT1_ACTIVATIONS = {"gelu": "gelu_tanh", "relu": "relu", "silu": "swish", "swish": "swish"}
+"""Their "gelu" is the tanh form here."""
+GPT1_KEYS = SUMMARY | {
+    "vocab_size": used(40478),
+    "n_positions": used(512),
+    "n_embd": used(768),
+    "n_layer": used(12),
+    "n_head": used(12),
+    "layer_norm_epsilon": used(1e-5),
+    "resid_pdrop": used(0.1),
+    "attn_pdrop": used(0.1),
+    "initializer_range": used(0.02),
+    "tie_word_embeddings": used(True),
+    "hidden_size": alias("n_embd"),
+    "max_position_embeddings": alias("n_positions"),
+    "num_attention_heads": alias("n_head"),
+    "num_hidden_layers": alias("n_layer"),
+    "afn": used("gelu"),
+    **ignored("embd_pdrop", "n_ctx", "n_special", "predict_special_tokens"),
+}
+
+
+def read_gpt1(theirs: Json) -> ModelConfig:
+    width, afn = theirs["n_embd"], theirs["afn"]
+    if afn not in GPT1_ACTIVATIONS:
+        raise UsageError(f"config.json: afn = {afn!r} is not one of {', '.join(GPT1_ACTIVATIONS)}")
+    return ModelConfig.from_dotted(
+        {
+            **read_mapped(theirs, GPT_MAPPING),
+            "ffn.d_ff": 4 * width,
+            "norm.name": "layer_norm",
+            "norm.placement": "post",
+            "ffn.activation": GPT1_ACTIVATIONS[afn],
+            "attention.bias": True,
+            "ffn.bias": True,
+            "position.name": "learned",
+            "init.name": "normal",
+        }
+    )
+
+
+def write_gpt1(ours: ModelConfig) -> Json:
+    afn = next((theirs for theirs, name in GPT1_ACTIVATIONS.items() if name == ours.ffn.activation), None)
+    if afn is None:
+        raise UsageError(
+            f"model.ffn.activation = {ours.ffn.activation!r} is not one that transformers has here"
+        )
+    return {
+        **write_mapped(ours, GPT_MAPPING),
+        "afn": afn,
+        "embd_pdrop": ours.dropout,
+    }
+
+
+def gpt1_rules(config: ModelConfig) -> list[WeightMapping]:
+    copies = ["lm_head.weight"] if config.embedding.tied else []
+    return [
+        rename("decoder.embedding.tokens.weight", "transformer.tokens_embed.weight", copies=copies),
+        rename("decoder.embedding.positions.weight", "transformer.positions_embed.weight"),
+        *per_layer(config.n_layers, "decoder.layers.", "transformer.h.", gpt_block_rules(config)),
+        *([] if config.embedding.tied else [rename("head.weight", "lm_head.weight")]),
+    ]
+
+
+register_architecture(
+    "OpenAIGPTLMHeadModel",
+    Architecture(
+        "openai-gpt",
+        GPT1_KEYS,
+        read_gpt1,
+        write_gpt1,
+        gpt1_rules,
+        base_model_prefix="transformer.",
+        ignored_tensors=(r"\.attn\.bias$", r"position_ids$"),
+        fingerprint={"family": "decoder", "position.name": "learned", "norm.placement": "post"},
+    ),
+    base="OpenAIGPTModel",
+)

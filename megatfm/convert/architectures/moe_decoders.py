@@ -1,0 +1,247 @@
+"""Llamas with experts in all blocks: MixtralForCausalLM, OlmoeForCausalLM, Qwen3MoeForCausalLM."""
+
+from megatfm.config import GQAAttentionConfig, ModelConfig, require_variant
+from megatfm.convert.architecture import Architecture, register_architecture
+from megatfm.convert.architectures.llama import (
+    LLAMA_KEYS,
+    LLAMA_MARKS,
+    MISTRAL_KEYS,
+    ROTARY_BUFFERS,
+    attention_rules,
+    read_llama,
+    read_mistral,
+    rules_around,
+    write_llama,
+    write_mistral,
+)
+from megatfm.convert.hf_config import COMMON, Json, alias, ignored, supported_values, used
+from megatfm.convert.weight_mapping import (
+    ExpertNames,
+    WeightMapping,
+    expert_rules,
+    rename_linear,
+    require_dropless,
+    require_top_k_router,
+    top_k_moe_section,
+)
+from megatfm.errors import UsageError
+
+MIXTRAL_NAMES = ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2")
+MIXTRAL_THETA = 1e6
+"""Their default, for a config.json that has none."""
+MIXTRAL_KEYS = MISTRAL_KEYS | {
+    "rms_norm_eps": used(1e-5),
+    "sliding_window": used(None, int, None),
+    "num_local_experts": used(8),
+    "num_experts": alias("num_local_experts"),
+    "num_experts_per_tok": used(2),
+    **ignored("output_router_logits", kinds=[bool]),
+    **ignored("router_aux_loss_coef", "router_jitter_noise", kinds=[float]),
+}
+
+
+def read_mixtral(theirs: Json) -> ModelConfig:
+    table = theirs["rope_scaling"] or theirs["rope_parameters"] or {}
+    if theirs["rope_theta"] is None and "rope_theta" not in table:
+        theirs = theirs | {"rope_theta": MIXTRAL_THETA}
+    dense = read_mistral(theirs)
+    experts = top_k_moe_section(
+        theirs, theirs["num_local_experts"], dense.ffn.d_ff, dense.ffn.activation, normalise=True
+    )
+    return dense.with_changes({"ffn": experts})
+
+
+def write_mixtral(ours: ModelConfig) -> Json:
+    router, experts = require_top_k_router(ours), require_dropless(ours)
+    if not router.norm_topk_prob:
+        raise UsageError("model.ffn.router.norm_topk_prob = false: Mixtral's weights add up to 1")
+    return {
+        **write_mistral(ours),
+        "num_local_experts": experts.n_experts,
+        "num_experts_per_tok": experts.top_k,
+    }
+
+
+def mixtral_rules(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
+    bias = require_variant(config.attention, GQAAttentionConfig, "model.attention").bias
+    attention = attention_rules(bias=bias)
+    return rules_around(config, attention, expert_rules(config, MIXTRAL_NAMES, fused=fused))
+
+
+register_architecture(
+    "MixtralForCausalLM",
+    Architecture(
+        "mixtral",
+        MIXTRAL_KEYS,
+        read_mixtral,
+        write_mixtral,
+        mixtral_rules,
+        fused_rules=lambda config: mixtral_rules(config, fused=True),
+        base_model_prefix="model.",
+        ignored_tensors=ROTARY_BUFFERS,
+        max_length_key="max_position_embeddings",
+        fingerprint=LLAMA_MARKS | {"ffn.name": "moe"},
+    ),
+    base="MixtralModel",
+)
+
+# OLMoE normalises all heads' queries and keys together.
+
+OLMOE_KEYS = LLAMA_KEYS | {
+    "vocab_size": used(50304),
+    "hidden_size": used(2048),
+    "intermediate_size": used(2048),
+    "num_hidden_layers": used(16),
+    "num_attention_heads": used(16),
+    "max_position_embeddings": used(4096),
+    "rms_norm_eps": used(1e-5),
+    "attention_dropout": used(0.0),
+    "clip_qkv": supported_values(None),
+    "mlp_bias": supported_values(False),
+    "pad_token_id": used(1, int, None),
+    "bos_token_id": COMMON["bos_token_id"],
+    "eos_token_id": used(50279, int, list, None),
+    "num_experts": used(64),
+    "num_local_experts": alias("num_experts"),
+    "num_experts_per_tok": used(8),
+    "norm_topk_prob": used(False),
+    **ignored("output_router_logits", kinds=[bool]),
+    **ignored("router_aux_loss_coef", kinds=[float]),
+}
+
+
+def read_olmoe(theirs: Json) -> ModelConfig:
+    dense = read_llama(theirs)
+    if theirs["head_dim"] not in (None, dense.d_model // dense.attention.n_heads):
+        raise UsageError(
+            f"config.json: head_dim = {theirs['head_dim']}: OLMoE's norms of queries and keys are as wide as "
+            "hidden_size: leave it out"
+        )
+    experts = top_k_moe_section(
+        theirs,
+        theirs["num_experts"],
+        dense.ffn.d_ff,
+        dense.ffn.activation,
+        normalise=theirs["norm_topk_prob"],
+    )
+    return dense.with_changes({"ffn": experts, "attention.qk_norm": "all_heads"})
+
+
+def write_olmoe(ours: ModelConfig) -> Json:
+    router, experts = require_top_k_router(ours), require_dropless(ours)
+    return {
+        **{key: value for key, value in write_llama(ours).items() if key not in ("mlp_bias", "head_dim")},
+        "clip_qkv": None,
+        "num_experts": experts.n_experts,
+        "num_experts_per_tok": experts.top_k,
+        "norm_topk_prob": router.norm_topk_prob,
+    }
+
+
+def olmoe_rules(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
+    bias = bool(getattr(config.attention, "bias", False))
+    attention = [
+        *attention_rules(bias=bias),
+        *(rule for part in "qk" for rule in rename_linear(f"attn.w{part}_norm", f"self_attn.{part}_norm")),
+    ]
+    return rules_around(config, attention, expert_rules(config, ExpertNames(), fused=fused))
+
+
+register_architecture(
+    "OlmoeForCausalLM",
+    Architecture(
+        "olmoe",
+        OLMOE_KEYS,
+        read_olmoe,
+        write_olmoe,
+        olmoe_rules,
+        fused_rules=lambda config: olmoe_rules(config, fused=True),
+        base_model_prefix="model.",
+        ignored_tensors=ROTARY_BUFFERS,
+        max_length_key="max_position_embeddings",
+        fingerprint=LLAMA_MARKS | {"ffn.name": "moe", "attention.qk_norm": "all_heads"},
+    ),
+    base="OlmoeModel",
+)
+
+# Qwen3 normalises queries and keys head by head.
+
+QWEN3_MOE_KEYS = LLAMA_KEYS | {
+    "vocab_size": used(151936),
+    "hidden_size": used(2048),
+    "intermediate_size": used(6144),  # of dense blocks, of which there are none
+    "num_hidden_layers": used(24),
+    "num_key_value_heads": used(4),
+    "head_dim": used(None, int),
+    "max_position_embeddings": used(32768),
+    "attention_bias": supported_values(False),
+    "qkv_bias": supported_values(False),
+    "use_qk_norm": supported_values(True),
+    "mlp_bias": supported_values(False),
+    "attention_dropout": used(0.0),
+    "bos_token_id": COMMON["bos_token_id"],
+    "eos_token_id": COMMON["eos_token_id"],
+    "num_local_experts": used(128),
+    "num_experts": alias("num_local_experts"),
+    "num_experts_per_tok": used(8),
+    "moe_intermediate_size": used(768),
+    "norm_topk_prob": used(False),
+    "decoder_sparse_step": supported_values(1),
+    "mlp_only_layers": supported_values([], None),
+    "shared_expert_intermediate_size": supported_values(0),
+    "use_sliding_window": supported_values(False),
+    **ignored("sliding_window", "max_window_layers", kinds=[int, None]),
+    **ignored("output_router_logits", kinds=[bool]),
+    **ignored("router_aux_loss_coef", kinds=[float]),
+}
+
+
+def read_qwen3_moe(theirs: Json) -> ModelConfig:
+    dense = read_llama(theirs)
+    experts = top_k_moe_section(
+        theirs,
+        theirs["num_local_experts"],
+        theirs["moe_intermediate_size"],
+        dense.ffn.activation,
+        normalise=theirs["norm_topk_prob"],
+    )
+    return dense.with_changes({"ffn": experts, "attention.qk_norm": True})
+
+
+def write_qwen3_moe(ours: ModelConfig) -> Json:
+    router, experts = require_top_k_router(ours), require_dropless(ours)
+    theirs = {key: value for key, value in write_llama(ours).items() if key != "mlp_bias"}
+    return {
+        **theirs,
+        "moe_intermediate_size": experts.d_ff,
+        "num_experts": experts.n_experts,
+        "num_experts_per_tok": experts.top_k,
+        "norm_topk_prob": router.norm_topk_prob,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def qwen3_moe_rules(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
+    attention = [
+        *attention_rules(),
+        *(rule for part in "qk" for rule in rename_linear(f"attn.{part}_norm", f"self_attn.{part}_norm")),
+    ]
+    return rules_around(config, attention, expert_rules(config, ExpertNames(), fused=fused))
+
+
+register_architecture(
+    "Qwen3MoeForCausalLM",
+    Architecture(
+        "qwen3_moe",
+        QWEN3_MOE_KEYS,
+        read_qwen3_moe,
+        write_qwen3_moe,
+        qwen3_moe_rules,
+        fused_rules=lambda config: qwen3_moe_rules(config, fused=True),
+        base_model_prefix="model.",
+        max_length_key="max_position_embeddings",
+        fingerprint=LLAMA_MARKS | {"ffn.name": "moe", "attention.qk_norm": True},
+    ),
+    base="Qwen3MoeModel",
+)

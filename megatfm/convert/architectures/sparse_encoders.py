@@ -1,0 +1,194 @@
+"""Encoders with sparse attention: BigBird (Zaheer et al. 2020), and Longformer (Beltagy et al. 2020), a RoBERTa with
+other projections for global tokens.
+
+Longformer's global tokens are an input of transformers and part of the model here: config.json keeps them under a key
+of ours, and without it the first token is the one, as in their classifiers.
+"""
+
+from megatfm.config import BigBirdPatternConfig, LongformerPatternConfig, ModelConfig, require_variant
+from megatfm.convert.architecture import Architecture, register_architecture
+from megatfm.convert.architectures.bert import (
+    AFTER_ATTENTION,
+    BLOCK,
+    ENCODER_KEYS,
+    POSITION_IDS,
+    ROBERTA_KEYS,
+    SELF_ATTENTION,
+    embedding_rules,
+    head_rules,
+    read_encoder,
+    read_roberta,
+    write_encoder,
+    write_roberta,
+)
+from megatfm.convert.hf_config import Json, ignored, supported_values, used
+from megatfm.convert.weight_mapping import WeightMapping, per_layer, rename_linear
+from megatfm.errors import UsageError
+
+BIG_BIRD_KEYS = ENCODER_KEYS | {
+    "vocab_size": used(50358),
+    "hidden_act": used("gelu_new"),
+    "max_position_embeddings": used(4096),
+    "attention_type": supported_values("block_sparse"),
+    "block_size": used(64),
+    "num_random_blocks": used(3),
+    "use_bias": supported_values(True),
+    "rescale_embeddings": supported_values(False),
+    "pad_token_id": used(0, int, None),
+    "bos_token_id": used(1, int, list, None),
+    "eos_token_id": used(2, int, list, None),
+}
+BIG_BIRD_MARKS = {"family": "encoder", "position.name": "learned", "attention.pattern.name": "bigbird"}
+
+
+def read_big_bird(theirs: Json, **others: object) -> ModelConfig:
+    if theirs["num_random_blocks"] < 1:
+        raise UsageError(
+            f"config.json: num_random_blocks = {theirs['num_random_blocks']} does not run in transformers: 1 or more do"
+        )
+    pattern = {
+        "name": "bigbird",
+        "block_size": theirs["block_size"],
+        "n_random_blocks": theirs["num_random_blocks"],
+    }
+    return read_encoder(theirs, **{"attention.pattern": pattern}, **others)
+
+
+def read_big_bird_pretraining(theirs: Json) -> ModelConfig:
+    return read_big_bird(theirs, **{"extra_heads.sentence.classes": 2})
+
+
+def write_big_bird(ours: ModelConfig) -> Json:
+    pattern = require_variant(ours.attention.pattern, BigBirdPatternConfig, "model.attention.pattern")
+    return write_encoder(
+        ours,
+        attention_type="block_sparse",
+        block_size=pattern.block_size,
+        num_random_blocks=pattern.n_random_blocks,
+    )
+
+
+def big_bird_remarks(config: ModelConfig) -> list[str]:
+    """How ours differs from theirs, since neither has an option for the other's way."""
+    return [
+        "its random blocks are drawn in evaluation as in training; transformers' .eval() reads the first block in "
+        "their place, and takes the end of a padded row for the text's: compare with .train() unpadded"
+    ]
+
+
+def big_bird_rules(config: ModelConfig) -> list[WeightMapping]:
+    sentence = [
+        *rename_linear("sentence.pooler", "bert.pooler", bias=True),
+        *rename_linear("sentence.classifier", "cls.seq_relationship", bias=True),
+    ]
+    return [
+        *embedding_rules("bert.embeddings.", copies=["cls.predictions.decoder.weight"]),
+        *per_layer(config.n_layers, "encoder.layers.", "bert.encoder.layer.", BLOCK),
+        *head_rules(
+            "cls.predictions.transform.dense",
+            "cls.predictions.transform.LayerNorm",
+            "cls.predictions.bias",
+            copies=["cls.predictions.decoder.bias"],
+        ),
+        *(sentence if "sentence" in config.extra_heads else []),
+    ]
+
+
+register_architecture(
+    "BigBirdForPreTraining",
+    Architecture(
+        "big_bird",
+        BIG_BIRD_KEYS,
+        read_big_bird_pretraining,
+        write_big_bird,
+        big_bird_rules,
+        base_model_prefix="bert.",
+        ignored_tensors=(POSITION_IDS,),
+        fingerprint=BIG_BIRD_MARKS,
+        remarks=big_bird_remarks,
+    ),
+)
+register_architecture(
+    "BigBirdForMaskedLM",
+    Architecture(
+        "big_bird",
+        BIG_BIRD_KEYS,
+        read_big_bird,
+        write_big_bird,
+        big_bird_rules,
+        base_model_prefix="bert.",
+        ignored_tensors=(POSITION_IDS, r"^bert\.pooler\.", r"^cls\.seq_relationship\."),
+        fingerprint=BIG_BIRD_MARKS,
+        remarks=big_bird_remarks,
+    ),
+    base="BigBirdModel",
+)
+
+TOKENS = "megatfm_global_tokens"
+"""The key of config.json."""
+LONGFORMER_KEYS = ROBERTA_KEYS | {
+    "vocab_size": used(30522),
+    "pad_token_id": used(1),
+    "bos_token_id": used(0, int, list, None),
+    "eos_token_id": used(2, int, list, None),
+    "attention_window": used(512, int, list),
+    TOKENS: used([0], list),
+    **ignored("attention_mode", "ignore_attention_mask", "onnx_export"),
+}
+
+
+def read_longformer(theirs: Json) -> ModelConfig:
+    given = theirs["attention_window"]
+    widths = set(given) if isinstance(given, list) else {given}
+    if isinstance(given, list) and len(given) != theirs["num_hidden_layers"]:
+        raise UsageError(
+            f"config.json: attention_window = {given!r:.80} has {len(given)} widths, but num_hidden_layers = "
+            f"{theirs['num_hidden_layers']}: give one number, or one for each layer"
+        )
+    if len(widths) > 1:
+        raise UsageError(
+            f"config.json: attention_window = {given} differs by layer: megatfm reads one for all layers"
+        )
+    pattern = {"name": "longformer", "width": widths.pop(), "global_tokens": theirs[TOKENS]}
+    ours = read_roberta(theirs)
+    return ours.with_changes({"attention.name": "longformer", "attention.pattern": pattern})
+
+
+def write_longformer(ours: ModelConfig) -> Json:
+    pattern = require_variant(ours.attention.pattern, LongformerPatternConfig, "model.attention.pattern")
+    if pattern.width % 2:
+        raise UsageError(
+            f"model.attention.pattern.width = {pattern.width}: transformers' windows are even: an odd one is "
+            f"{pattern.width - 1}"
+        )
+    return write_roberta(ours) | {"attention_window": pattern.width, TOKENS: list(pattern.global_tokens)}
+
+
+def longformer_rules(config: ModelConfig) -> list[WeightMapping]:
+    wide = [
+        rule
+        for ours, theirs in (("wq", "query"), ("wk", "key"), ("wv", "value"))
+        for rule in rename_linear(f"attn.{ours}_global", f"attention.self.{theirs}_global", bias=True)
+    ]
+    block = [*SELF_ATTENTION, *wide, *AFTER_ATTENTION]
+    return [
+        *embedding_rules("longformer.embeddings.", copies=["lm_head.decoder.weight"]),
+        *per_layer(config.n_layers, "encoder.layers.", "longformer.encoder.layer.", block),
+        *head_rules("lm_head.dense", "lm_head.layer_norm", "lm_head.bias", copies=["lm_head.decoder.bias"]),
+    ]
+
+
+register_architecture(
+    "LongformerForMaskedLM",
+    Architecture(
+        "longformer",
+        LONGFORMER_KEYS,
+        read_longformer,
+        write_longformer,
+        longformer_rules,
+        base_model_prefix="longformer.",
+        ignored_tensors=(POSITION_IDS, r"^longformer\.pooler\."),
+        fingerprint={"family": "encoder", "attention.name": "longformer"},
+    ),
+    base="LongformerModel",
+)

@@ -1,0 +1,148 @@
+"""ELECTRA's two halves, which transformers keeps as two models: folders discriminator/ and generator/ of one."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatfm.config import ModelConfig
+from megatfm.config.model_parts import GeneratorConfig, HeadConfig
+from megatfm.convert.architecture import Architecture, architecture_for, config_differences
+from megatfm.convert.hf_checkpoint import HfFolder, is_hf_folder
+from megatfm.convert.hf_config import Json
+from megatfm.convert.weight_mapping import WeightMapping
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.models.electra import generator_config
+
+CLASSES = {"discriminator": "ElectraForPreTraining", "generator": "ElectraForMaskedLM"}
+DEBERTA = {"discriminator": "DebertaV2Model", "generator": "DebertaV2ForMaskedLM"}
+"""Of DeBERTa v3: transformers has no class with the verdict, so that the discriminator is stored without it."""
+SHARED = ("encoder.embedding.tokens.weight", "encoder.embedding.positions.weight")
+"""Tables of the discriminator that are the generator's as well."""
+
+
+@dataclass(frozen=True)
+class ExportedModel:
+    """One model of transformers that a model of ours is stored as; folder: where in the target, "" for itself."""
+
+    folder: str
+    name: str
+    architecture: Architecture
+    theirs: Json
+    rules: Sequence[WeightMapping]
+
+
+def exported_models(config: ModelConfig, before: object = None) -> list[ExportedModel]:
+    """Two for ELECTRA, one for all others. Raises UsageError where transformers can't store the model.
+
+    before: the name of what the model was converted from, which is chosen again if it still fits.
+    """
+    if config.family != "electra":
+        try:
+            name, architecture, theirs = architecture_for(config, [str(before)] if before else None)
+        except UsageError:
+            name, architecture, theirs = architecture_for(config)
+        return [ExportedModel("", name, architecture, theirs, architecture.weight_mappings(config))]
+    classes = DEBERTA if config.position.name == "deberta_v2" else CLASSES
+    halves = _halves(config)
+    if classes is DEBERTA:
+        bare = {"family": "encoder", "lm_head": HeadConfig(name="none")}
+        halves["discriminator"] = halves["discriminator"].model_copy(update=bare)
+    return [_export(half, half_config, classes[half]) for half, half_config in halves.items()]
+
+
+def is_electra_folder(path: str | Path) -> bool:
+    """Whether a folder holds both halves."""
+    return all(is_hf_folder(Path(path) / half) for half in CLASSES)
+
+
+def open_folder(path: str | Path) -> "HfFolder | ElectraFolder":
+    """A folder in the Hugging Face format. Raises as they do."""
+    return ElectraFolder(path) if is_electra_folder(path) else HfFolder(path)
+
+
+class ElectraFolder:
+    """An ELECTRA generator and discriminator in two folders, opened as one model, with the interface of HfFolder."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Raises UsageError where the halves don't belong together."""
+        self.path = Path(path)
+        self.models = {half: HfFolder(self.path / half) for half in CLASSES}
+        opened = self.models["discriminator"]
+        self.notes: list[str] = []
+        self.name, self.json = " and ".join(CLASSES.values()), opened.json
+        for half, name in CLASSES.items():
+            if self.models[half].name == DEBERTA[half]:
+                raise UsageError(
+                    f"{self.path / half}: a {DEBERTA[half]}, which is stored without what makes it a {half}: open it "
+                    "alone"
+                )
+            if self.models[half].name != name:
+                raise UsageError(f"{self.path / half}: a {self.models[half].name}, but a {half} is a {name}")
+        self.architecture, self.config = opened.architecture, self._config()
+        parts = [
+            _export(half, half_config, CLASSES[half]) for half, half_config in _halves(self.config).items()
+        ]
+        self.rules = [
+            rule
+            for part in parts
+            for rule in part.rules
+            if part.folder == "discriminator" or not _shared(rule)
+        ]
+        self._check_shared()
+
+    def ours(self, rule: WeightMapping) -> Mapping[str, Tensor]:
+        """The tensors of a rule under our names."""
+        half = rule.megatfm[0].partition(".")[0]
+        half_config = replace(rule, megatfm=tuple(name.removeprefix(f"{half}.") for name in rule.megatfm))
+        return {f"{half}.{name}": tensor for name, tensor in self.models[half].ours(half_config).items()}
+
+    def _config(self) -> ModelConfig:
+        whole, smaller = (self.models[half].config for half in CLASSES)
+        generator = GeneratorConfig(
+            d_model=smaller.d_model,
+            n_heads=smaller.attention.n_heads,
+            d_ff=smaller.ffn.d_ff,
+            n_layers=None if smaller.n_layers == whole.n_layers else smaller.n_layers,
+        )
+        config = whole.model_copy(update={"family": "electra", "generator": generator})
+        if lost := config_differences(smaller, generator_config(config)):
+            raise UsageError(
+                f"{self.path}: the generator has {', '.join(lost)}, the discriminator another: they are no pair"
+            )
+        return config
+
+    def _check_shared(self) -> None:
+        whole, smaller = (self.models[half] for half in CLASSES)
+        for rule in whole.rules:
+            if rule.megatfm[0] in SHARED and not torch.equal(
+                whole.read_tensor(rule.hf[0]), smaller.read_tensor(rule.hf[0])
+            ):
+                raise MegatfmError(
+                    f"{self.path}: {rule.hf[0]} of the two halves differ, but ELECTRA shares them: they are no pair"
+                )
+
+
+def _halves(config: ModelConfig) -> dict[str, ModelConfig]:
+    half_config = {"family": "discriminator", "generator": None}
+    return {"discriminator": config.model_copy(update=half_config), "generator": generator_config(config)}
+
+
+def _export(half: str, config: ModelConfig, kind: str) -> ExportedModel:
+    name, architecture, theirs = architecture_for(config, among=[kind])
+    rules = [
+        replace(rule, megatfm=tuple(_name(half, name) for name in rule.megatfm))
+        for rule in architecture.weight_mappings(config)
+    ]
+    return ExportedModel(half, name, architecture, theirs, rules)
+
+
+def _name(half: str, name: str) -> str:
+    """Name of a half's parameter in the pair; shared ones have the discriminator's."""
+    return f"{'discriminator' if name in SHARED else half}.{name}"
+
+
+def _shared(rule: WeightMapping) -> bool:
+    return rule.megatfm[0].partition(".")[2] in SHARED

@@ -1,0 +1,179 @@
+"""Declarations of config.json keys: every key must be declared as used, restricted to some values, or ignored."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatfm.errors import UsageError
+from megatfm.registry import did_you_mean
+
+Json = dict[str, Any]
+
+ANY: tuple[type, ...] = ()
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of config.json.
+
+    default: transformers' own, not ours. kinds: Python types of its values; none: any. allowed: the values with which
+    we compute the same; None: all. is_ignored: does not affect the computation. alias_of: the key that this is a
+    synonym of; both may be present if they agree.
+    """
+
+    default: Any = None
+    kinds: tuple[type, ...] = ANY
+    allowed: tuple[Any, ...] | None = None
+    is_ignored: bool = False
+    alias_of: str = ""
+
+    def check(self, name: str, value: Any, *, is_present: bool) -> None:
+        """Raise UsageError for a value of another kind, or one with which we don't compute the same."""
+        if is_present and self.allowed is None and self.kinds and not _is_one(value, self.kinds):
+            raise UsageError(f"config.json: {name} = {_shown(value)} is no {_kind(self.kinds)}")
+        if self.allowed is not None and not any(_same(value, one) for one in self.allowed):
+            only = " or ".join(repr(one) for one in self.allowed)
+            absent = "" if is_present else " (it is not there, which means that)"
+            raise UsageError(f"config.json: {name} = {_shown(value)} is not supported, only {only}{absent}")
+
+
+def _kinds(kinds: Iterable[type | None]) -> tuple[type, ...]:
+    return tuple(type(None) if kind is None else kind for kind in kinds)
+
+
+def used(default: Any, *kinds: type | None) -> Key:
+    """A key that `read` takes; kinds: where it may have others than its default's, None among them."""
+    return Key(default, _kinds(kinds) if kinds else _kinds([type(default)]))
+
+
+def supported_values(*allowed: Any, default: Any = ...) -> Key:
+    """A key of which we compute these values; default: where transformers' is another than the first."""
+    kinds = _kinds([*(type(value) for value in allowed), *([] if default is ... else [type(default)])])
+    return Key(allowed[0] if default is ... else default, kinds, allowed)
+
+
+def ignored(*names: str, kinds: Iterable[type | None] = ()) -> dict[str, Key]:
+    """Keys that change nothing of what a model computes."""
+    return dict.fromkeys(names, Key(kinds=_kinds(kinds), is_ignored=True))
+
+
+def alias(key: str) -> Key:
+    """Another name of a key."""
+    return Key(alias_of=key)
+
+
+def resolve_hf_config(theirs: Mapping[str, Any], keys: Mapping[str, Key], name: str) -> Json:
+    """Return the keys of a config.json that are not ignored, with defaults filled in, for `config_from_hf`.
+
+    name: the architecture's. Raises UsageError for a key that is not declared, and as `Key.check` does.
+    """
+    for key, value in theirs.items():
+        if key not in keys:
+            raise UsageError(
+                f"config.json: {key} = {_shown(value)}: megatfm knows no such key of a {name}"
+                f"{did_you_mean(key, keys)}: if the model computes the same without it, take it out of the file"
+            )
+    known = {key: declared for key, declared in keys.items() if not declared.alias_of}
+    aliased = {d.alias_of: theirs[key] for key, d in keys.items() if d.alias_of and key in theirs}
+    given = aliased | {key: theirs[key] for key in known if key in theirs}
+    values = {key: given.get(key, declared.default) for key, declared in known.items()}
+    for key, declared in known.items():
+        declared.check(key, values[key], is_present=key in given)
+    for key, declared in keys.items():
+        if declared.alias_of and key in theirs and not _same(theirs[key], values[declared.alias_of]):
+            raise UsageError(
+                f"config.json: {key} = {_shown(theirs[key])} is another name of {declared.alias_of}, which is "
+                f"{_shown(values[declared.alias_of])}: give {declared.alias_of} alone"
+            )
+    return {key: value for key, value in values.items() if not known[key].is_ignored}
+
+
+def check_table_keys(name: str, table: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Check that a table within config.json has no other keys. Raises UsageError."""
+    for key, value in table.items():
+        if key not in known:
+            raise UsageError(
+                f"config.json: {name}.{key} = {_shown(value)} is not supported here: take it out"
+            )
+
+
+WORD, NUMBER, LIST = (str, type(None)), (int, type(None)), (list, type(None))
+TOKENS = (int, list, type(None))
+"""One id or several."""
+
+COMMON: Mapping[str, Key] = {
+    "architectures": used(None, list, None),
+    "is_encoder_decoder": supported_values(False),
+    "is_decoder": supported_values(False),
+    "add_cross_attention": supported_values(False),
+    "tie_encoder_decoder": supported_values(False),
+    "cross_attention_hidden_size": supported_values(None),
+    "pruned_heads": supported_values(None, {}),
+    "quantization_config": supported_values(None),
+    "per_layer_config": supported_values(None),
+    "pad_token_id": used(None, int, None),
+    "bos_token_id": used(None, *TOKENS),
+    "eos_token_id": used(None, *TOKENS),
+    "decoder_start_token_id": used(None, int, None),
+    **ignored("sep_token_id", "cls_token_id", "unk_token_id", "mask_token_id", kinds=TOKENS),
+    **ignored("output_hidden_states", "output_attentions", "return_dict", "use_cache", kinds=[bool, None]),
+    **ignored("chunk_size_feed_forward", kinds=[int]),
+    **ignored("id2label", "label2id", "task_specific_params", kinds=[dict, None]),
+    **ignored("dtype", "torch_dtype", "problem_type", "tokenizer_class", "prefix", kinds=WORD),
+    # About files and software.
+    **ignored(
+        "transformers_version", "_name_or_path", "name_or_path", "_commit_hash", "auto_map", "gradient_checkpointing",
+        "xla_device", "torchscript", "use_bfloat16", "tf_legacy_loss", "output_past", "finetuning_task", "num_labels",
+        "attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "pretraining_tp",
+        "unsloth_version", "_num_labels", "classifier_dropout",
+    ),
+    # How to generate, which transformers keeps in generation_config.json by now.
+    **ignored(
+        "assistant_confidence_threshold", "assistant_lookbehind", "bad_words_ids", "begin_suppress_tokens",
+        "diversity_penalty", "do_sample", "early_stopping", "eos_token_ids", "encoder_no_repeat_ngram_size",
+        "encoder_repetition_penalty", "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty",
+        "forced_bos_token_id", "forced_eos_token_id", "length_penalty", "max_length", "min_length",
+        "no_repeat_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule", "num_beam_groups",
+        "num_beams", "num_return_sequences", "output_scores",
+        "remove_invalid_values", "repetition_penalty", "return_dict_in_generate", "suppress_tokens",
+        "target_lookbehind", "temperature", "top_k", "top_p", "typical_p",
+    ),
+}  # fmt: skip
+"""Keys that any model's file may have."""
+
+
+SUMMARY = ignored(
+    "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
+    "summary_last_dropout",
+)  # fmt: skip
+"""Keys about heads over whole sequences."""
+
+
+def _is_one(value: Any, kinds: tuple[type, ...]) -> bool:
+    if isinstance(value, bool):
+        return bool in kinds
+    if isinstance(value, float) and not math.isfinite(value):
+        return False
+    return isinstance(value, kinds) or (isinstance(value, int) and float in kinds)
+
+
+def _same(one: Any, other: Any) -> bool:
+    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
+
+
+def _kind(kinds: tuple[type, ...]) -> str:
+    words = {
+        str: "text",
+        int: "whole number",
+        float: "number",
+        bool: "true or false",
+        list: "list",
+        dict: "table",
+    }
+    names = [words.get(kind, "null") for kind in dict.fromkeys(kinds)]
+    return " or ".join(names)
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r:.80}"

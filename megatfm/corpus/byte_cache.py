@@ -1,0 +1,77 @@
+"""A cache that forgets what was not used for longest when it grows over a number of bytes."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from threading import Lock
+from typing import Any, Generic, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+
+
+class ByteCache(Generic[Key, Value]):
+    """Keeps values of at most `limit` bytes together, but always the last one. Thread-safe.
+
+    on_drop: called with the key of a value that is dropped.
+
+    Pickled, it is empty on the other side, so that worker processes start with caches of their own.
+    """
+
+    def __init__(
+        self, limit: int, size_of: Callable[[Value], int], on_drop: Callable[[Key], None] | None = None
+    ) -> None:
+        self._limit = limit
+        self._size = size_of
+        self._on_drop = on_drop
+        self._values: OrderedDict[Key, Value] = OrderedDict()
+        self._bytes = 0
+        self._lock = Lock()
+        self._making: dict[Key, Lock] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ByteCache, (self._limit, self._size, self._on_drop)
+
+    def get(self, key: Key, load: Callable[[], Value]) -> Value:
+        """The value of `key`, made if it is not here; threads that want the same one wait, others don't."""
+        with self._lock:
+            if key in self._values:
+                self._values.move_to_end(key)
+                return self._values[key]
+            making = self._making.setdefault(key, Lock())
+        with making:
+            with self._lock:
+                if key in self._values:
+                    return self._values[key]
+            value = load()
+            with self._lock:
+                self._making.pop(key, None)
+                self._drop(key)
+                self._values[key] = value
+                self._bytes += self._size(value)
+                while self._bytes > self._limit and len(self._values) > 1:
+                    self._drop(next(iter(self._values)))
+            return value
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def evict(self, key: Key) -> None:
+        """Drop a value that is not needed again."""
+        with self._lock:
+            self._drop(key)
+
+    def _drop(self, key: Key) -> None:
+        if key in self._values:
+            self._bytes -= self._size(self._values.pop(key))
+            if self._on_drop:
+                self._on_drop(key)
+
+
+def nbytes(value: Any) -> int:
+    """The size of an array, or of a tuple of arrays."""
+    return sum(map(nbytes, value)) if isinstance(value, tuple) else int(value.nbytes)
+
+
+def size_of(value: Any) -> int:
+    """The `nbytes` of a value."""
+    return int(value.nbytes)

@@ -1,0 +1,340 @@
+"""A corpus on disk: random access to its documents through the index, and only whole, checked frames."""
+
+import os
+import tarfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatfm.corpus.files import read_at
+from megatfm.corpus.index_cache import open_indexes
+from megatfm.corpus.manifest import MANIFEST, Manifest
+from megatfm.corpus.shard_format import (
+    PAYLOAD_OFFSET,
+    BadFrame,
+    Sample,
+    check_external_sample,
+    decode_packed_documents,
+    decode_sample,
+    decompress_frame,
+    decompress_frames,
+    npy_header,
+)
+from megatfm.corpus.shard_index import NPY_HEADER_BYTES, frame_hash
+from megatfm.corpus.storage import CachedRemoteStorage, ShardCacheConfig, ShardStorage, open_storage
+from megatfm.errors import MegatfmError, UsageError
+
+
+class Corpus:
+    """A folder of shards with a manifest, opened by `Corpus.open`.
+
+    A block is one frame: a fixed run of consecutive documents, the unit of reading and of packing.
+    `blocks` [n_blocks + 1] holds the number of each block's first sample, and in the end n_samples.
+
+    Of the index, some bytes a block are held in memory, and of its samples (8 bytes of each) what was used last, or
+    shared by the processes of a machine (see `index_cache`); the text is not. Reading is thread-safe. `folder` is where
+    the corpus lies, or its cache if that is a URL.
+
+    A frame is held against the index when it is first read after opening: that its samples lie where they should, and
+    its hash, where there is one. Frames of zstd bear checksums besides, and `samples` holds all against all each time.
+    """
+
+    def __init__(
+        self, store: ShardStorage, manifest: Manifest, cache: ShardCacheConfig | None = None
+    ) -> None:
+        self.store = store
+        self.folder = store.folder
+        self.manifest = manifest
+        self.indexes = open_indexes(store, manifest, cache)
+        self._first_blocks, self.blocks = self.indexes.first_blocks, self.indexes.blocks
+        self._verified = np.zeros(self.n_blocks, np.bool_)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The indexes have them, and may map them.
+        return {name: value for name, value in vars(self).items() if name not in ("_first_blocks", "blocks")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._first_blocks, self.blocks = self.indexes.first_blocks, self.indexes.blocks
+
+    @classmethod
+    def open(cls, place: str | Path, cache: ShardCacheConfig | None = None) -> Self:
+        """Open a corpus after checking manifest, file sizes and indexes (not the shards' content).
+
+        place: a folder, or a URL whose files are kept in `cache` while they are used. Raises a UsageError if it is no
+        corpus, a MegatfmError that names the first bad file.
+        """
+        store = open_storage(place, cache or ShardCacheConfig())
+        if isinstance(store, CachedRemoteStorage):
+            manifest = Manifest.parse(store.manifest(MANIFEST), f"{store.url}/{MANIFEST}")
+        else:
+            manifest = Manifest.load(store.folder)
+        for shard in manifest.shards:
+            store.check(shard)
+        return cls(store, manifest, cache)
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of what determines the samples and their order."""
+        return self.manifest.fingerprint
+
+    @property
+    def tokenizer_hash(self) -> str:
+        """Hash of the tokenizer whose ids the shards hold."""
+        return self.manifest.tokenizer_hash
+
+    @property
+    def n_blocks(self) -> int:
+        """Number of blocks in all shards."""
+        return len(self.blocks) - 1
+
+    @property
+    def n_samples(self) -> int:
+        """Number of documents in all shards."""
+        return int(self.blocks[-1])
+
+    @property
+    def n_tokens(self) -> int:
+        """Sum over all shards, as the manifest gives it, before packing adds or cuts anything."""
+        return sum(shard.tokens for shard in self.manifest.shards)
+
+    @property
+    def n_text_bytes(self) -> int:
+        """The UTF-8 bytes of the text, for bits per byte."""
+        return sum(shard.text_bytes for shard in self.manifest.shards)
+
+    def lengths(self, begin: int = 0, end: int | None = None) -> NDArray[np.int64]:
+        """The number of tokens of each sample of blocks `begin` to `end` − 1, or to the last [their samples]."""
+        end = self.n_blocks if end is None else end
+        first = int(self.blocks[begin])
+        lengths = np.empty(int(self.blocks[end]) - first, np.int64)
+        shard_of = self._first_blocks.searchsorted
+        for shard in range(int(shard_of(begin, "right")) - 1, int(shard_of(end, "left"))):
+            tokens = self.indexes[shard].samples["tokens"]
+            at = int(self.blocks[self._first_blocks[shard]]) - first
+            chosen = tokens[max(-at, 0) : len(lengths) - at]
+            lengths[max(at, 0) : max(at, 0) + len(chosen)] = chosen
+        return lengths
+
+    def check_tokenizer(self, tokenizer_hash: str) -> None:
+        """Raise a UsageError unless the corpus was written with the tokenizer of this hash."""
+        if tokenizer_hash != self.tokenizer_hash:
+            raise UsageError(
+                f"{self.folder}: was written with tokenizer {self.tokenizer_hash[:16]}, but the one given is "
+                f"{tokenizer_hash[:16]}: use the tokenizer beside the corpus, or prepare it again"
+            )
+
+    def read_block(self, number: int) -> list[tuple[int, NDArray[Any]]]:
+        """The samples of a block: (sample number, read-only tokens [n] in the stored type)."""
+        *_, tokens = self._read(number)
+        return list(enumerate(tokens, start=int(self.blocks[number])))
+
+    def read_blocks(self, numbers: Sequence[int]) -> list[list[tuple[int, NDArray[Any]]]]:
+        """The samples of several blocks, none of which `is_uncompressed`: faster than one by one, in one memory."""
+        places = [self._locate(number) for number in numbers]
+        packed = [self.frame_bytes(number) for number in numbers]
+        sizes = [int(self.indexes[shard].frames["uncompressed"][frame]) for shard, frame in places]
+        found: Sequence[bytes | memoryview]
+        try:
+            found = decompress_frames(packed, sizes)
+        except BadFrame:  # decompressed one by one, to find the damaged frame and its error
+            found = [self._decompress(*place, data) for place, data in zip(places, packed, strict=True)]
+        return [
+            list(enumerate(self._tokens(number, data), start=int(self.blocks[number])))
+            for number, data in zip(numbers, found, strict=True)
+        ]
+
+    def is_uncompressed(self, number: int) -> bool:
+        """Whether a block is of a plain tar, so that its samples can be read by themselves."""
+        return self.manifest.shards[self._locate(number)[0]].is_raw
+
+    def verify(self, number: int) -> None:
+        """Hold a block against the index, as the first reading of it does."""
+        self._read(number)
+
+    def is_verified(self, number: int) -> bool:
+        """Whether a block was held against the index since the corpus was opened."""
+        return bool(self._verified[number])
+
+    def prefetch_block(self, number: int) -> None:
+        """Have the system fetch a block from disk meanwhile, where it can be told to."""
+        if not hasattr(os, "posix_fadvise"):  # as on macOS
+            return
+        shard, frame = self._locate(number)
+        offset, end = self.indexes[shard].offsets[frame : frame + 2].tolist()
+        descriptor = self.store.open(self.manifest.shards[shard])
+        try:
+            os.posix_fadvise(descriptor, offset, end - offset, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(descriptor)
+
+    def read_samples(self, number: int, rows: Sequence[int]) -> Iterator[tuple[int, NDArray[Any]]]:
+        """Samples of a verified block that `is_uncompressed`, as `block` gives them, each read when asked for."""
+        shard, frame = self._locate(number)
+        known, index, dtype = self.manifest.shards[shard], self.indexes[shard], self.manifest.dtype
+        entries = index.samples[slice(*index.first_samples[frame : frame + 2].tolist())]
+        starts = (index.offsets[frame] + entries["offset"]).tolist()
+        sizes = (entries["tokens"].astype(np.int64) * dtype.itemsize).tolist()
+        first, path, descriptor = int(self.blocks[number]), self._path(shard), self.store.open(known)
+        try:
+            for row in rows:
+                data = read_at(descriptor, path, starts[row], sizes[row], self.store.remedy)
+                yield first + row, np.frombuffer(data, dtype)
+        finally:
+            os.close(descriptor)
+
+    def block_lengths(self, number: int) -> NDArray[np.int64]:
+        """The numbers of tokens of a block's samples [n], from the index alone."""
+        shard, frame = self._locate(number)
+        index = self.indexes[shard]
+        first, end = index.first_samples[frame : frame + 2]
+        return index.samples["tokens"][first:end].astype(np.int64)
+
+    def read_block_samples(self, number: int) -> list[Sample]:
+        """The samples of a block with all that is stored of them; every byte is held against the index."""
+        shard, frame, data, arrays = self._read(number, verify=True)
+        index, known, dtype = self.indexes.complete(shard), self.manifest.shards[shard], self.manifest.dtype
+        if index.is_packed_frame(frame, dtype.itemsize):
+            return self._decode_packed_frame(number, shard, frame, data, arrays)
+        found: list[Sample] = []
+        at = 0
+        for sample in range(*index.first_samples[frame : frame + 2]):
+            entry = index.samples[sample]
+            key = entry["key"].decode("ascii", "replace")
+            tokens = arrays[len(found)]
+            try:
+                if known.foreign:
+                    name = check_external_sample(data, int(entry["offset"]), len(tokens), dtype)
+                    source = f"{known.file}/{name}"
+                    found.append(Sample(int(self.blocks[number]) + len(found), key, source, 0, tokens))
+                    continue
+                if entry["offset"] != at + PAYLOAD_OFFSET:
+                    raise MegatfmError(f"it should start at byte {at} of its frame")
+                source, text_bytes, members, fields, at = decode_sample(data, at, key, len(tokens), dtype)
+                if text_bytes != entry["text_bytes"]:
+                    raise MegatfmError(f"its text has {text_bytes} bytes, not {entry['text_bytes']}")
+            except MegatfmError as error:
+                raise self._damage_error(shard, frame, str(error), sample) from error
+            place = int(self.blocks[number]) + len(found)
+            found.append(Sample(place, key, source, text_bytes, tokens, members, fields))
+        if not known.foreign:
+            self._check_end(shard, frame, data, at)
+        return found
+
+    def _decode_packed_frame(
+        self, number: int, shard: int, frame: int, data: bytes, arrays: list[NDArray[Any]]
+    ) -> list[Sample]:
+        """The samples of a block that lie in one member."""
+        index = self.indexes.complete(shard)
+        entries = index.samples[slice(*index.first_samples[frame : frame + 2].tolist())]
+        keys = [key.decode("ascii", "replace") for key in entries["key"].tolist()]
+        try:
+            counts = entries["tokens"].tolist()
+            sources, sizes, fields, end = decode_packed_documents(data, keys, counts, self.manifest.dtype)
+            if sizes != entries["text_bytes"].tolist():
+                raise MegatfmError("its texts have other numbers of bytes than the index says")
+        except MegatfmError as error:
+            raise self._damage_error(shard, frame, str(error)) from error
+        self._check_end(shard, frame, data, end)
+        first = int(self.blocks[number])
+        documents = zip(keys, sources, sizes, arrays, strict=True)
+        return [
+            Sample(first + at, *each, {}, said)
+            for at, (each, said) in enumerate(zip(documents, fields, strict=True))
+        ]
+
+    def _check_end(self, shard: int, frame: int, data: bytes, at: int) -> None:
+        if data[at:].strip(b"\0"):
+            raise self._damage_error(shard, frame, f"unknown data after byte {at} of the frame")
+
+    def read_sample(self, number: int) -> Sample:
+        """One sample, by its number; a UsageError if there is none such."""
+        if not 0 <= number < self.n_samples:
+            raise UsageError(f"{self.folder}: has samples 0 to {self.n_samples - 1}, not {number}")
+        block = int(np.searchsorted(self.blocks, number, side="right")) - 1
+        return self.read_block_samples(block)[number - int(self.blocks[block])]
+
+    def frame_bytes(self, number: int) -> bytes:
+        """A block as it lies in its shard: one compressed frame."""
+        shard, frame = self._locate(number)
+        offset, end = map(int, self.indexes[shard].offsets[frame : frame + 2])
+        return self.store.read(self.manifest.shards[shard], offset, end - offset)
+
+    def shard_blocks(self, shard: int) -> range:
+        """The numbers of a shard's blocks."""
+        return range(*map(int, self._first_blocks[shard : shard + 2]))
+
+    def _locate(self, number: int) -> tuple[int, int]:
+        if not 0 <= number < self.n_blocks:
+            raise MegatfmError(f"{self.folder}: has blocks 0 to {self.n_blocks - 1}, not {number}")
+        shard = int(np.searchsorted(self._first_blocks, number, side="right")) - 1
+        return shard, number - int(self._first_blocks[shard])
+
+    def _read(self, number: int, verify: bool = False) -> tuple[int, int, bytes, list[NDArray[Any]]]:
+        """A block's shard, frame, data, and as views of it the tokens of its samples; verified once, or again."""
+        shard, frame = self._locate(number)
+        data = self.frame_bytes(number)
+        if not self.manifest.shards[shard].is_raw:
+            data = self._decompress(shard, frame, data)
+        return shard, frame, data, self._tokens(number, data, verify)
+
+    def _tokens(self, number: int, data: bytes | memoryview, verify: bool = False) -> list[NDArray[Any]]:
+        """Return the tokens of a block's samples, as views of its data; verified once, or again."""
+        shard, frame = self._locate(number)
+        index, dtype = self.indexes[shard], self.manifest.dtype
+        if verify or not self._verified[number]:
+            self._verify(shard, frame, bytes(data))
+            self._verified[number] = True
+        entries = index.samples[slice(*index.first_samples[frame : frame + 2].tolist())]
+        # Of the whole frame, since a slice takes less time than an array of its own; the index has checked that
+        # samples start at whole tokens.
+        tokens = np.frombuffer(data, dtype, len(data) // dtype.itemsize)
+        begins, lengths = (entries["offset"] // dtype.itemsize).tolist(), entries["tokens"].tolist()
+        return [tokens[begin : begin + n] for begin, n in zip(begins, lengths, strict=True)]
+
+    def _verify(self, shard: int, frame: int, data: bytes) -> None:
+        """Hold a frame against the index: its hash, where there is one, and where its samples lie."""
+        index, dtype = self.indexes[shard], self.manifest.dtype
+        if index.frame_hashes is not None and frame_hash(data) != index.frame_hashes[frame]:
+            raise self._damage_error(shard, frame, "its hash is not the index's")
+        first, end = index.first_samples[frame : frame + 2].tolist()
+        entries = index.samples[first:end]
+        if index.is_packed_frame(frame, dtype.itemsize):
+            counts = entries["tokens"].astype(np.int64)
+            starts = PAYLOAD_OFFSET + (np.cumsum(counts) - counts) * dtype.itemsize
+            header = npy_header(dtype, int(counts.sum()))
+            if (entries["offset"] != starts).any() or not data.startswith(header, tarfile.BLOCKSIZE):
+                raise self._damage_error(
+                    shard, frame, f"no array of {counts.sum()} {dtype} for all its samples"
+                )
+            return
+        for sample, start, n in zip(
+            range(first, end), entries["offset"].tolist(), entries["tokens"].tolist(), strict=True
+        ):
+            if not data.startswith(npy_header(dtype, n), start - NPY_HEADER_BYTES):
+                reason = f"no array of {n} {dtype} at byte {start} of the frame"
+                raise self._damage_error(shard, frame, reason, sample)
+
+    def _decompress(self, shard: int, frame: int, packed: bytes) -> bytes:
+        try:
+            return decompress_frame(packed, int(self.indexes[shard].frames["uncompressed"][frame]))
+        except BadFrame as error:
+            raise self._damage_error(shard, frame, str(error)) from error
+
+    def _path(self, shard: int) -> Path:
+        return self.store.path(self.manifest.shards[shard])
+
+    def _damage_error(self, shard: int, frame: int, reason: str, sample: int | None = None) -> MegatfmError:
+        block = int(self._first_blocks[shard]) + frame
+        first = int(self.blocks[self._first_blocks[shard]])
+        samples = f"samples {self.blocks[block]} to {self.blocks[block + 1] - 1}"
+        where = samples if sample is None else f"sample {first + sample}"
+        place = f"{where} in frame {frame} at byte {self.indexes[shard].offsets[frame]}"
+        block_samples = f'"{self.blocks[block]}-{self.blocks[block + 1] - 1}"'
+        return MegatfmError(
+            f"{self._path(shard)}: {place}: damaged: {reason}: {self.store.remedy}; to train without them, put "
+            f"{block_samples} into the corpus's quarantine (data.quarantine)"
+        )

@@ -1,0 +1,187 @@
+"""Corpora for others: text in JSON lines or Parquet, Megatron-LM's ids, or plain tars with a sample a document."""
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from megatfm.corpus.corpus import Corpus
+from megatfm.corpus.files import AtomicFile, check_local, disk_errors_as_megatfm_errors, write_whole
+from megatfm.corpus.shard_format import Sample
+from megatfm.corpus.writer import ShardWriter
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.files import fsync_directory
+
+TEXT = (".jsonl", ".jsonl.zst", ".parquet")
+IDS, INDEX = ".bin", ".idx"
+ROWS = 1024
+"""Documents of a row group in Parquet."""
+_FILE_SUFFIX = re.compile(r"\.[A-Za-z][A-Za-z0-9]*$")
+"""Ends the name of a file of some format, where `v1.5` is a folder's name."""
+
+# https://github.com/NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py
+_MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
+_CODES = {"uint16": ("<u2", 8), "uint32": ("<i4", 4)}
+"""The type that Megatron-LM has for ours, and its number there."""
+
+
+class Detokenizer(NamedTuple):
+    """The parts of a tokenizer that exports need."""
+
+    decode: Callable[[NDArray[Any]], str]
+    eos: int
+
+
+def export(folder: str | Path, out: str | Path, codec: Detokenizer | None) -> str:
+    """Write a corpus as the end of `out` says; return a line that says what was done.
+
+    `.jsonl`, `.jsonl.zst` and `.parquet`: a record for each document, with its text, which must be the bytes that were
+    encoded, its "id", its "source", and its "fields" if it has any
+    (in Parquet as JSON). `.bin`: its ids, each document ended by `codec.eos`, with an `.idx` beside it.
+    A name without such an end, or with a slash after it: a folder of plain tars, a corpus as well.
+
+    Nothing is written over, or left half-written under its name. Raises UsageError and MegatfmError.
+    """
+    check_local(out)
+    is_folder = str(out).endswith("/")
+    out = Path(out)
+    needs_codec = out.name.endswith((*TEXT, IDS)) and not is_folder
+    if not needs_codec and not is_folder and (suffix := _FILE_SUFFIX.search(out.name)):
+        raise UsageError(
+            f"{out}: {suffix[0]} is no format that is written: give a name that ends in {', '.join(TEXT)} or {IDS}, or "
+            f"{out}/ for a folder of plain .tar shards"
+        )
+    corpus = Corpus.open(folder)
+    for path in (out, out.with_suffix(INDEX)) if out.name.endswith(IDS) and not is_folder else (out,):
+        if os.path.lexists(path):
+            raise UsageError(f"{path}: is there already: choose another name")
+    if needs_codec and codec is None:
+        raise UsageError(
+            f"{folder}: there is no tokenizer beside it: give the one that made the ids, --tokenizer FILE"
+        )
+    with disk_errors_as_megatfm_errors(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+    if codec is None or not needs_codec:
+        return _tars(corpus, out)
+    if out.name.endswith(IDS):
+        return _megatron(corpus, out, codec.eos)
+    records = _records(corpus, codec)
+    if out.name.endswith(".parquet"):
+        _parquet(records, out)
+    else:
+        _json_lines(records, out)
+    return f"{out}: the text of {corpus.n_samples:,} documents"
+
+
+def _samples(corpus: Corpus) -> Iterator[Sample]:
+    for block in range(corpus.n_blocks):
+        yield from corpus.read_block_samples(block)
+
+
+def _records(corpus: Corpus, codec: Detokenizer) -> Iterator[dict[str, Any]]:
+    for sample in _samples(corpus):
+        text = codec.decode(sample.tokens)
+        if (size := len(text.encode())) != sample.text_bytes and sample.text_bytes:
+            raise MegatfmError(
+                f"{corpus.folder}: sample {sample.index} ({sample.source}) decodes to {size} bytes, but had "
+                f"{sample.text_bytes}: this tokenizer doesn't keep every text, or is another one than made the ids"
+            )
+        said = {"fields": dict(sample.metadata)} if sample.metadata else {}
+        yield {"text": text, "id": sample.key, "source": sample.source, **said}
+
+
+def _json_lines(records: Iterator[dict[str, Any]], out: Path) -> None:
+    file = AtomicFile(out)
+    zstd = zstandard.ZstdCompressor(level=3, write_checksum=True).compressobj()
+    packed = out.name.endswith(".zst")
+    try:
+        for record in records:
+            line = f"{json.dumps(record, ensure_ascii=False)}\n".encode()
+            file.write(zstd.compress(line) if packed else line)
+        file.write(zstd.flush() if packed else b"")
+        file.commit()
+    finally:
+        file.discard()
+
+
+def _parquet(records: Iterator[dict[str, Any]], out: Path) -> None:
+    import pyarrow  # by name, since it takes a while to import
+    import pyarrow.parquet
+
+    schema = pyarrow.schema([(name, pyarrow.large_string()) for name in ("text", "id", "source", "fields")])
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        with disk_errors_as_megatfm_errors(out):
+            with pyarrow.parquet.ParquetWriter(partial, schema, compression="zstd") as writer:
+                rows: list[dict[str, Any]] = []
+                for record in records:
+                    said = record.get("fields")
+                    rows.append({**record, "fields": said and json.dumps(said, ensure_ascii=False)})
+                    if len(rows) == ROWS:
+                        writer.write_table(pyarrow.Table.from_pylist(rows, schema))
+                        rows = []
+                if rows:
+                    writer.write_table(pyarrow.Table.from_pylist(rows, schema))
+            with open(partial, "rb") as file:
+                os.fsync(file.fileno())
+            partial.replace(out)
+            fsync_directory(out.parent)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _megatron(corpus: Corpus, out: Path, eos: int) -> str:
+    dtype, code = _CODES[corpus.manifest.token_dtype]
+    lengths = corpus.lengths() + 1
+    if lengths.max() >= 2**31 or eos > np.iinfo(dtype).max:
+        raise UsageError(f"{corpus.folder}: has documents or ids that are too large for Megatron-LM's index")
+    index = _megatron_index(lengths, np.dtype(dtype).itemsize, code)
+    file = AtomicFile(out)
+    try:
+        for sample in _samples(corpus):
+            if int(sample.tokens.max(initial=0)) > np.iinfo(dtype).max:
+                raise MegatfmError(
+                    f"{corpus.folder}: sample {sample.index} has ids over {np.iinfo(dtype).max}"
+                )
+            file.write(np.append(sample.tokens, eos).astype(dtype).tobytes())
+        # Before the ids get their name, since neither is of use without the other.
+        write_whole(out.with_suffix(INDEX), index)
+        try:
+            file.commit()
+        except MegatfmError:
+            out.with_suffix(INDEX).unlink(missing_ok=True)
+            raise
+    finally:
+        file.discard()
+    return f"{out} and {INDEX}: {lengths.sum():,} ids of {len(lengths):,} documents, each ended by {eos}"
+
+
+def _megatron_index(lengths: NDArray[np.int64], width: int, code: int) -> bytes:
+    """Return the index of documents of these lengths [D], whose ids have `width` bytes each."""
+    n = len(lengths)
+    return b"".join(
+        (
+            *(_MAGIC, np.array([_VERSION], "<u8").tobytes(), bytes([code])),
+            np.array([n, n + 1], "<u8").tobytes(),
+            lengths.astype("<i4").tobytes(),
+            ((np.cumsum(lengths) - lengths) * width).astype("<i8").tobytes(),
+            np.arange(n + 1, dtype="<i8").tobytes(),
+        )
+    )
+
+
+def _tars(corpus: Corpus, out: Path) -> str:
+    dtype = corpus.manifest.token_dtype
+    options: dict[str, Any] = {"compress": False, "pack": False}
+    with ShardWriter(out, tokenizer_hash=corpus.tokenizer_hash, token_dtype=dtype, **options) as writer:
+        for sample in _samples(corpus):
+            kept = (sample.source, sample.text_bytes, sample.members, sample.metadata)
+            writer.add(sample.key, sample.tokens, *kept)
+        manifest = writer.finish({**corpus.manifest.provenance, "exported": "megatfm data export"})
+    return f"{out}: {len(manifest.shards):,} plain tars, with a sample for each of {corpus.n_samples:,} documents"

@@ -1,0 +1,171 @@
+"""Files of a corpus: read only if they are plain files, written only as a whole."""
+
+import errno
+import os
+import re
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from blake3 import blake3
+
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.files import fsync_directory
+
+RESTORE = "restore it from a copy, or delete the folder and write the corpus again with `megatfm prep`"
+_TOO_MANY = "raise the limit of open files, for example by `ulimit -n 65536`: the corpus is in order"
+_NO_RIGHT = "give this user the right to read it, for example by `chmod -R u+rX` on the folder"
+_STORAGE = "the disk or file server has trouble: try again when it answers; if this stays, restore the file from a copy"
+ADVICE = {
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), _TOO_MANY),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), _NO_RIGHT),
+    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ETIMEDOUT), _STORAGE),
+    errno.ENOMEM: "the machine is out of memory: the corpus is in order",
+}
+"""Error numbers for which the file itself is not at fault; what else can't be read is missing or damaged."""
+
+
+def check_local(place: str | Path) -> None:
+    """Raise a UsageError for a URL, also one that was made a path: it would become a folder here named like `s3:`."""
+    if match := re.match(r"([a-z][a-z0-9+.-]+):/", str(place)):
+        raise UsageError(
+            f"{place}: files are written to this machine, not to {match[1]}://: give a path here, and upload what is "
+            "written"
+        )
+
+
+def regular_file_size(path: Path) -> int:
+    """The bytes of a plain file; a MegatfmError if it is none (missing, a link, a device)."""
+    try:
+        found = os.lstat(path)
+    except OSError as error:
+        raise _unreadable(path, error, RESTORE) from error
+    if not stat.S_ISREG(found.st_mode):
+        raise MegatfmError(f"{path}: is a link or a special file, not a plain file: {RESTORE}")
+    return found.st_size
+
+
+def check_size(path: Path, size: int) -> None:
+    """Raise a MegatfmError unless `path` is a plain file of `size` bytes."""
+    found = regular_file_size(path)
+    if found != size:
+        raise MegatfmError(f"{path}: has {found} bytes, its manifest says {size}: {RESTORE}")
+
+
+def open_descriptor(path: Path, remedy: str = RESTORE) -> int:
+    """Open what is no link for reading; a MegatfmError that ends with `remedy` if that fails."""
+    try:
+        # Without O_NONBLOCK the opening of a planted FIFO would wait for a writer for ever.
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise _unreadable(path, error, remedy) from error
+
+
+def _unreadable(path: Path, error: OSError, remedy: str, where: str = "") -> MegatfmError:
+    return MegatfmError(
+        f"{path}: cannot be read{where} ({error.strerror}): {ADVICE.get(error.errno or 0, remedy)}"
+    )
+
+
+def read_at(descriptor: int, path: Path, offset: int, size: int, remedy: str = RESTORE) -> bytes:
+    """The `size` bytes of an open file from `offset`; a MegatfmError that ends with `remedy` if there are fewer or
+    reading fails.
+
+    Not by a memory map: the process would die by a signal if another cut the file.
+    """
+    try:
+        # pread returns at most about 2 GiB; every range of a corpus is smaller (see MAX_FRAME_BYTES).
+        data = os.pread(descriptor, size, offset)
+    except OSError as error:
+        raise _unreadable(path, error, remedy, f" at byte {offset}") from error
+    if len(data) != size:
+        raise MegatfmError(f"{path}: ends at byte {offset + len(data)}, before {offset + size}: {remedy}")
+    return data
+
+
+def read_range(path: Path, offset: int, size: int) -> bytes:
+    """Read `size` bytes of a plain file from `offset`, as `read_at` does."""
+    descriptor = open_descriptor(path)
+    try:
+        return read_at(descriptor, path, offset, size)
+    finally:
+        os.close(descriptor)
+
+
+def open_regular_file(path: Path) -> IO[bytes]:
+    """Open a plain file for reading; a MegatfmError if it is none."""
+    regular_file_size(path)
+    return os.fdopen(open_descriptor(path), "rb")
+
+
+class AtomicFile:
+    """A file that appears under its name only when it is complete and on disk.
+
+    Until `commit` it lies beside its final place as `.NAME.partial`. A failed write (say, a full disk)
+    removes that and raises a MegatfmError. `size` and `blake3` describe what was written so far.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.size = 0
+        self._partial = path.with_name(f".{path.name}.partial")
+        self._hash = blake3()
+        with disk_errors_as_megatfm_errors(path):
+            self._file = open(self._partial, "wb", buffering=0)  # noqa: SIM115 (commit or discard closes it)
+
+    @property
+    def blake3(self) -> str:
+        """Hexadecimal hash of what was written so far."""
+        return self._hash.hexdigest()
+
+    def write(self, data: bytes) -> None:
+        """Append all bytes. Raises MegatfmError, and leaves no partial file, when the disk refuses."""
+        with self._whole_or_nothing():
+            rest = memoryview(data)
+            while rest:  # an unbuffered write may take only a part
+                rest = rest[self._file.write(rest) :]
+        self._hash.update(data)
+        self.size += len(data)
+
+    def commit(self) -> None:
+        """Sync the bytes, give the file its final name, sync the folder. Raises MegatfmError when the disk refuses."""
+        with self._whole_or_nothing():
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._partial.replace(self.path)
+            fsync_directory(self.path.parent)
+
+    def discard(self) -> None:
+        """Remove what was written; does nothing after a commit."""
+        self._file.close()
+        self._partial.unlink(missing_ok=True)
+
+    @contextmanager
+    def _whole_or_nothing(self) -> Iterator[None]:
+        with disk_errors_as_megatfm_errors(self.path):
+            try:
+                yield
+            except OSError:
+                self.discard()
+                raise
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write `data` to `path` as a whole: temporary name, fsync, rename. The name is the same for every process, so that
+    whoever prepares a corpus again finds what a kill left."""
+    file = AtomicFile(path)
+    file.write(data)
+    file.commit()
+
+
+@contextmanager
+def disk_errors_as_megatfm_errors(path: Path) -> Iterator[None]:
+    """Turn the system's errors into a MegatfmError that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise MegatfmError(
+            f"{path}: cannot be written ({error.strerror}): make room or choose another folder, and run again"
+        ) from error

@@ -1,0 +1,305 @@
+"""Indexes of all shards of a corpus: those used last in memory, or all in a file that the ranks of a machine map.
+
+What reading tokens needs of a document takes 8 bytes. In a large corpus each rank, and each of its workers, would hold
+some millions of documents of its own. So the first of them writes the spans of all documents to a file in the cache
+folder, named by a hash of the manifest's shards, and all map it read-only: the pages that several use are in memory
+once, the system may drop any of them, and each process lets go of what it has not used for longest.
+
+On disk: a page with a line of JSON, then the arrays of `_Tables`, one after another.
+"""
+
+import fcntl
+import json
+import logging
+import mmap
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from megatfm.corpus.byte_cache import ByteCache, nbytes
+from megatfm.corpus.manifest import Manifest, Shard
+from megatfm.corpus.shard_index import FRAME_DTYPE, SPAN, ShardIndex, running_sum
+from megatfm.corpus.storage import INDEXES, ShardCacheConfig, ShardStorage, acquire_lock, make_room
+from megatfm.errors import MegatfmError
+
+INDEX_CACHE_BYTES = 2**26
+"""Spans of eight million samples: the shards that a rank's streams are in."""
+COMPLETE_CACHE_BYTES = 2**24
+SHARED_FROM_SAMPLES = 2**21
+"""Samples of a corpus from which its indexes are shared; those of smaller ones take little in every process."""
+MAPPED_BYTES = 2**24
+"""Bytes of the shared spans that a process keeps mapped in, before it lets go of those not used for longest."""
+HEADER_BYTES = 4096
+_HAS_HASHES, _HAS_PACKED_FRAMES = 1, 2
+
+log = logging.getLogger("megatfm")
+
+
+class Indexes:
+    """The indexes of a corpus, read when they are needed and held against the manifest each time.
+
+    Those that are asked for by number hold of each sample what reading its tokens needs. However many samples a corpus
+    has, `INDEX_CACHE_BYTES` of them are in memory, or one index. `blocks` [n_blocks + 1] holds the first sample of each
+    frame of all shards, `first_blocks` [n_shards + 1] the first frame of each shard.
+    """
+
+    first_blocks: NDArray[np.int64]
+    blocks: NDArray[np.int64]
+
+    def __init__(self, store: ShardStorage, manifest: Manifest) -> None:
+        self._store, self._manifest = store, manifest
+        self._cache: ByteCache[int, ShardIndex] = ByteCache(INDEX_CACHE_BYTES, nbytes)
+        self._complete: ByteCache[int, ShardIndex] = ByteCache(COMPLETE_CACHE_BYTES, nbytes)
+        # Copies, since a view would keep the index that it is of.
+        counts = [index.frames["samples"].copy() for index in self]
+        self.first_blocks, self.blocks = (
+            running_sum(list(map(len, counts))),
+            running_sum(np.concatenate(counts)),
+        )
+
+    def __len__(self) -> int:
+        return len(self._manifest.shards)
+
+    def __getitem__(self, number: int) -> ShardIndex:
+        number = range(len(self))[number]
+        return self._cache.get(number, partial(self._load, number))
+
+    def __iter__(self) -> Iterator[ShardIndex]:
+        return (self[number] for number in range(len(self)))
+
+    def complete(self, number: int) -> ShardIndex:
+        """Return an index with the keys of its samples, and the sizes of their texts."""
+        return self._complete.get(number, partial(self._open, self._manifest.shards[number]))
+
+    def _load(self, number: int) -> ShardIndex:
+        return self._open(self._manifest.shards[number]).without_keys()
+
+    def _open(self, shard: Shard) -> ShardIndex:
+        self._store.check(shard.index)
+        data = self._store.read(shard.index, 0, shard.index.bytes)
+        try:
+            if blake3(data).hexdigest() != shard.index.blake3:
+                raise MegatfmError("its BLAKE3 hash is not the manifest's")
+            return ShardIndex.decode(data, shard, self._manifest.dtype.itemsize)
+        except MegatfmError as error:
+            raise MegatfmError(f"{self._store.path(shard.index)}: {error}: {self._store.remedy}") from error
+
+
+class SharedIndexes(Indexes):
+    """Indexes of which all processes of a machine map one file. Raises OSError where none can be.
+
+    The file appears under its name when it is complete, is written by one process while the others wait for its lock,
+    and is held against its hash by each that opens it. Who maps it keeps a shared lock on it, which ends with the
+    process: files that are locked are not removed to make room for others.
+    """
+
+    def __init__(self, store: ShardStorage, manifest: Manifest, cache: ShardCacheConfig) -> None:
+        self._store, self._manifest, self._shared_cache = store, manifest, cache
+        for shard in manifest.shards:
+            store.check(shard.index)
+        self._complete = ByteCache(COMPLETE_CACHE_BYTES, nbytes)
+        key = _key(manifest)
+        path = cache.folder.expanduser() / INDEXES / key
+        if (file := _open_tables(path, key, manifest)) is None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = acquire_lock(path.with_name(f".{key}.lock"))
+            try:
+                if (file := _open_tables(path, key, manifest)) is None:
+                    self._write(path, key)
+                    file = _open_tables(path, key, manifest)
+            finally:
+                os.close(lock)
+        if file is None:
+            raise OSError(f"{path} does not hold what was written")
+        descriptor, tables = file
+        with suppress(OSError):
+            os.utime(path)
+        try:
+            self._memory = mmap.mmap(descriptor, 0, mmap.MAP_SHARED, mmap.PROT_READ)
+        finally:
+            os.close(descriptor)  # the mapping has a duplicate, which keeps the lock
+        self._arrays = tables.views(self._memory)
+        self.first_blocks, self.blocks = self._arrays["first_blocks"], self._arrays["blocks"]
+        self._first_samples = running_sum([shard.samples for shard in manifest.shards])
+        self._cache = ByteCache(MAPPED_BYTES, nbytes, self._release)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open_indexes, (self._store, self._manifest, self._shared_cache)
+
+    def _load(self, number: int) -> ShardIndex:
+        frames, samples = (
+            slice(*ends[number : number + 2].tolist()) for ends in (self.first_blocks, self._first_samples)
+        )
+        kind = int(self._arrays["kinds"][number])
+        hashes = self._arrays["hashes"][frames] if kind & _HAS_HASHES else None
+        spans = self._arrays["spans"][samples]
+        return ShardIndex(self._arrays["frames"][frames], spans, hashes, bool(kind & _HAS_PACKED_FRAMES))
+
+    def _release(self, number: int) -> None:
+        """Unmap the pages of a shard's spans; who still reads them gets them again."""
+        start, end = (HEADER_BYTES + SPAN.itemsize * self._first_samples[number : number + 2]).tolist()
+        start -= start % mmap.PAGESIZE
+        self._memory.madvise(mmap.MADV_DONTNEED, start, end - start)
+
+    def _write(self, path: Path, key: str) -> None:
+        n_samples = sum(shard.samples for shard in self._manifest.shards)
+        size = HEADER_BYTES + SPAN.itemsize * n_samples
+        if size > self._shared_cache.limit:
+            raise OSError(f"{size:,} bytes are more than data.cache_bytes = {self._shared_cache.limit:,}")
+        make_room(self._shared_cache, size)
+        disk = os.statvfs(path.parent)
+        if size > disk.f_bavail * disk.f_frsize:
+            raise OSError(f"{size:,} bytes don't fit on the disk of {path.parent}")
+        log.info(
+            f"indexes of {n_samples:,} documents are written to {path}, for all processes of this machine"
+        )
+        frames, hashes, kinds = [], [], []
+        with _written_whole(path) as file:
+            for shard in self._manifest.shards:
+                index = self._open(shard).without_keys()
+                file.write(index.samples.tobytes())
+                n = len(index.frames)
+                frames.append(index.frames)
+                hashes.append(np.zeros(n, "<u8") if index.frame_hashes is None else index.frame_hashes)
+                kinds.append(
+                    _HAS_HASHES * (index.frame_hashes is not None)
+                    + _HAS_PACKED_FRAMES * index.has_packed_frames
+                )
+            all_frames = np.concatenate(frames)
+            first_blocks, blocks = running_sum(list(map(len, frames))), running_sum(all_frames["samples"])
+            for array in (first_blocks, np.array(kinds), blocks, np.concatenate(hashes), all_frames):
+                file.write(array.tobytes())
+            file.header = {"key": key, "blocks": len(all_frames)}
+
+
+class _Tables(NamedTuple):
+    """Sizes of the arrays of a file."""
+
+    samples: int
+    shards: int
+    blocks: int
+
+    def fields(self) -> Iterator[tuple[str, np.dtype[Any], int]]:
+        """Name, type and length of each array, in their order."""
+        yield "spans", SPAN, self.samples
+        yield "first_blocks", np.dtype("<i8"), self.shards + 1
+        yield "kinds", np.dtype("<i8"), self.shards
+        yield "blocks", np.dtype("<i8"), self.blocks + 1
+        yield "hashes", np.dtype("<u8"), self.blocks
+        yield "frames", FRAME_DTYPE, self.blocks
+
+    @property
+    def size(self) -> int:
+        return HEADER_BYTES + sum(dtype.itemsize * n for _, dtype, n in self.fields())
+
+    def views(self, memory: mmap.mmap) -> dict[str, NDArray[Any]]:
+        offset, arrays = HEADER_BYTES, {}
+        for name, dtype, n in self.fields():
+            arrays[name] = np.frombuffer(memory, dtype, n, offset)
+            offset += dtype.itemsize * n
+        return arrays
+
+
+class _HashedFile:
+    """A file in progress: a header of one page, and hashed content after it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._file = os.fdopen(descriptor, "wb")
+        self._file.write(bytes(HEADER_BYTES))
+        self._hash = blake3()
+        self.header: dict[str, Any] = {}
+
+    def write(self, data: bytes) -> None:
+        self._file.write(data)
+        self._hash.update(data)
+
+    def finish(self) -> None:
+        self._file.seek(0)
+        self._file.write(json.dumps({**self.header, "blake3": self._hash.hexdigest()}).encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        with suppress(OSError):  # what it could not write was raised before
+            self._file.close()
+
+
+@contextmanager
+def _written_whole(path: Path) -> Iterator[_HashedFile]:
+    """Write a file under another name, the same for every process, since the lock lets in one; what a process left
+    that was killed is written over."""
+    partial_path = path.with_name(f".{path.name}.partial")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    file = _HashedFile(os.open(partial_path, flags, 0o666))
+    try:
+        yield file
+        file.finish()
+        partial_path.replace(path)
+    finally:
+        file.close()
+        partial_path.unlink(missing_ok=True)
+
+
+def open_indexes(store: ShardStorage, manifest: Manifest, cache: ShardCacheConfig | None) -> Indexes:
+    """Open the indexes of a corpus: shared in the folder of `cache` where that is given, the corpus is large and the
+    folder can be used; else in this process alone."""
+    if cache is None or sum(shard.samples for shard in manifest.shards) < SHARED_FROM_SAMPLES:
+        return Indexes(store, manifest)
+    try:
+        return SharedIndexes(store, manifest, cache)
+    except (OSError, RuntimeError) as error:  # the latter of a user without a home
+        log.warning(
+            f"{store.folder}: its indexes are not shared ({error}), so every process holds up to "
+            f"{INDEX_CACHE_BYTES // 2**20} MiB of them: choose a folder on a disk of this machine as data.cache_dir"
+        )
+        return Indexes(store, manifest)
+
+
+def _key(manifest: Manifest) -> str:
+    """Return a hash of all that the tables are made from."""
+    shards = [shard.model_dump(mode="json") for shard in manifest.shards]
+    facts = json.dumps([1, manifest.token_dtype, shards], sort_keys=True)
+    return blake3(facts.encode()).hexdigest()
+
+
+def _open_tables(path: Path, key: str, manifest: Manifest) -> tuple[int, _Tables] | None:
+    """Open and lock the file of tables, if it is there and holds what its header says; its descriptor and sizes."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        if (tables := _read_header(descriptor, key, manifest)) is not None:
+            opened, descriptor = (descriptor, tables), -1
+            return opened
+        return None
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def _read_header(descriptor: int, key: str, manifest: Manifest) -> _Tables | None:
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        return None
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
+        header = json.loads(os.pread(descriptor, HEADER_BYTES, 0).partition(b"\n")[0])
+        samples = sum(shard.samples for shard in manifest.shards)
+        tables = _Tables(samples, len(manifest.shards), int(header["blocks"]))
+        if header["key"] != key or status.st_size != tables.size:
+            return None
+        digest, offset = blake3(), HEADER_BYTES
+        while data := os.pread(descriptor, 2**20, offset):
+            digest.update(data)
+            offset += len(data)
+        return tables if header["blake3"] == digest.hexdigest() else None
+    return None

@@ -1,0 +1,235 @@
+"""Look into a corpus: verify every byte of it, print what it holds, count its lengths, sources, fields and ids."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from megatfm.corpus.corpus import Corpus
+from megatfm.corpus.shard_format import Sample
+from megatfm.errors import MegatfmError
+
+TOKEN_SHARES, MAX_SHARES = "holds", 6
+LARGEST = 20
+MOST_VALUES = 10_000
+PERCENTILES = (1, 10, 25, 50, 75, 90, 99)
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """Counts of what `check` has read and verified; `bytes` are those of the shards."""
+
+    shards: int
+    blocks: int
+    samples: int
+    tokens: int
+    text_bytes: int
+    bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"whole: {self.shards:,} shards, {self.blocks:,} blocks, {self.samples:,} samples, "
+            f"{self.tokens:,} tokens of {self.text_bytes:,} bytes of text, {self.bytes:,} bytes on disk"
+        )
+
+
+def check(folder: str | Path) -> CheckReport:
+    """Re-read every sample and re-hash every file; a MegatfmError names the place of the first damage."""
+    corpus = Corpus.open(folder)  # which checks sizes and the indexes' hashes
+    samples = tokens = 0
+    for number, shard in enumerate(corpus.manifest.shards):
+        found, keys = blake3(), corpus.indexes.complete(number).samples["key"]
+        names, counts = np.unique(keys, return_counts=True)
+        if counts.max() > 1:
+            twice = names[counts.argmax()].decode("ascii", "replace")
+            raise MegatfmError(
+                f"{corpus.store.path(shard)}: sample {twice!r} is there twice: {corpus.store.remedy}"
+            )
+        # Samples first: they tell where the damage is, the hash only that there is some.
+        for block in corpus.shard_blocks(number):
+            found.update(corpus.frame_bytes(block))
+            for sample in corpus.read_block_samples(block):
+                samples += 1
+                tokens += len(sample.tokens)
+        if found.hexdigest() != shard.blake3:
+            raise MegatfmError(
+                f"{corpus.store.path(shard)}: its BLAKE3 hash is not the manifest's: {corpus.store.remedy}"
+            )
+    return CheckReport(
+        shards=len(corpus.manifest.shards),
+        blocks=corpus.n_blocks,
+        samples=samples,
+        tokens=tokens,
+        text_bytes=corpus.n_text_bytes,
+        bytes=sum(shard.bytes for shard in corpus.manifest.shards),
+    )
+
+
+def show(
+    folder: str | Path,
+    sample: int | None = None,
+    decode: Callable[[NDArray[Any]], str] | None = None,
+    describe_rows: Callable[[Corpus], dict[str, str]] = lambda corpus: {},
+) -> str:
+    """Return printable facts about a corpus, or one sample: its origin and its text (its ids without `decode`).
+
+    describe_rows: more facts, on how its documents fill rows.
+    """
+    corpus = Corpus.open(folder)
+    if sample is not None:
+        return _show_sample(corpus, sample, decode)
+    disk = sum(shard.bytes for shard in corpus.manifest.shards)
+    facts = {
+        "corpus": str(corpus.folder),
+        "shards": f"{len(corpus.manifest.shards):,} ({disk:,} bytes, {corpus.n_blocks:,} blocks)",
+        "samples": f"{corpus.n_samples:,}",
+        "tokens": f"{corpus.n_tokens:,} ({corpus.manifest.token_dtype})",
+        "text": f"{corpus.n_text_bytes:,} bytes ({corpus.n_text_bytes / max(corpus.n_tokens, 1):.3f} a token)",
+        **describe_rows(corpus),
+        **_holds(corpus.manifest.provenance),
+        "tokenizer": corpus.tokenizer_hash,
+        "fingerprint": corpus.fingerprint,
+        "provenance": json.dumps(
+            {name: said for name, said in corpus.manifest.provenance.items() if name != TOKEN_SHARES},
+            ensure_ascii=False,
+            sort_keys=True,
+        ),
+    }
+    return _format_facts(facts)
+
+
+def _holds(provenance: dict[str, Any]) -> dict[str, str]:
+    """The largest domains, languages and values of fields, as prep has counted them: each one's part of all tokens."""
+    found = {}
+    for name, (total, rows) in provenance.get(TOKEN_SHARES, {}).items():
+        shares = [
+            f"{value} {100 * tokens / max(1, total):.1f} %" for value, _, _, tokens in rows[:MAX_SHARES]
+        ]
+        found[name] = ", ".join(shares) + (" and others" if len(rows) > MAX_SHARES else "")
+    return found
+
+
+def _show_sample(corpus: Corpus, number: int, decode: Callable[[NDArray[Any]], str] | None) -> str:
+    sample = corpus.read_sample(number)
+    facts = {
+        "sample": f"{number:,} of {corpus.n_samples:,}",
+        "key": sample.key,
+        "source": sample.source,
+        "tokens": f"{len(sample.tokens):,} of {sample.text_bytes:,} bytes of text",
+        **{f".{extension}": f"{len(data):,} bytes" for extension, data in sample.members.items()},
+        **{name: json.dumps(value, ensure_ascii=False) for name, value in sample.metadata.items()},
+    }
+    text = decode(sample.tokens) if decode else " ".join(map(str, sample.tokens))
+    return f"{_format_facts(facts)}\n\n{text}"
+
+
+def _format_facts(facts: dict[str, str]) -> str:
+    width = max(map(len, facts))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in facts.items())
+
+
+def stats(folder: str | Path, decode_id: Callable[[int], str] | None = None) -> str:
+    """Lengths of documents, the largest sources (the first folder or the file of each), domains and values of fields,
+    and the commonest ids.
+
+    decode_id: what an id stands for. Reads the whole corpus.
+    """
+    corpus = Corpus.open(folder)
+    lengths = corpus.lengths()
+    by_source, by_field = _Totals("source"), dict[str, _Totals]()
+    uses = np.zeros(0, np.int64)
+    for block in range(corpus.n_blocks):
+        for sample in corpus.read_block_samples(block):
+            name = sample.source.partition("#")[0].partition("/")[0] or "(no name)"
+            by_source.add(name, sample)
+            for field, value in countable_fields(sample.metadata).items():
+                by_field.setdefault(field, _Totals(field)).add(value, sample)
+            found = np.bincount(sample.tokens)
+            uses = np.pad(uses, (0, max(0, len(found) - len(uses))))
+            uses[: len(found)] += found
+    parts = [
+        f"{corpus.n_samples:,} documents, {corpus.n_tokens:,} tokens, {corpus.n_text_bytes:,} bytes of text",
+        _table(("tokens a document", "at most"), _percentiles(lengths)),
+        _table(("documents of up to", "documents", "tokens", "of all tokens"), _by_length(lengths)),
+        by_source.table(),
+        *(each.table() for each in by_field.values()),
+    ]
+    if uses.any():
+        common = np.argsort(-uses, kind="stable")[: min(LARGEST, int((uses > 0).sum()))].tolist()
+        rows = [(str(i), repr(decode_id(i)) if decode_id else "", f"{uses[i]:,}") for i in common]
+        parts.append(f"{int((uses > 0).sum()):,} ids occur\n" + _table(("id", "piece", "times"), rows))
+    return "\n\n".join(parts)
+
+
+def countable_fields(fields: Mapping[str, Any]) -> dict[str, str]:
+    """Return the values to count a document by: its URL's domain, and fields that are strings, numbers or booleans."""
+    found = {
+        name: str(value) for name, value in fields.items() if isinstance(value, str | int | float | bool)
+    }
+    return {"domain": domain(found.pop("url")), **found} if "url" in found else found
+
+
+def domain(url: str) -> str:
+    """The host of an address, without `www.`; empty if it has none."""
+    host = url.partition("://")[2].partition("/")[0].rpartition("@")[2].partition(":")[0]
+    return host.lower().removeprefix("www.")
+
+
+class _Totals:
+    """Documents, tokens and bytes of text by the values of something; of too many values only how many there are."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._of: dict[str, list[int]] = {}
+        self._is_full = False
+
+    def add(self, value: str, sample: Sample) -> None:
+        self._is_full |= len(self._of) > MOST_VALUES
+        if not self._is_full:
+            total = self._of.setdefault(value, [0, 0, 0])
+            for at, n in enumerate((1, len(sample.tokens), sample.text_bytes)):
+                total[at] += n
+
+    def table(self) -> str:
+        if self._is_full:
+            return f"{self._name}: more than {MOST_VALUES:,} values"
+        largest = sorted(self._of.items(), key=lambda item: (-item[1][1], item[0]))[:LARGEST]
+        rows = [(name, *(f"{n:,}" for n in total)) for name, total in largest]
+        more = len(self._of) - LARGEST
+        return _table((self._name, "documents", "tokens", "bytes of text"), rows) + (
+            f"\nand {more:,} more" if more > 0 else ""
+        )
+
+
+def _percentiles(lengths: NDArray[np.int64]) -> list[Sequence[str]]:
+    found = np.percentile(lengths, PERCENTILES, method="higher").astype(int).tolist()
+    rows: list[Sequence[str]] = [(f"{p} %", f"{n:,}") for p, n in zip(PERCENTILES, found, strict=True)]
+    return [*rows, ("all", f"{lengths.max():,}")]
+
+
+def _by_length(lengths: NDArray[np.int64]) -> list[Sequence[str]]:
+    """Count documents and tokens by length, in powers of two."""
+    sizes = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)
+    rows: list[Sequence[str]] = []
+    for size in np.unique(sizes).tolist():
+        here = lengths[sizes == size]
+        share = here.sum() / max(1, lengths.sum())
+        rows.append((f"{2**size:,}", f"{len(here):,}", f"{here.sum():,}", f"{100 * share:.1f} %"))
+    return rows
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    columns = list(zip(head, *rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    lines = []
+    for row in (head, *rows):
+        first, *others = (cell for cell in row)
+        cells = [first.ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

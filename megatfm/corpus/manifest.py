@@ -1,0 +1,189 @@
+"""The manifest of a corpus: its shards, their hashes, its tokenizer and how it came to be."""
+
+import json
+import os
+import re
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, Self
+
+import numpy as np
+from blake3 import blake3
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    StringConstraints,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
+
+from megatfm.corpus.files import RESTORE, read_range, regular_file_size, write_whole
+from megatfm.errors import MegatfmError, UsageError
+
+MANIFEST = "manifest.json"
+SCHEMA_VERSION: Final = 1
+SHARD_NAME = r"shard-\d{6,9}\.tar(\.zst)?"
+INDEX_NAME = r"shard-\d{6,9}\.index\.zst"
+FOREIGN_SHARD = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.tar(\.zst)?"
+FOREIGN_INDEX = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.index\.zst"
+
+MAX_SAMPLES_PER_BYTE = 64
+"""Samples that may lie in a byte of a shard: many documents share a member, which is compressed."""
+
+DEFAULT_FRAME_BYTES = 2**18
+"""Bytes after which a frame of a plain tar ends, where a manifest says nothing."""
+
+TokenDtype = Literal["uint16", "uint32"]
+# Patterns of bare names: no path separator can match, so nothing outside the folder can be named.
+ShardName = Annotated[str, StringConstraints(pattern=f"^{FOREIGN_SHARD}$")]
+IndexName = Annotated[str, StringConstraints(pattern=f"^{FOREIGN_INDEX}$")]
+Blake3 = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class IndexFile(_Strict):
+    """The sidecar index of a shard."""
+
+    file: IndexName
+    bytes: Count
+    blake3: Blake3
+
+
+class Shard(_Strict):
+    """One tar of samples; `text_bytes` counts the UTF-8 bytes that its tokens stand for."""
+
+    file: ShardName
+    bytes: Count
+    blake3: Blake3
+    samples: Annotated[int, Field(gt=0, lt=2**53)]
+    tokens: Count
+    text_bytes: Count
+    index: IndexFile
+    foreign: bool = False
+    """Not written by `ShardWriter`, but indexed as it is."""
+    frame_bytes: Annotated[int, Field(gt=0, lt=2**53)] = DEFAULT_FRAME_BYTES
+    """Bytes after which a frame of a plain tar ends: nothing in the tar itself says where."""
+
+    @model_validator(mode="after")
+    def _is_plausible(self) -> Self:
+        # What a reader allocates grows with the samples; a file's size is checked before it is opened.
+        if self.samples > MAX_SAMPLES_PER_BYTE * self.bytes:
+            raise ValueError(f"{self.samples} samples can't lie in {self.bytes} bytes")
+        if not self.foreign and not re.fullmatch(SHARD_NAME, self.file):
+            raise ValueError(
+                f"a shard is named like shard-000000.tar.zst or shard-000000.tar, not {self.file!r}"
+            )
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = handler(self)
+        defaults = {"foreign": False, "frame_bytes": DEFAULT_FRAME_BYTES}
+        return {
+            name: value for name, value in fields.items() if name not in defaults or value != defaults[name]
+        }
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether it is a plain tar, whose frames are compressed by nothing."""
+        return self.file.endswith(".tar")
+
+
+class Manifest(_Strict):
+    """All that a reader must know before it opens a shard; written last, so its presence is the commit."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    token_dtype: TokenDtype
+    tokenizer_hash: Annotated[str, Field(min_length=1)]
+    shards: Annotated[tuple[Shard, ...], Field(min_length=1, strict=False)]
+    provenance: dict[str, Any]
+
+    @model_validator(mode="after")
+    def _names_are_distinct(self) -> Self:
+        names = [name for shard in self.shards for name in (shard.file, shard.index.file)]
+        if len(set(names)) < len(names):
+            raise ValueError("a file is listed twice")
+        return self
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The tokens' type on disk, little-endian."""
+        return np.dtype(self.token_dtype).newbyteorder("<")
+
+    @property
+    def fingerprint(self) -> str:
+        """A BLAKE3 hash of what determines the content and order of samples (not of how they were made)."""
+        shards = [
+            # Frames of the default size are left out, as before there were others.
+            shard.blake3 if shard.frame_bytes == DEFAULT_FRAME_BYTES else [shard.blake3, shard.frame_bytes]
+            for shard in self.shards
+        ]
+        facts = [self.token_dtype, self.tokenizer_hash, shards]
+        return blake3(json.dumps(facts).encode()).hexdigest()
+
+    def save(self, folder: Path) -> None:
+        """Write `folder/manifest.json` whole or not at all: sorted keys, so that equal manifests are equal bytes."""
+        text = json.dumps(self.model_dump(mode="json"), indent=2, sort_keys=True, ensure_ascii=False)
+        write_whole(folder / MANIFEST, f"{text}\n".encode())
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """Read and validate `folder/manifest.json`; a UsageError if there is none, a MegatfmError if it's bad."""
+        if folder.is_file():
+            raise UsageError(f"{folder}: is a file, not a corpus: make one of it with `megatfm prep`")
+        if not folder.is_dir():
+            raise UsageError(f"{folder}: no such folder: write a corpus there with `megatfm prep`")
+        path = folder / MANIFEST
+        if not os.path.lexists(path):
+            if parts := sorted(each.parent.name for each in folder.glob(f"*/{MANIFEST}")):
+                raise UsageError(
+                    f"{folder}: holds a corpus for each of {', '.join(parts[:8])}{' …' if len(parts) > 8 else ''}: "
+                    f"name one of these folders, or give them weights as data.mixture.NAME.path = '{folder / parts[0]}'"
+                )
+            if (corpora := _read_by_run(folder)) is not None:
+                raise UsageError(
+                    f"{folder}: is a run directory, not a corpus: look at it with `megatfm status {folder}`"
+                    + "".join(
+                        f", and at what it reads with `megatfm data show {place}`" for place in corpora[:1]
+                    )
+                )
+            raise UsageError(
+                f"{folder}: has no {MANIFEST}, so it is no corpus, or its writing was interrupted: "
+                "run `megatfm prep` (again)"
+            )
+        return cls.parse(read_range(path, 0, regular_file_size(path)), path)
+
+    @classmethod
+    def parse(cls, text: bytes, path: Path | str) -> Self:
+        """Validate a manifest's text; a MegatfmError that names the first thing that is wrong."""
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(map(str, first["loc"])) or "the file"
+            if (
+                first["loc"] == ("schema_version",)
+                and type(first["input"]) is int
+                and first["input"] > SCHEMA_VERSION
+            ):
+                raise MegatfmError(
+                    f"{path}: is of schema_version {first['input']}, and this megatfm reads {SCHEMA_VERSION}: update it"
+                ) from error
+            raise MegatfmError(f"{path}: {place}: {first['msg']}: {RESTORE}") from error
+
+
+def _read_by_run(folder: Path) -> list[str] | None:
+    """Return the training corpora of a run directory, as its config names them; None for another folder."""
+    try:
+        data = tomllib.loads((folder / "config.toml").read_text())["data"]
+        sources = data.get("mixture", {}).values()
+        return [place for place in [data.get("train"), *(source["path"] for source in sources)] if place]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None

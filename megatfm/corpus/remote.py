@@ -1,0 +1,317 @@
+"""Remote folders through fsspec: list, download that resumes, verified upload."""
+
+import base64
+import hashlib
+import logging
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from blake3 import blake3
+
+from megatfm.errors import MegatfmError, UsageError
+
+ATTEMPTS = 10
+"""Tries of an operation that makes no progress: about four minutes."""
+LONGEST_WAIT = 60.0
+"""Seconds between two tries, at most."""
+CHUNK = 2**20
+PART = 50 * 2**20
+"""Bytes in a part of a large upload to S3."""
+
+# What tells one version of a file from another, as the file systems name it, the most certain first.
+_STAMPS = ("ETag", "etag", "md5Hash", "blob_id", "content_md5", "Content-MD5", "checksum", "crc32c")
+_TIMES = ("LastModified", "last_modified", "updated", "mtime", "modified", "created")
+# An upload appears under its name when it is whole; elsewhere it gets a name of its own first.
+_ATOMIC_UPLOAD_PROTOCOLS = frozenset(("s3", "s3a", "gs", "gcs", "hf", "az", "abfs", "adl", "oss", "memory"))
+_WEB = frozenset(("http", "https"))
+# Statuses of HTTP that pass: request timeout, too early, too many requests.
+_TRANSIENT = (408, 425, 429)
+_MISTAKES = (TypeError, AttributeError, LookupError, AssertionError)
+"""Errors that are a mistake of some code, and no network's."""
+# Not the module's own state, which a user may have seeded alike on all ranks.
+_JITTER = random.SystemRandom()
+
+log = logging.getLogger("megatfm")
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file of a place: its name there, its bytes, and what tells this version from another."""
+
+    name: str
+    size: int
+    version: str
+    path: str = field(compare=False, default="")
+    """Its path in the file system."""
+
+
+class DiskError(Exception):
+    """This machine's disk failed, not the network."""
+
+    def __init__(self, cause: OSError) -> None:
+        self.cause = cause
+
+
+@dataclass(frozen=True)
+class RemoteFolder:
+    """A folder or file behind a URL. All errors are a MegatfmError, or a UsageError where no other try would help."""
+
+    url: str
+
+    def files(self) -> list[RemoteFile]:
+        """All files, those of folders below included, sorted by name. A URL of a single file has just that."""
+
+        def listed(fs: Any, root: str) -> list[RemoteFile]:
+            fs.invalidate_cache()
+            found = _list_html_index(fs, root) if _protocols(fs) & _WEB else fs.find(root, detail=True)
+            begin = f"{root.rstrip('/')}/"
+            names = {
+                path: path.removeprefix(begin) if path.startswith(begin) else path.rpartition("/")[2]
+                for path in found
+            }
+            if _protocols(fs) & _WEB:
+                names = {path: unquote(name) for path, name in names.items()}
+            return [_file(names[path], info, path) for path, info in found.items() if names[path]]
+
+        files: list[RemoteFile] = with_retries(self.url, "folder or file", listed)
+        return sorted(files, key=lambda file: file.name)
+
+    def stat(self, name: str) -> RemoteFile | None:
+        """The file of that name, if there is one."""
+
+        def look(fs: Any, root: str) -> RemoteFile | None:
+            fs.invalidate_cache()
+            try:
+                info = fs.info(f"{root}/{name}")
+            except FileNotFoundError:
+                return None
+            return _file(name, info) if info["type"] == "file" else None
+
+        found: RemoteFile | None = with_retries(self.url, name, look)
+        return found
+
+    def read_head(self, file: RemoteFile, size: int) -> bytes:
+        """The first `size` bytes of a file, or all that it has."""
+
+        def read(fs: Any, root: str) -> bytes:
+            with fs.open(file.path or f"{root}/{file.name}", "rb") as source:
+                return bytes(source.read(size))
+
+        data: bytes = with_retries(self.url, file.name, read)
+        return data
+
+    def download(self, file: RemoteFile, path: Path) -> None:
+        """Bring a file to a path, where it appears when it is whole. What was fetched before, by a process that was
+        killed as well, is not fetched again. Raises MegatfmError if the file is no longer what was listed."""
+        version = blake3(f"{self.url}\0{file.name}\0{file.version}\0{file.size}".encode()).hexdigest(8)
+        partial = path.with_name(f".{path.name}.{version}.partial")
+
+        def have() -> int:
+            return partial.stat().st_size if partial.exists() else 0
+
+        def copy(fs: Any, root: str) -> None:
+            place = file.path or f"{root}/{file.name}"
+            if have() < file.size or not file.size:
+                _append(fs, place, partial, file.size)
+            fs.invalidate_cache()
+            if have() != file.size or _stamp(fs.info(place)) != file.version:
+                partial.unlink()
+                raise MegatfmError(
+                    f"{self.url}: {file.name} changed while it was read: run the same command again"
+                )
+
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with_retries(self.url, file.name, copy, have)
+            partial.replace(path)
+        except DiskError as error:
+            raise MegatfmError(
+                f"{path}: cannot be written ({error.cause.strerror}): make room, and run again"
+            ) from error
+
+    def upload(self, path: Path, name: str) -> RemoteFile:
+        """Write a file, in parts if it is large. It appears under its name when it is whole; then its bytes are
+        compared: by the store's checksum, or read again where none says it. Returns what lies there now."""
+
+        def send(fs: Any, root: str) -> RemoteFile:
+            final = f"{root}/{name}"
+            options = {"chunksize": PART} if _protocols(fs) & {"s3", "s3a"} else {}
+            if _protocols(fs) & _ATOMIC_UPLOAD_PROTOCOLS:
+                fs.put_file(str(path), final, **options)
+            else:
+                folder, _, base = final.rpartition("/")
+                fs.makedirs(folder, exist_ok=True)
+                fs.put_file(str(path), f"{folder}/.{base}.partial")
+                fs.mv(f"{folder}/.{base}.partial", final)
+            fs.invalidate_cache()
+            info = fs.info(final)
+            if info["size"] != path.stat().st_size or not (
+                _checksum_matches(info, path) or _content_matches(fs, final, path)
+            ):
+                raise OSError(f"what arrived is not what was sent, {path.stat().st_size} bytes")
+            return _file(name, info)
+
+        sent: RemoteFile = with_retries(self.url, name, send, verb="written")
+        return sent
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is there."""
+
+        def drop(fs: Any, root: str) -> None:
+            fs.invalidate_cache()
+            if fs.exists(f"{root}/{name}"):
+                fs.rm_file(f"{root}/{name}")
+
+        with_retries(self.url, name, drop, verb="removed")
+
+
+def with_retries(
+    url: str,
+    name: str,
+    operation: Callable[[Any, str], Any],
+    progress: Callable[[], int] = lambda: 0,
+    verb: str = "read",
+) -> Any:
+    """Return `operation(file system, path)` of a URL.
+
+    A network's faults, and a store that is away, are waited for: 1 s, 2 s, 4 s and so on up to a minute, each a half
+    more or less so that ranks don't ask together, `ATTEMPTS` times in all, counted from where `progress` last changed.
+    Each is told to the log. What no waiting mends, such as a URL's own faults or missing rights, ends at once.
+    """
+    import fsspec  # by name, since it takes a while to import and most corpora are local
+
+    if "::" in url:
+        raise UsageError(f"{url}: chained URLs are not opened: give a plain one")
+    attempt, before = 0, progress()
+    while True:
+        try:
+            fs, root = fsspec.core.url_to_fs(url)
+            return operation(fs, root)
+        except FileNotFoundError as error:
+            raise UsageError(f"{url}: there is no {name}: check the URL") from error
+        except (ImportError, ValueError) as error:
+            raise UsageError(f"{url}: can't be opened: {error}") from error
+        except NotImplementedError as error:
+            raise UsageError(
+                f"{url}: {name} can't be {verb}: {url.partition('://')[0]}:// has no way"
+            ) from error
+        except (DiskError, MegatfmError):
+            raise
+        except Exception as error:  # every protocol has errors of its own
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            if _is_refusal(error):
+                raise UsageError(
+                    f"{url}: {name} can't be {verb} ({reason}): check the credentials, and what they may do there"
+                ) from error
+            attempt, before = (1 if progress() != before else attempt + 1), progress()
+            if attempt == ATTEMPTS or isinstance(error, _MISTAKES):
+                raise MegatfmError(f"{url}: {name} can't be {verb} ({reason})") from error
+            seconds = min(2.0 ** (attempt - 1), LONGEST_WAIT) * _JITTER.uniform(0.5, 1.5)
+            log.warning(
+                f"{url}: {name} can't be {verb} ({reason}): try {attempt + 1} of {ATTEMPTS} in {seconds:.1f} s"
+            )
+            time.sleep(seconds)
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether a server, or a library before asking it, says that this may not be done or asks wrongly."""
+    status = getattr(error, "status", None) or getattr(error, "code", None)
+    refused = isinstance(status, int) and 400 <= status < 500 and status not in _TRANSIENT
+    return refused or isinstance(error, PermissionError) or type(error).__name__.endswith("CredentialsError")
+
+
+def _append(fs: Any, place: str, partial: Path, size: int) -> None:
+    """Read on from where a partial file ends; from its begin, where the server can't do so."""
+    with fs.open(place, "rb", block_size=8 * CHUNK) as source, open(partial, "ab") as file:
+        at = file.tell()
+        try:
+            source.seek(at)
+        except (ValueError, OSError):
+            at = file.truncate(0)
+        while at <= size and (chunk := source.read(CHUNK)):
+            try:
+                file.write(chunk)
+                file.flush()
+            except OSError as error:
+                raise DiskError(error) from error
+            at += len(chunk)
+    if at < size:
+        raise OSError(f"the connection ended at byte {at} of {size}")
+
+
+def _list_html_index(fs: Any, root: str) -> dict[str, dict[str, Any]]:
+    """List what web pages link to below a URL, or the file at it. The library would follow links that lead upwards."""
+    if not _is_page(first := fs.info(root)):
+        return {root: first}
+    files, folders, seen = {}, [f"{root.rstrip('/')}/"], set()
+    while folders:
+        folder = folders.pop()
+        for link in fs.ls(folder, detail=False):
+            if link in seen or "?" in link or not link.startswith(folder) or link == folder:
+                continue
+            seen.add(link)
+            if link.endswith("/"):
+                folders.append(link)
+            else:
+                files[link] = fs.info(link)
+    return files
+
+
+def _is_page(info: dict[str, Any]) -> bool:
+    return str(info.get("mimetype") or "").startswith("text/html")
+
+
+def _protocols(fs: Any) -> set[str]:
+    return {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
+
+
+def _file(name: str, info: dict[str, Any], path: str = "") -> RemoteFile:
+    if info.get("size") is None:
+        raise MegatfmError(
+            f"{path or name}: the server doesn't say how long it is, so nothing can be checked"
+        )
+    return RemoteFile(name, int(info["size"]), _stamp(info), path)
+
+
+def _stamp(info: dict[str, Any]) -> str:
+    return next((str(info[name]) for name in (*_STAMPS, *_TIMES) if info.get(name)), "")
+
+
+def _checksum_matches(info: dict[str, Any], path: Path) -> bool:
+    """Whether the store's checksum (ETag, md5Hash) equals the file's MD5. False shows nothing: with SSE-KMS an ETag of
+    S3 is no MD5."""
+    tag = str(info.get("ETag") or "").strip('"')
+    if len(tag) == 32:
+        return tag == _md5(path).hex()
+    if "-" in tag:
+        parts = b"".join(hashlib.md5(part).digest() for part in _parts(path))
+        return tag == f"{hashlib.md5(parts).hexdigest()}-{len(parts) // 16}"
+    told = info.get("md5Hash")
+    return bool(told) and told == base64.b64encode(_md5(path)).decode()
+
+
+def _md5(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "md5").digest()
+
+
+def _parts(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        while part := file.read(PART):
+            yield part
+
+
+def _content_matches(fs: Any, place: str, path: Path) -> bool:
+    """Whether what is read there is a file, byte by byte."""
+    there, here = blake3(), blake3()
+    with fs.open(place, "rb") as source:
+        while chunk := source.read(CHUNK):
+            there.update(chunk)
+    here.update_mmap(os.fspath(path))
+    return there.digest() == here.digest()

@@ -1,0 +1,275 @@
+"""Samples as members of a tar, byte for byte reproducible: `KEY.tokens.npy` and `KEY.meta.json`, and after them files
+that belong to it, such as `KEY.jpg` and `KEY.cls`, whose extensions the meta.json names.
+
+Many documents without such files share the two members, under the key of the first: their tokens lie one after
+another, and the meta.json has lists of what they are: "keys", "tokens" (how many), "bytes" and "sources".
+
+Members are gathered in frames, each of which zstd compresses by itself.
+"""
+
+import json
+import re
+import tarfile
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from megatfm.corpus.shard_index import MAX_KEY_LENGTH, NPY_HEADER_BYTES
+from megatfm.errors import MegatfmError
+
+# WebDataset ends a key at its first dot; without dots and slashes a key is also a safe file name.
+KEY = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_KEY_LENGTH}}}")
+EXTENSION = re.compile(r"[a-z0-9]{1,16}")
+END_OF_ARCHIVE = bytes(2 * tarfile.BLOCKSIZE)
+PAYLOAD_OFFSET = tarfile.BLOCKSIZE + NPY_HEADER_BYTES
+"""Start of the tokens, from the start of their sample."""
+# What tarfile writes for a file without a name and of no bytes: it takes ten times as long as filling this in.
+_BLANK = tarfile.TarInfo().tobuf(tarfile.USTAR_FORMAT)
+_NAME, _SIZE, _CHECKSUM = slice(0, 100), slice(124, 135), slice(148, 154)  # POSIX.1-2017, pax, "ustar"
+_BLANK_SUM = int(_BLANK[_CHECKSUM], 8) - sum(_BLANK[_SIZE])
+_BLOCK_HEADER = 3
+_RLE = 1  # such a block is one byte, to be repeated
+_CHECKSUM_BYTES = 4
+_local = threading.local()
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One document: `index` in the corpus, `tokens` [n], where it came from and its text's UTF-8 bytes.
+
+    `members` are the files that belong to it, by their extensions (`jpg`, `cls`), as they were; `metadata` is JSON.
+    """
+
+    index: int
+    key: str
+    source: str
+    text_bytes: int
+    tokens: NDArray[Any]
+    members: Mapping[str, bytes] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+def encode_sample(sample: Sample) -> bytes:
+    """The tar members of a sample, padded to whole tar blocks."""
+    key, tokens, members = sample.key, sample.tokens, sample.members
+    # ASCII escapes, since a source may be a file name that is no valid Unicode.
+    more: dict[str, Any] = {"fields": dict(sample.metadata)} if sample.metadata else {}
+    more |= {"members": list(members)} if members else {}
+    meta = json.dumps({"bytes": sample.text_bytes, **more, "source": sample.source}).encode("ascii")
+    payload = npy_header(tokens.dtype, len(tokens)) + tokens.tobytes()
+    parts = _member(f"{key}.tokens.npy", payload) + _member(f"{key}.meta.json", meta)
+    return parts + b"".join(_member(f"{key}.{extension}", data) for extension, data in members.items())
+
+
+def decode_sample(
+    frame: bytes, start: int, key: str, n_tokens: int, dtype: np.dtype[Any]
+) -> tuple[str, int, dict[str, bytes], dict[str, Any], int]:
+    """Read the sample that starts at `start` of a frame: (source, text bytes, files that belong to it, what else is
+    said of it, its end).
+
+    Raises a MegatfmError whose message is only the reason: the members are not those of this sample.
+    """
+    size = NPY_HEADER_BYTES + n_tokens * dtype.itemsize
+    if _member_size(frame, start, f"{key}.tokens.npy") != size:
+        raise MegatfmError("its tokens have another size than the index says")
+    start += tarfile.BLOCKSIZE + _padded(size)
+    size = _member_size(frame, start, f"{key}.meta.json")
+    start += tarfile.BLOCKSIZE
+    try:
+        meta = json.loads(frame[start : start + size])
+        source, text_bytes, extensions = meta["source"], meta["bytes"], meta.get("members", [])
+        fields = meta.get("fields", {})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise MegatfmError(f"its meta.json is not readable ({error})") from error
+    if not isinstance(source, str) or type(text_bytes) is not int or not isinstance(fields, dict):
+        raise MegatfmError(
+            "its meta.json lacks a source or a number of bytes, or has fields that are no table"
+        )
+    if not isinstance(extensions, list) or not all(
+        isinstance(each, str) and EXTENSION.fullmatch(each) for each in extensions
+    ):
+        raise MegatfmError("its meta.json names members that can't be")
+    start += _padded(size)
+    members: dict[str, bytes] = {}
+    for extension in extensions:
+        size = _member_size(frame, start, f"{key}.{extension}")
+        start += tarfile.BLOCKSIZE
+        members[extension] = frame[start : start + size]
+        if len(members[extension]) != size:
+            raise MegatfmError(f"its .{extension} ends outside its frame")
+        start += _padded(size)
+    if len(members) != len(extensions):
+        raise MegatfmError("its meta.json names a member twice")
+    return source, text_bytes, members, fields, start
+
+
+def encode_packed_documents(documents: Sequence[Sample]) -> bytes:
+    """The tar members of two or more documents without files, padded to whole tar blocks."""
+    tokens = np.concatenate([one.tokens for one in documents])
+    fields = [dict(one.metadata) for one in documents]
+    meta = {
+        "bytes": [one.text_bytes for one in documents],
+        **({"fields": fields} if any(fields) else {}),
+        "keys": [one.key for one in documents],
+        "sources": [one.source for one in documents],
+        "tokens": [len(one.tokens) for one in documents],
+    }
+    key = documents[0].key
+    payload = npy_header(tokens.dtype, len(tokens)) + tokens.tobytes()
+    return _member(f"{key}.tokens.npy", payload) + _member(
+        f"{key}.meta.json", json.dumps(meta).encode("ascii")
+    )
+
+
+def decode_packed_documents(
+    frame: bytes, keys: list[str], n_tokens: list[int], dtype: np.dtype[Any]
+) -> tuple[list[str], list[int], list[dict[str, Any]], int]:
+    """Read the documents of a frame that holds nothing else: (sources, bytes of text, what else is said of them, where
+    they end).
+
+    Raises a MegatfmError whose message is only the reason: the members are not those of these documents.
+    """
+    size = NPY_HEADER_BYTES + sum(n_tokens) * dtype.itemsize
+    if _member_size(frame, 0, f"{keys[0]}.tokens.npy") != size:
+        raise MegatfmError("its tokens have another size than the index says")
+    start = tarfile.BLOCKSIZE + _padded(size)
+    size = _member_size(frame, start, f"{keys[0]}.meta.json")
+    start += tarfile.BLOCKSIZE
+    try:
+        meta = json.loads(frame[start : start + size])
+        sources, text_bytes = meta["sources"], meta["bytes"]
+        if meta["keys"] != keys or meta["tokens"] != n_tokens:
+            raise MegatfmError("its meta.json has other keys or numbers of tokens than the index")
+        fields = meta.get("fields", [{} for _ in keys])
+        if not len(sources) == len(text_bytes) == len(fields) == len(keys):
+            raise MegatfmError("its meta.json lacks sources or numbers of bytes")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise MegatfmError(f"its meta.json is not readable ({error})") from error
+    if not all(isinstance(each, str) for each in sources) or not all(type(n) is int for n in text_bytes):
+        raise MegatfmError("its meta.json lacks a source or a number of bytes")
+    if not all(isinstance(each, dict) for each in fields):
+        raise MegatfmError("its meta.json has fields that are no table")
+    return sources, text_bytes, fields, start + _padded(size)
+
+
+def check_external_sample(frame: bytes, start: int, n_tokens: int, dtype: np.dtype[Any]) -> str:
+    """The name of the member whose tokens start at `start` of a frame of a foreign shard.
+
+    Raises a MegatfmError whose message is only the reason.
+    """
+    info = _tar_header(frame, start - PAYLOAD_OFFSET, "a sample")
+    size = NPY_HEADER_BYTES + n_tokens * dtype.itemsize
+    if not info.isreg() or info.size != size:
+        raise MegatfmError(
+            f"at byte {start - PAYLOAD_OFFSET} of its frame lies {info.name!r} of another size or kind"
+        )
+    return info.name
+
+
+@lru_cache(maxsize=4096)
+def npy_header(dtype: np.dtype[Any], n: int) -> bytes:
+    """The .npy header of a one-dimensional array, padded to 128 bytes.
+
+    Written by hand: NumPy has changed its padding between releases, and shards must not change with it.
+    Format: https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html, version 1.0.
+    """
+    facts = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': ({n},), }}"
+    text = facts.ljust(NPY_HEADER_BYTES - 11) + "\n"
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode()
+
+
+def _member(name: str, data: bytes) -> bytes:
+    return _header(name.encode("ascii"), len(data)) + data.ljust(_padded(len(data)), b"\0")
+
+
+def _header(name: bytes, size: int) -> bytes:
+    """The tar header of a plain file, as tarfile writes it; keys and extensions are too short for a name not to fit."""
+    digits = b"%011o" % size
+    header = bytearray(_BLANK)
+    header[_NAME] = name.ljust(100, b"\0")
+    header[_SIZE] = digits
+    header[_CHECKSUM] = b"%06o" % (_BLANK_SUM + sum(name) + sum(digits))
+    return bytes(header)
+
+
+def _tar_header(frame: bytes, start: int, name: str) -> tarfile.TarInfo:
+    try:
+        header = frame[max(start, 0) : start + tarfile.BLOCKSIZE]
+        return tarfile.TarInfo.frombuf(header, "utf-8", "strict")
+    except (tarfile.TarError, UnicodeDecodeError) as error:
+        raise MegatfmError(f"no tar header of {name} at byte {start} of its frame ({error})") from error
+
+
+def _member_size(frame: bytes, start: int, name: str) -> int:
+    info = _tar_header(frame, start, name)
+    if info.name != name or not info.isreg():
+        raise MegatfmError(f"at byte {start} of its frame lies {info.name!r}, not the file {name!r}")
+    return info.size
+
+
+def _padded(size: int) -> int:
+    return -(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+
+
+class BadFrame(Exception):
+    """A frame is not what it should be; the message is only the reason."""
+
+
+def decompress_frame(packed: bytes, size: int) -> bytes:
+    """The `size` bytes of a frame. Raises BadFrame."""
+    try:
+        _check_size(packed, size)
+        return _decompressor().decompress(packed, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise BadFrame(str(error)) from error
+
+
+def decompress_frames(packed: Sequence[bytes], sizes: Sequence[int]) -> list[memoryview]:
+    """Decompress many frames in one call, which keeps the interpreter for as long as one alone does.
+
+    What is returned is one piece of memory, which stays until nothing of it is needed. Raises BadFrame.
+    """
+    if not packed:
+        return []
+    try:
+        for data, size in zip(packed, sizes, strict=True):
+            _check_size(data, size)
+            if _end(data) != len(data):
+                raise BadFrame("its frame ends elsewhere")
+        expected = np.array(sizes, "<u8").tobytes()
+        # The library's annotations know neither that lists of bytes are taken nor that segments are buffers.
+        unpack_all: Any = _decompressor().multi_decompress_to_buffer
+        return [memoryview(each) for each in unpack_all(packed, decompressed_sizes=expected, threads=1)]
+    except zstandard.ZstdError as error:
+        raise BadFrame(str(error)) from error
+
+
+def _check_size(packed: bytes, size: int) -> None:
+    """Check the size that a frame claims, before anything is allocated for it."""
+    found = zstandard.frame_content_size(packed)
+    if found != size:
+        raise BadFrame(f"holds {found} bytes, the index says {size}")
+
+
+def _end(packed: bytes) -> int:
+    """Return where a frame ends, by the headers of its blocks (RFC 8878, section 3.1.1)."""
+    at, last = zstandard.frame_header_size(packed), False
+    while not last and at < len(packed):
+        header = int.from_bytes(packed[at : at + _BLOCK_HEADER], "little")
+        last, kind, size = bool(header & 1), header >> 1 & 3, header >> 3
+        at += _BLOCK_HEADER + (1 if kind == _RLE else size)
+    return at + _CHECKSUM_BYTES * zstandard.get_frame_parameters(packed).has_checksum
+
+
+def _decompressor() -> zstandard.ZstdDecompressor:
+    """One for each thread, since making one takes as long as unpacking a small frame."""
+    if not hasattr(_local, "decompressor"):
+        _local.decompressor = zstandard.ZstdDecompressor()
+    decompressor: zstandard.ZstdDecompressor = _local.decompressor
+    return decompressor

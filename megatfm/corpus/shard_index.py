@@ -1,0 +1,179 @@
+"""The sidecar index of a shard: where each frame and each sample's tokens lie, without reading the shard.
+
+On disk: one zstd frame that holds a line of JSON (counts), an array of `FRAME_DTYPE` and an array of samples.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import zstandard
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from megatfm.corpus.manifest import Shard
+from megatfm.errors import MegatfmError
+
+# A sample's frame is held in memory as a whole, so a damaged or hostile size must not pass.
+MAX_FRAME_BYTES = 2**30
+MAX_KEY_LENGTH = 80
+NPY_HEADER_BYTES = 128
+"""Length of the header before the tokens of a sample."""
+
+# Frames follow one another without gaps, so their offsets are the running sums of `compressed`.
+FRAME_DTYPE = np.dtype([("compressed", "<u4"), ("uncompressed", "<u4"), ("samples", "<u4")])
+
+
+def sample_dtype(key_width: int) -> np.dtype[Any]:
+    """`offset`: where the token payload starts in its uncompressed frame; `tokens`: their number;
+    `text_bytes`: the UTF-8 bytes of the sample's text."""
+    return np.dtype([("offset", "<u4"), ("tokens", "<u4"), ("text_bytes", "<u8"), ("key", f"S{key_width}")])
+
+
+# What reading tokens needs of a sample.
+SPAN = np.dtype([("offset", "<u4"), ("tokens", "<u4")])
+
+
+@dataclass(frozen=True, eq=False)
+class ShardIndex:
+    """`frames` [n_frames] of `FRAME_DTYPE` and `samples` [n_samples] of `sample_dtype`, or of `SPAN`, in stored
+    order."""
+
+    frames: NDArray[Any]
+    samples: NDArray[Any]
+    frame_hashes: NDArray[np.uint64] | None = None
+    """`frame_hash` of each frame's uncompressed bytes, in shards whose frames may lack checksums."""
+    has_packed_frames: bool = False
+    """Whether a frame may hold many documents in one member."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory of both tables."""
+        return self.frames.nbytes + self.samples.nbytes
+
+    @cached_property
+    def offsets(self) -> NDArray[np.int64]:
+        """Byte offsets [n_frames + 1] at which frames start in the shard; the last is the shard's size."""
+        return running_sum(self.frames["compressed"])
+
+    @cached_property
+    def first_samples(self) -> NDArray[np.int64]:
+        """Numbers [n_frames + 1] of the frames' first samples within the shard."""
+        return running_sum(self.frames["samples"])
+
+    def without_keys(self) -> "ShardIndex":
+        """Return a copy with the samples' spans alone: 8 bytes of each, where keys and sizes of texts take 20 more."""
+        spans = np.empty(len(self.samples), SPAN)
+        for name in SPAN.fields or ():
+            spans[name] = self.samples[name]
+        hashes = None if self.frame_hashes is None else self.frame_hashes.copy()
+        return ShardIndex(self.frames.copy(), spans, hashes, self.has_packed_frames)
+
+    def is_packed_frame(self, frame: int, token_bytes: int) -> bool:
+        """Whether the documents of a frame lie in one member, one after another."""
+        first, end = self.first_samples[frame : frame + 2].tolist()
+        if not self.has_packed_frames or end - first == 1:
+            return False
+        begin, following = self.samples["offset"][first : first + 2].tolist()
+        return bool(following - begin == int(self.samples["tokens"][first]) * token_bytes)
+
+    def encode(self) -> bytes:
+        """Content of an index file, zstd with a checksum: a JSON line of counts, then the tables of the shard."""
+        counts = {
+            "schema_version": 3 if self.has_packed_frames else 1 if self.frame_hashes is None else 2,
+            "frames": len(self.frames),
+            "samples": len(self.samples),
+            "key_width": self.samples.dtype["key"].itemsize,
+        }
+        content = json.dumps(counts).encode() + b"\n" + self.frames.tobytes() + self.samples.tobytes()
+        content += b"" if self.frame_hashes is None else self.frame_hashes.tobytes()
+        return zstandard.ZstdCompressor(level=9, write_checksum=True).compress(content)
+
+    @classmethod
+    def decode(cls, data: bytes, shard: Shard, token_bytes: int) -> "ShardIndex":
+        """Read an index and check it against its shard's entry in the manifest.
+
+        Raises a MegatfmError whose message is only the reason; the caller knows the place.
+        """
+        most = 256 + shard.samples * (FRAME_DTYPE.itemsize + 8 + sample_dtype(MAX_KEY_LENGTH).itemsize)
+        try:
+            if not 0 < zstandard.frame_content_size(data) <= most:
+                raise MegatfmError("its uncompressed size is absurd")
+            content = zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
+            at = content.index(b"\n") + 1
+            counts = json.loads(content[:at])
+            known = (2,) if shard.foreign else (1, 3)
+            if (packs := counts["schema_version"]) not in known:
+                raise MegatfmError(f"schema version {packs!r} is not known here, only 1 and 3 (2: foreign)")
+            hashed = shard.is_raw if packs == 3 else shard.foreign
+            n_frames, n_samples, key_width = (int(counts[n]) for n in ("frames", "samples", "key_width"))
+            if min(n_frames, n_samples) < 0 or not 1 <= key_width <= MAX_KEY_LENGTH:
+                raise MegatfmError(f"its counts are absurd: {counts}")
+            samples = sample_dtype(key_width)
+            samples_at = at + n_frames * FRAME_DTYPE.itemsize
+            hashes_at = samples_at + n_samples * samples.itemsize
+            index = cls(
+                np.frombuffer(content, FRAME_DTYPE, n_frames, at),
+                np.frombuffer(content, samples, n_samples, samples_at),
+                np.frombuffer(content, "<u8", n_frames, hashes_at) if hashed else None,
+                packs == 3,
+            )
+        except (
+            zstandard.ZstdError,
+            ArithmeticError,
+            ValueError,
+            KeyError,
+            TypeError,
+            RecursionError,
+        ) as error:
+            raise MegatfmError(f"not a readable index ({error})") from error
+        if len(content) - at != index.nbytes + (8 * n_frames if hashed else 0):
+            raise MegatfmError("it is longer than its counts say")
+        index._check(shard, token_bytes)
+        return index
+
+    def _check(self, shard: Shard, token_bytes: int) -> None:
+        frames, samples = self.frames, self.samples
+        said = (shard.samples, shard.samples, shard.tokens, shard.text_bytes, shard.bytes)
+        found = (
+            len(samples),
+            int(frames["samples"].sum(dtype=np.int64)),
+            int(samples["tokens"].sum(dtype=np.int64)),
+            int(samples["text_bytes"].sum()),
+            int(self.offsets[-1]),
+        )
+        if found != said:
+            raise MegatfmError(
+                f"it disagrees with the manifest on (samples, samples in frames, tokens, text bytes, bytes): "
+                f"{found}, not {said}"
+            )
+        if (frames["samples"] == 0).any():
+            raise MegatfmError(f"frame {int((frames['samples'] == 0).argmax())} holds no sample")
+        if shard.is_raw and (frames["compressed"] != frames["uncompressed"]).any():
+            raise MegatfmError("a frame of a plain tar has two sizes")
+        claimed = np.maximum(frames["uncompressed"], frames["compressed"])
+        if claimed.max() > MAX_FRAME_BYTES:
+            raise MegatfmError(
+                f"frame {claimed.argmax()} claims {claimed.max()} bytes, over {MAX_FRAME_BYTES}"
+            )
+        ends = samples["offset"] + samples["tokens"].astype(np.int64) * token_bytes
+        outside = ends > np.repeat(frames["uncompressed"], frames["samples"])
+        if outside.any():
+            raise MegatfmError(f"sample {int(outside.argmax())} ends outside its frame")
+        offsets = samples["offset"]
+        unfit = (offsets < NPY_HEADER_BYTES) | (offsets % token_bytes != 0)
+        if unfit.any():
+            raise MegatfmError(f"sample {int(unfit.argmax())} starts where none can")
+
+
+def frame_hash(data: bytes | memoryview) -> int:
+    """The first 8 bytes of a frame's BLAKE3 hash."""
+    return int.from_bytes(blake3(data).digest(8), "little")
+
+
+def running_sum(counts: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
+    """Return the sums [n + 1] of the first 0 to n counts."""
+    return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])

@@ -1,0 +1,258 @@
+"""Shards that others wrote: indexed as they lie where that is possible, or written again as a corpus of our own.
+
+A foreign shard is a tar, or a tar compressed by zstd, of samples as WebDataset writes them, with one array of token
+ids in each (`KEY.npy`, or with more before the `.npy`). Nothing is ever extracted, no pickle is loaded, and a shard
+with anything in it but plain files is refused by name.
+"""
+
+import io
+import re
+import tarfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import zstandard
+from blake3 import blake3
+
+from megatfm.corpus.files import open_regular_file, regular_file_size, write_whole
+from megatfm.corpus.manifest import (
+    DEFAULT_FRAME_BYTES,
+    FOREIGN_SHARD,
+    MANIFEST,
+    IndexFile,
+    Manifest,
+    Shard,
+    TokenDtype,
+)
+from megatfm.corpus.safe_tar import STORED, TokenArray, iter_shard_samples, iter_tar_samples
+from megatfm.corpus.shard_format import KEY
+from megatfm.corpus.shard_index import FRAME_DTYPE, MAX_FRAME_BYTES, ShardIndex, frame_hash, sample_dtype
+from megatfm.corpus.writer import ShardWriter
+from megatfm.errors import MegatfmError, UsageError
+
+FRAME_BYTES = 2**18
+CHUNK = 2**14
+"""Compressed bytes given to zstd at once: 16 KiB can't become more than some hundred MiB."""
+
+
+@dataclass(frozen=True)
+class IndexReport:
+    """Outcome of `index_folder`."""
+
+    manifest: Manifest
+    folder: Path
+    rewritten: bool
+
+    def __str__(self) -> str:
+        shards = self.manifest.shards
+        did = "written again" if self.rewritten else "indexed where they are"
+        return (
+            f"{self.folder}: {len(shards):,} shards with {sum(s.samples for s in shards):,} samples, "
+            f"{sum(s.tokens for s in shards):,} tokens, {did}"
+        )
+
+
+def index_folder(folder: Path, tokenizer_hash: str, out: Path | None = None) -> IndexReport:
+    """Make the foreign shards of a folder a corpus: there, or with `out` written again as shards of our own.
+
+    Raises a UsageError if there are none, if they hold no tokens, or if they can't be read at random where they are; a
+    MegatfmError that names the shard, the member and its place for what is damaged or hostile.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"{folder}: no such folder")
+    if (folder / MANIFEST).exists():
+        raise UsageError(
+            f"{folder}: already holds a {MANIFEST}, so it is indexed: look at it with `megatfm data show`"
+        )
+    paths = sorted(path for path in folder.iterdir() if re.fullmatch(FOREIGN_SHARD, path.name))
+    if not paths:
+        raise UsageError(f"{folder}: has no shards (.tar or .tar.zst)")
+    _check_names(paths)
+    if out is not None:
+        return IndexReport(_rewrite(paths, tokenizer_hash, out), out, True)
+    shards, dtypes = [], set()
+    for path in paths:
+        shard, dtype = _index(path)
+        shards.append(shard)
+        dtypes.add(dtype)
+    if len(dtypes) > 1:
+        raise _needs_rewrite_error(folder, f"shards hold {' and '.join(sorted(dtypes))}")
+    manifest = Manifest(
+        token_dtype=STORED[dtypes.pop()],
+        tokenizer_hash=tokenizer_hash,
+        shards=tuple(shards),
+        provenance={"indexed": "megatfm data index"},
+    )
+    manifest.save(folder)
+    return IndexReport(manifest, folder, False)
+
+
+def _check_names(paths: list[Path]) -> None:
+    """Raise a UsageError if two shards would have one index."""
+    owners: dict[str, Path] = {}
+    for path in paths:
+        other = owners.setdefault(_index_name(path), path)
+        if other != path:
+            raise UsageError(
+                f"{path}: {other.name} lies beside it, and an index is named without .tar or .tar.zst: rename one, or "
+                "delete it if it is a copy"
+            )
+
+
+def _index_name(path: Path) -> str:
+    return re.sub(r"\.tar(\.zst)?$", ".index.zst", path.name)
+
+
+def _index(path: Path) -> tuple[Shard, str]:
+    """Write the index of a shard that stays as it is; its entry in a manifest, and the type of its tokens."""
+    frames: list[tuple[int, int, int]] = []
+    rows: list[tuple[int, int, int, bytes]] = []
+    hashes: list[int] = []
+    dtypes, keys = set[str](), set[str]()
+    for compressed, data, arrays in _raw_frames(path) if path.name.endswith(".tar") else _zstd_frames(path):
+        for array in _check_unique_keys(arrays, keys, path):
+            if not array.has_native_layout:
+                raise _needs_rewrite_error(
+                    path, f"sample {array.key!r} is {array.tokens.dtype} or has an unusual header"
+                )
+            dtypes.add(array.tokens.dtype.str)
+            key = array.key if KEY.fullmatch(array.key) else f"{len(rows):09d}"
+            rows.append((array.payload, len(array.tokens), 0, key.encode()))
+        frames.append((compressed, len(data), len(arrays)))
+        hashes.append(frame_hash(data))
+    if len(dtypes) != 1:
+        raise _needs_rewrite_error(path, f"it holds {' and '.join(sorted(dtypes)) or 'no samples'}")
+    samples = np.array(rows, sample_dtype(max(len(row[3]) for row in rows)))
+    index = ShardIndex(np.array(frames, FRAME_DTYPE), samples, np.array(hashes, "<u8"))
+    name = _index_name(path)
+    encoded = index.encode()
+    write_whole(path.with_name(name), encoded)
+    shard = Shard(
+        file=path.name,
+        bytes=regular_file_size(path),
+        blake3=_file_hash(path),
+        samples=len(rows),
+        tokens=int(samples["tokens"].sum(dtype=np.int64)),
+        text_bytes=0,
+        index=IndexFile(file=name, bytes=len(encoded), blake3=blake3(encoded).hexdigest()),
+        foreign=True,
+        frame_bytes=FRAME_BYTES if path.name.endswith(".tar") else DEFAULT_FRAME_BYTES,
+    )
+    return shard, dtypes.pop()
+
+
+Frame = tuple[int, bytes, list[TokenArray]]
+
+
+def _raw_frames(path: Path) -> Iterator[Frame]:
+    """Runs of samples of a plain tar, of about `FRAME_BYTES` or one sample; between them they hold every byte."""
+    begin, run, size = 0, list[TokenArray](), regular_file_size(path)
+    with open_regular_file(path) as file:
+        for array in iter_shard_samples(path):
+            if run and array.begin - begin >= FRAME_BYTES:
+                yield _raw_frame(file, path, begin, array.begin, run)
+                begin, run = array.begin, []
+            run.append(array)
+        if run:
+            yield _raw_frame(file, path, begin, size, run)
+
+
+def _raw_frame(file: IO[bytes], path: Path, begin: int, end: int, run: list[TokenArray]) -> Frame:
+    if end - begin > MAX_FRAME_BYTES:
+        raise _needs_rewrite_error(
+            path,
+            f"sample {run[-1].key!r} and its files take more than {MAX_FRAME_BYTES} bytes, or what follows them",
+        )
+    file.seek(begin)
+    data = file.read(end - begin)
+    return len(data), data, [_relative_to(array, begin) for array in run]
+
+
+def _relative_to(array: TokenArray, begin: int) -> TokenArray:
+    """Return the sample with its places measured from `begin`."""
+    return array._replace(begin=array.begin - begin, payload=array.payload - begin)
+
+
+def _zstd_frames(path: Path) -> Iterator[Frame]:
+    """The frames of a shard, if each holds whole samples."""
+    number, data = 0, b""
+    with open_regular_file(path) as file:
+        for compressed, data in _split(file, path):
+            if not data.strip(b"\0"):
+                raise _needs_rewrite_error(path, f"frame {number} is empty")
+            if number == 0 and compressed == regular_file_size(path) and len(data) > 8 * FRAME_BYTES:
+                raise _needs_rewrite_error(
+                    path, "it is one zstd frame, in which nothing can be found without reading all"
+                )
+            try:
+                arrays = list(iter_tar_samples(io.BytesIO(data), path, require_end_marker=False))
+            except MegatfmError as error:
+                if isinstance(error, UsageError) or ": refused" in str(error):
+                    raise
+                raise _needs_rewrite_error(path, f"frame {number} is no tar by itself ({error})") from error
+            if not arrays:
+                raise _needs_rewrite_error(path, f"frame {number} holds no sample")
+            yield compressed, data, arrays
+            number += 1
+    if data[-tarfile.BLOCKSIZE :].strip(b"\0"):
+        raise MegatfmError(f"{path}: is cut off: no mark of a tar's end")
+
+
+def _split(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes]]:
+    """Compressed size and content of each zstd frame of a file."""
+    rest = b""
+    while rest or (rest := file.read(CHUNK)):
+        unpack = zstandard.ZstdDecompressor(max_window_size=2**27).decompressobj()
+        parts, size, taken = list[bytes](), 0, 0
+        try:
+            while not unpack.eof:
+                if not rest and not (rest := file.read(CHUNK)):
+                    raise MegatfmError(f"{path}: damaged: its last zstd frame is cut off")
+                parts.append(unpack.decompress(rest[:CHUNK]))
+                taken, rest, size = taken + len(rest[:CHUNK]), rest[CHUNK:], size + len(parts[-1])
+                if size > MAX_FRAME_BYTES:
+                    raise _needs_rewrite_error(path, f"a zstd frame unpacks to over {MAX_FRAME_BYTES} bytes")
+        except zstandard.ZstdError as error:
+            raise MegatfmError(f"{path}: damaged, or no zstd: {error}") from error
+        rest = unpack.unused_data + rest
+        yield taken - len(unpack.unused_data), b"".join(parts)
+
+
+def _rewrite(paths: list[Path], tokenizer_hash: str, out: Path) -> Manifest:
+    most = 0
+    for path in paths:  # first, since an id that doesn't fit would be found only at its shard
+        for array in iter_shard_samples(path):
+            most = max(most, int(array.tokens.max(initial=0)))
+    dtype: TokenDtype = "uint16" if most < 2**16 else "uint32"
+    number = 0
+    with ShardWriter(out, tokenizer_hash=tokenizer_hash, token_dtype=dtype) as writer:
+        for path in paths:
+            for array in _check_unique_keys(iter_shard_samples(path), set(), path):
+                writer.add(f"{number:09d}", array.tokens, f"{path.name}/{array.key}", 0)
+                number += 1
+        return writer.finish({"indexed": "megatfm data index", "from": [path.name for path in paths]})
+
+
+def _check_unique_keys(arrays: Iterable[TokenArray], keys: set[str], path: Path) -> Iterator[TokenArray]:
+    """The samples, unless a key is there twice: a MegatfmError. keys: those that were met, to which these are added."""
+    for array in arrays:
+        if array.key in keys:
+            raise MegatfmError(f"{path}: sample {array.key!r} is there twice: refused")
+        keys.add(array.key)
+        yield array
+
+
+def _needs_rewrite_error(path: Path, reason: str) -> UsageError:
+    folder = path if path.is_dir() else path.parent
+    return UsageError(f"{path}: {reason}: write it again with `megatfm data index {folder} --to FOLDER`")
+
+
+def _file_hash(path: Path) -> str:
+    found = blake3()
+    with open_regular_file(path) as file:
+        while chunk := file.read(2**20):
+            found.update(chunk)
+    return found.hexdigest()

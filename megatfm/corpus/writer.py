@@ -1,0 +1,279 @@
+"""Write a corpus: samples into tar shards of independent zstd frames, an index for each, a manifest last."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import zstandard
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from megatfm.corpus.files import AtomicFile, check_local, disk_errors_as_megatfm_errors, write_whole
+from megatfm.corpus.manifest import (
+    DEFAULT_FRAME_BYTES,
+    INDEX_NAME,
+    MANIFEST,
+    SHARD_NAME,
+    IndexFile,
+    Manifest,
+    Shard,
+    TokenDtype,
+)
+from megatfm.corpus.shard_format import (
+    END_OF_ARCHIVE,
+    EXTENSION,
+    KEY,
+    PAYLOAD_OFFSET,
+    Sample,
+    encode_packed_documents,
+    encode_sample,
+)
+from megatfm.corpus.shard_index import FRAME_DTYPE, MAX_FRAME_BYTES, ShardIndex, frame_hash, sample_dtype
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.files import fsync_directory
+
+_OWN_FILE_NAME = re.compile(
+    rf"{SHARD_NAME}|{INDEX_NAME}|\.({SHARD_NAME}|{INDEX_NAME}|{re.escape(MANIFEST)})\.partial"
+)
+
+
+class ShardWriter:
+    """Writes samples, in the order in which they are added, as a corpus in `folder`.
+
+    The same samples give the same bytes. Nothing is a corpus until `finish` has written the manifest;
+    leaving a `with` block without it removes the shard in progress.
+
+    - token_dtype: how tokens are stored; an id that does not fit is an error.
+    - shard_bytes, frame_bytes: uncompressed tar bytes after which a shard or a frame ends. A frame is the
+      unit of reading; a sample is never split, so a larger one makes a larger frame.
+    - compress: as `.tar.zst`; else as plain `.tar`.
+    - pack: documents without files share the members of a frame, where each would need two of its own, and a KiB and
+      a half of headers and padding.
+    - final: told of each file as soon as it is whole, which it may take away.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        tokenizer_hash: str,
+        token_dtype: TokenDtype,
+        shard_bytes: int = 2**28,
+        frame_bytes: int = DEFAULT_FRAME_BYTES,
+        compress: bool = True,
+        pack: bool = True,
+        on_file_written: Callable[[Path], None] = lambda path: None,
+    ) -> None:
+        check_local(folder)
+        self.folder = Path(folder)
+        self._how = _ShardOptions(frame_bytes, compress, pack)
+        self._tokenizer_hash = tokenizer_hash
+        self._token_dtype: TokenDtype = token_dtype
+        self._dtype = np.dtype(token_dtype).newbyteorder("<")
+        self._largest = int(np.iinfo(self._dtype).max)
+        self._shard_bytes = shard_bytes
+        self._final = on_file_written
+        self._shards: list[Shard] = []
+        self._open: _OpenShard | None = None
+        with disk_errors_as_megatfm_errors(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        if (self.folder / MANIFEST).exists():
+            raise UsageError(f"{self.folder}: already holds a corpus: delete it or choose another folder")
+
+    def add(
+        self,
+        key: str,
+        tokens: NDArray[Any],
+        source: str,
+        text_bytes: int,
+        members: Mapping[str, bytes] = MappingProxyType({}),
+        fields: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """Append a sample: `tokens` [n] of a text of `text_bytes` UTF-8 bytes that was read from `source`.
+
+        `key` names it in the tar: letters, digits, `_` and `-`, at most 80, used once in a shard. `members` are files
+        that belong to it, by their extensions, which are up to 16 small letters and digits: `{"jpg": data}`. `fields`
+        (JSON) is what else is said of it.
+        """
+        if not KEY.fullmatch(key):
+            raise MegatfmError(f"sample key {key!r}: use 1 to 80 letters, digits, '_' and '-'")
+        for extension in members:
+            if not EXTENSION.fullmatch(extension):
+                raise MegatfmError(
+                    f"sample {key}: member {extension!r}: use 1 to 16 small letters and digits"
+                )
+        sample = Sample(0, key, source, text_bytes, self._stored(key, tokens), members, fields)
+        part = _PendingSample(sample, None if self._how.pack and not members else encode_sample(sample))
+        if part.size + len(END_OF_ARCHIVE) > MAX_FRAME_BYTES:
+            raise MegatfmError(f"sample {key} ({source}) takes over {MAX_FRAME_BYTES} bytes: cut its text")
+        if self._open is not None and self._open.written + part.size > self._shard_bytes:
+            self._close_shard()
+        if self._open is None:
+            self._open = _OpenShard(self.folder, len(self._shards), self._how)
+        self._open.add(part)
+
+    def finish(self, provenance: Mapping[str, Any]) -> Manifest:
+        """Commit the corpus: close the last shard, remove what an interrupted run left, write the manifest.
+
+        `provenance` (JSON) says how the corpus was made. A UsageError if no sample was added.
+        """
+        if self._open is None:
+            raise UsageError(f"{self.folder}: no document was added, so there is no corpus to write")
+        self._close_shard()
+        manifest = Manifest(
+            token_dtype=self._token_dtype,
+            tokenizer_hash=self._tokenizer_hash,
+            shards=tuple(self._shards),
+            provenance=dict(provenance),
+        )
+        kept = {name for shard in self._shards for name in (shard.file, shard.index.file)}
+        with disk_errors_as_megatfm_errors(self.folder):
+            for path in self.folder.iterdir():
+                if path.name not in kept and _OWN_FILE_NAME.fullmatch(path.name):
+                    path.unlink()
+            fsync_directory(self.folder)
+        manifest.save(self.folder)
+        self._final(self.folder / MANIFEST)
+        return manifest
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._open is not None:
+            self._open.discard()
+            self._open = None
+
+    def _stored(self, key: str, tokens: NDArray[Any]) -> NDArray[Any]:
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise MegatfmError(
+                f"sample {key}: tokens are {tokens.dtype}{list(tokens.shape)}, not integers [n]"
+            )
+        least, most = int(tokens.min(initial=0)), int(tokens.max(initial=0))
+        if least < 0 or most > self._largest:
+            raise MegatfmError(
+                f"sample {key}: token id {least if least < 0 else most} does not fit {self._dtype}"
+            )
+        return tokens.astype(self._dtype)
+
+    def _close_shard(self) -> None:
+        assert self._open is not None
+        shard = self._open.commit()
+        self._shards.append(shard)
+        self._open = None
+        for name in (shard.file, shard.index.file):
+            self._final(self.folder / name)
+
+
+class _ShardOptions(NamedTuple):
+    frame_bytes: int
+    compress: bool
+    pack: bool
+
+
+class _PendingSample(NamedTuple):
+    """A sample of a frame."""
+
+    sample: Sample
+    data: bytes | None
+    """Its own members; None if it may share them with others."""
+
+    @property
+    def size(self) -> int:
+        """Bytes that it brings to a frame; of shared members about."""
+        if self.data is not None:
+            return len(self.data)
+        sample = self.sample
+        said = len(json.dumps(dict(sample.metadata))) if sample.metadata else 0
+        return sample.tokens.nbytes + len(sample.source) + len(sample.key) + said + 16
+
+
+class _OpenShard:
+    """The shard in progress: one frame in memory, the ones before it in the file."""
+
+    def __init__(self, folder: Path, number: int, how: _ShardOptions) -> None:
+        self._index_path = folder / f"shard-{number:06d}.index.zst"
+        self._file = AtomicFile(folder / f"shard-{number:06d}.tar{'.zst' if how.compress else ''}")
+        self._how = how
+        # The checksum lets a reader notice damage in the one frame that it reads.
+        self._compressor = zstandard.ZstdCompressor(level=3, write_checksum=True)
+        self._frame: list[_PendingSample] = []
+        self._frame_bytes = 0
+        self._frames: list[tuple[int, int, int]] = []
+        self._hashes: list[int] = []
+        self._packs = False
+        self._samples: dict[str, tuple[int, int, int]] = {}
+        self.written = 0
+
+    def add(self, part: _PendingSample) -> None:
+        sample, size = part.sample, part.size
+        if sample.key in self._samples:
+            raise MegatfmError(f"sample key {sample.key}: used twice in {self._file.path}")
+        if self._frame and (
+            self._frame_bytes + size > self._how.frame_bytes
+            or (part.data is None) != (self._frame[-1].data is None)
+        ):
+            self._end_frame()
+        # Where it lies is known when the frame ends.
+        self._samples[sample.key] = (0, len(sample.tokens), sample.text_bytes)
+        self._frame.append(part)
+        self._frame_bytes += size
+        self.written += size
+
+    def commit(self) -> Shard:
+        self._end_frame(END_OF_ARCHIVE)
+        self._file.commit()
+        rows = [(*where, key.encode()) for key, where in self._samples.items()]
+        index = ShardIndex(
+            np.array(self._frames, FRAME_DTYPE),
+            np.array(rows, sample_dtype(max(map(len, self._samples)))),
+            None if self._how.compress else np.array(self._hashes, "<u8"),
+            self._packs or not self._how.compress,
+        )
+        encoded = index.encode()
+        write_whole(self._index_path, encoded)
+        return Shard(
+            file=self._file.path.name,
+            bytes=self._file.size,
+            blake3=self._file.blake3,
+            samples=len(rows),
+            tokens=sum(n for _, n, _ in self._samples.values()),
+            text_bytes=sum(n for _, _, n in self._samples.values()),
+            index=IndexFile(
+                file=self._index_path.name, bytes=len(encoded), blake3=blake3(encoded).hexdigest()
+            ),
+            frame_bytes=DEFAULT_FRAME_BYTES if self._how.compress else self._how.frame_bytes,
+        )
+
+    def discard(self) -> None:
+        self._file.discard()
+
+    def _end_frame(self, end: bytes = b"") -> None:
+        data = self._encoded_frame() + end
+        stored = self._compressor.compress(data) if self._how.compress else data
+        self._frames.append((len(stored), len(data), len(self._frame)))
+        if not self._how.compress:
+            self._hashes.append(frame_hash(data))
+        self._file.write(stored)
+        self._frame, self._frame_bytes = [], 0
+
+    def _encoded_frame(self) -> bytes:
+        """The frame's tar; notes where each sample's tokens start in it."""
+        at, parts = PAYLOAD_OFFSET, []
+        packed = self._frame[0].data is None and len(self._frame) > 1
+        for sample, data in self._frame:
+            _, *counts = self._samples[sample.key]
+            self._samples[sample.key] = (at, counts[0], counts[1])
+            if packed:
+                at += sample.tokens.nbytes
+            else:
+                parts.append(data or encode_sample(sample))
+                at += len(parts[-1])
+        self._packs |= packed
+        return encode_packed_documents([part.sample for part in self._frame]) if packed else b"".join(parts)

@@ -1,0 +1,175 @@
+"""Bin packing: whole sequences side by side in rows, and runs of blocks that are packed together.
+
+Best fit decreasing assigns sequences to rows. Blocks are grouped so that their sequences fill rows, and that still few
+blocks are read at once.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatfm.corpus.corpus import Corpus
+from megatfm.data.sequences import PackingObjective, needs_own_row
+
+GROUP_ROWS = (8, 12, 18, 27, 40, 64, 128, 256)
+"""Rows that a group is to have: at least the first, and more as long as too much of them is padding."""
+TARGET_PADDING = 0.015
+"""Share of padding with which a group is not made larger."""
+MUCH_PADDING = 0.05
+"""Share of padding above which there is a warning."""
+ROWS = (2048, 8192, 32_768, 131_072, 1_048_576)
+PADDING_SAMPLE = 2**16
+"""Documents whose padding `describe_padding` computes."""
+Volumes = NDArray[np.int64]
+
+
+def assign_rows(
+    objective: PackingObjective, lengths: NDArray[np.int64], capacities: Sequence[int]
+) -> NDArray[np.int64]:
+    """The row [P] of each sequence of `lengths` [P, sides]: its own, or the one in which it fits best."""
+    return np.arange(len(lengths)) if needs_own_row(objective) else best_fit_decreasing(lengths, capacities)
+
+
+def best_fit_decreasing(lengths: NDArray[np.int64], capacities: Sequence[int]) -> NDArray[np.int64]:
+    """The row [P] of each sequence of `lengths` [P, sides]: the longest first, each where least room is left after it.
+
+    Best fit decreasing takes at most 11/9 of the fewest possible rows, and a few (Johnson et al. 1974). With two
+    sides, room and length are measured in parts of each side's row. Rows are numbered by their first sequences.
+    """
+    rows = np.arange(len(lengths))
+    # A sequence that fills one side shares its row with none.
+    shared = np.flatnonzero((lengths != np.array(capacities)).all(axis=1))
+    fit = _fit_one if len(capacities) == 1 else _fit_many
+    rows[shared] = len(lengths) + fit(lengths[shared], capacities)
+    _, first, number = np.unique(rows, return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(first))[number]
+
+
+def _fit_one(lengths: NDArray[np.int64], capacities: Sequence[int]) -> NDArray[np.int64]:
+    order = np.argsort(-lengths[:, 0], kind="stable")
+    rows = np.empty(len(lengths), np.int64)
+    open_rows: list[tuple[int, int]] = []  # (room left, row), sorted
+    n_rows = 0
+    for piece, length in zip(order.tolist(), lengths[order, 0].tolist(), strict=True):
+        at = bisect_left(open_rows, (length, -1))
+        if at < len(open_rows):
+            room, row = open_rows.pop(at)
+        else:
+            room, row = capacities[0], n_rows
+            n_rows += 1
+        rows[piece] = row
+        if room > length:
+            insort(open_rows, (room - length, row))
+    return rows
+
+
+def _fit_many(lengths: NDArray[np.int64], capacities: Sequence[int]) -> NDArray[np.int64]:
+    shares = lengths / np.array(capacities)
+    rows = np.empty(len(lengths), np.int64)
+    room = np.tile(np.array(capacities, np.int64), (len(lengths), 1))
+    left = np.full(len(lengths), float(len(capacities)))
+    n_rows = 0
+    for piece in np.argsort(-shares.max(axis=1), kind="stable").tolist():
+        fits = np.flatnonzero((room[:n_rows] >= lengths[piece]).all(axis=1))
+        row = int(fits[left[fits].argmin()]) if len(fits) else n_rows
+        n_rows = max(n_rows, row + 1)
+        rows[piece] = row
+        room[row] -= lengths[piece]
+        left[row] -= shares[piece].sum()
+    return rows
+
+
+def group_blocks(
+    cumulative_lengths: Volumes,
+    capacities: Sequence[int],
+    count_rows: Callable[[int, int], int],
+    is_bin_packed: bool,
+) -> Iterator[tuple[int, int]]:
+    """Groups of consecutive blocks: where each ends, and its rows.
+
+    cumulative_lengths [n_blocks + 1, sides]: tokens of the sequences before each block. count_rows: the rows that
+    blocks from … to make together. Unless sequences `fit`, since each has a row of its own, each block is a group.
+    """
+    n, begin = len(cumulative_lengths) - 1, 0
+    if not is_bin_packed:
+        yield from ((block + 1, count_rows(block, block + 1)) for block in range(n))
+        return
+    while begin < n:
+        end, rows = _group(cumulative_lengths, begin, np.array(capacities), count_rows)
+        yield end, rows
+        begin = end
+
+
+def _group(
+    cumulative_lengths: Volumes,
+    begin: int,
+    capacities: NDArray[np.int64],
+    count_rows: Callable[[int, int], int],
+) -> tuple[int, int]:
+    """Try larger and larger groups; return the first whose padding is below `TARGET_PADDING`, else the best."""
+    n = len(cumulative_lengths) - 1
+    best, tried = (2.0, n, 0), begin
+    for least, most in pairwise(GROUP_ROWS):
+        first, after = (_first(cumulative_lengths, begin, capacities * rows) for rows in (least, most))
+        ends = np.arange(first, max(first + 1, after))
+        needed = ((cumulative_lengths[ends] - cumulative_lengths[begin]) / capacities).max(axis=1)
+        end = int(ends[(1 - needed / np.maximum(np.ceil(needed), 1)).argmin()])
+        if _first(cumulative_lengths, end, capacities * GROUP_ROWS[0]) == n:
+            end = n  # a group of few rows would be left
+        if end == tried:  # where blocks are large, several steps end with the same one
+            continue
+        tried = end
+        rows = count_rows(begin, end)
+        full = float((cumulative_lengths[end] - cumulative_lengths[begin]).sum()) / max(
+            1, rows * int(capacities.sum())
+        )
+        best = min(best, (1 - full, end, rows))
+        if best[0] <= TARGET_PADDING or end == n:
+            break
+    return best[1], best[2]
+
+
+def _first(cumulative_lengths: Volumes, begin: int, wanted: NDArray[np.int64]) -> int:
+    """The first end at which blocks from `begin` have as many tokens as wanted, on one side; or the end of all."""
+    sides = range(cumulative_lengths.shape[1])
+    ends = [
+        int(cumulative_lengths[:, side].searchsorted(cumulative_lengths[begin, side] + wanted[side]))
+        for side in sides
+    ]
+    return min(max(begin + 1, min(ends)), len(cumulative_lengths) - 1)
+
+
+def padding(lengths: NDArray[np.int64], blocks: NDArray[np.int64], row: int) -> tuple[float, float]:
+    """Return the share of padding in rows of `row`: where documents are cut at row ends, and where they stay whole.
+
+    lengths [D]: tokens of each document, and one more for its end; blocks [B + 1]: the first document of each block.
+    """
+    total = int(lengths.sum())
+    counts = np.maximum(-(-lengths // row), 1)
+    owners = np.repeat(np.arange(len(lengths)), counts)
+    numbers = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
+    pieces = np.minimum(lengths[owners] - numbers * row, row)[:, None]
+    starts = np.concatenate([[0], np.cumsum(counts)])[blocks]
+
+    def rows_of(begin: int, end: int) -> int:
+        return int(best_fit_decreasing(pieces[starts[begin] : starts[end]], (row,)).max(initial=-1)) + 1
+
+    volumes = np.concatenate([[0], np.cumsum(pieces)])[starts][:, None]
+    rows = sum(each for _, each in group_blocks(volumes, (row,), rows_of, is_bin_packed=True))
+    return 1 - total / (-(-total // row) * row), 1 - total / (rows * row)
+
+
+def describe_padding(corpus: Corpus) -> dict[str, str]:
+    """Return the share of padding in rows of usual lengths, in words; of the first documents of a large corpus."""
+    blocks = corpus.blocks[: max(2, int(corpus.blocks.searchsorted(PADDING_SAMPLE, "right")))]
+    some, found = corpus.lengths(0, len(blocks) - 1) + 1, {}
+    for row in (size for size in ROWS if size <= int(some.sum())):
+        cut, whole = padding(some, blocks, row)
+        much = ": documents don't fill such rows" if whole > MUCH_PADDING else ""
+        found[f"rows of {row:,}"] = (
+            f"{100 * cut:.1f} % padding where documents are cut, {100 * whole:.1f} % where whole{much}"
+        )
+    return found

@@ -1,0 +1,266 @@
+"""Rows of packed tokens of one corpus, in training order."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from itertools import count
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatfm.corpus.byte_cache import ByteCache, size_of
+from megatfm.corpus.corpus import Corpus
+from megatfm.data.documents import BlockDocuments, Quarantine, Read, read_block
+from megatfm.data.order import Interleave, RowAddress, RowSlot, make_row_order
+from megatfm.data.packed_rows import BinPackedRows, PackedBlock, RowSources, collate, pack_chunked
+from megatfm.data.packing_plan import load_or_build_packing_plan
+from megatfm.data.sequences import Fields, PackingConfig, PackingObjective
+from megatfm.errors import MegatfmError
+from megatfm.rng import permutation
+
+PACKING_VERSION = 2
+"""Version of the packing rules; before 2, rows never spanned blocks. Part of an order's identity."""
+
+
+class RowDataset(Protocol):
+    """An endless order of rows, whatever is in them, for a loader to read."""
+
+    @property
+    def seed(self) -> int: ...
+    @property
+    def row_tokens(self) -> int:
+        """Tokens that a row has room for, of all its sides."""
+        ...
+
+    @property
+    def warnings(self) -> Sequence[str]:
+        """Lines for the log, on what is not read as one would think."""
+        ...
+
+    @property
+    def can_split_rows(self) -> bool:
+        """Whether a row may be cut into shorter ones."""
+        ...
+
+    def rows(self, positions: Sequence[int | None]) -> Fields:
+        """The rows at positions by name, [n, length of the field's side, …] or [n, …]; None is a row of padding.
+
+        Integers [n, length] are int64. "documents" (0, 1, … in the row; −1: padding) and "positions" [n, length] are
+        always there, whatever the other fields are.
+        """
+        ...
+
+    def epoch(self, position: int) -> int | str:
+        """Return how often the corpus was read before a position."""
+        ...
+
+    def order_config(self) -> dict[str, str | int | bool]:
+        """Return the settings that determine the order, for a checkpoint to compare."""
+        ...
+
+
+class SizedRowDataset(RowDataset, Protocol):
+    """The rows of one corpus; `len` is those of an epoch."""
+
+    def __len__(self) -> int: ...
+
+
+@dataclass
+class _CachedBlock:
+    """A packed block, or group of blocks, while it is read."""
+
+    packed: PackedBlock | BinPackedRows
+    n_rows: int
+    n_requests: Iterator[int] = field(default_factory=partial(count, 1))
+    """Counts the rows that were asked for. One of `itertools`, since the loader's threads share it: no number twice."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.nbytes
+
+
+class PackedDataset:
+    """Rows of `sequence_length` tokens in a reproducible order without end (see `RowOrder`); `len` is those of an
+    epoch.
+
+    An objective with `max_tokens` gets pieces of that length, and its sequences stay whole: which share a row is
+    planned once, for groups of blocks, from their lengths, and is the same in all epochs. Other documents are joined
+    in another order each epoch, from block to block, and cut where rows end. What room is left is padding, with
+    `pad_id` for tokens: `padding_fraction` is its share.
+    target_length: row length of an objective's second side (an encoder-decoder's decoder).
+
+    streams: how many places are read in turn (and how many rows of each).
+    plan_cache_key: tells what decides the objective's lengths, so that the plan can be kept beside the corpus.
+    quarantine: samples that become padding; their places, and all others', stay.
+
+    Memory grows by 8 bytes a block, and by at most `cache_bytes` of packed blocks, and as much of blocks of which
+    sequences are made; the caches should hold one block, or group of blocks, per stream. `warnings` are lines for the
+    log, on what of the corpus is not read as one would think.
+
+    Raises a UsageError if the corpus is too short for one row.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        objective: PackingObjective,
+        *,
+        sequence_length: int,
+        target_length: int | None = None,
+        seed: int,
+        streams: Interleave | int = 64,
+        shuffle: bool = True,
+        attend_across_documents: bool = False,
+        pad_id: int = 0,
+        cache_bytes: int = 2**29,
+        plan_cache_key: str | None = None,
+        quarantine: Quarantine | None = None,
+    ) -> None:
+        self.corpus = corpus
+        self.objective = objective
+        self.sequence_length = sequence_length
+        self.seed = int(seed)
+        read = Interleave(streams) if isinstance(streams, int) else streams
+        self.streams, turn = read if shuffle else Interleave(1)
+        self.shuffle = shuffle
+        self.quarantine = quarantine or Quarantine()
+        lengths = (sequence_length, target_length or sequence_length)[: len(objective.field_prefixes)]
+        self._packing = PackingConfig(objective, lengths, self.seed, pad_id, attend_across_documents)
+        plan = load_or_build_packing_plan(corpus, objective, lengths, self.seed, plan_cache_key)
+        self._plan, self.padding_fraction, self.warnings = plan, plan.padding, list(plan.notes)
+        if self.quarantine:
+            self.warnings.append(f"{corpus.folder}: {len(self.quarantine):,} samples are in quarantine")
+        self.order = make_row_order(
+            plan.sizes,
+            seed=self.seed,
+            cycle_length=self.streams,
+            turn=turn,
+            shuffle=shuffle,
+            length=sequence_length if plan.groups is None else 1,
+        )
+        self._cache: ByteCache[tuple[int, int], _CachedBlock] = ByteCache(cache_bytes, size_of)
+        self._read: ByteCache[int, Read] = ByteCache(cache_bytes, size_of)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    @property
+    def row_tokens(self) -> int:
+        return sum(self._packing.row_lengths)
+
+    @property
+    def can_split_rows(self) -> bool:
+        return self.objective.max_tokens is None and len(self._packing.row_lengths) == 1
+
+    def epoch(self, position: int) -> int:
+        return position // len(self)
+
+    def order_config(self) -> dict[str, str | int | bool]:
+        """Return the settings that determine the order, for a checkpoint to compare."""
+        _, *second = self._packing.row_lengths
+        quarantine = {"quarantine": str(self.quarantine)} if self.quarantine else {}
+        return {
+            "fingerprint": self.corpus.fingerprint,
+            "seed": self.seed,
+            "sequence_length": self.sequence_length,
+            **({"target_length": second[0]} if second else {}),
+            "streams": self.streams,
+            **({"turn": self.order.turn} if self.order.turn > 1 else {}),
+            "shuffle": self.shuffle,
+            "attend_across_documents": self._packing.attend_across_documents,
+            "rows_per_epoch": len(self),
+            "packing": PACKING_VERSION,
+            **quarantine,
+        }
+
+    def place(self, position: int) -> RowAddress:
+        """Return the place of the row at a global position ≥ 0."""
+        return self.order.row_address(position)
+
+    def row(self, position: int) -> Fields:
+        """Return the row at a global position by name, integers [length of the field's side] as int64.
+
+        "documents" (0, 1, … in the row; −1: padding), "positions" (from 0 in each document's piece), and what the
+        objective makes: of text "tokens" and "targets" (−100: not counted); of an objective with two sides also
+        "encoder_documents" and "encoder_positions". With `attend_across_documents`, a row counts as one document.
+        """
+        return {name: values[0] for name, values in self.rows([position]).items()}
+
+    def padding(self) -> Fields:
+        """Return a row of nothing but padding, with the fields of `row`."""
+        return {name: values[0] for name, values in self.rows([None]).items()}
+
+    def rows(self, positions: Sequence[int | None]) -> Fields:
+        """Return the rows at global positions, as `RowDataset` says."""
+        return collate(self.locate_rows(positions))
+
+    def locate_rows(self, positions: Sequence[int | None]) -> list[RowSources]:
+        """Return the packed blocks of which the row at each position is made, and which row of each."""
+        asked = np.array([-1 if at is None else at for at in positions], np.int64)
+        slots = iter(self.order.slots(asked[asked >= 0]))
+        return [self._padding if at is None else self._locate(next(slots)) for at in positions]
+
+    def _locate(self, slot: RowSlot) -> RowSources:
+        epoch, block, _, begin = slot
+        number, held = self.order.block_order(slot)[slot.row], self._block(epoch, block, begin)
+        if isinstance(held, BinPackedRows):
+            return [(held.row(number), 0)]
+        head, length = self.order.carry_length(begin), self.sequence_length
+        parts = [(held, number + (head > 0))]
+        at, end = begin + int(self._plan.sizes[block]), begin + head + (number + 1) * length
+        while at < min(end, self.order.size):
+            block = self.order.block_at(epoch, at)
+            held = self._block(epoch, block, at)
+            assert isinstance(held, PackedBlock)
+            parts.append((held, 0))
+            at += int(self._plan.sizes[block])
+        return parts
+
+    @cached_property
+    def _padding(self) -> RowSources:
+        # Of the smallest block that has rows, since any would do.
+        sizes = self._plan.sizes
+        return [(self._pack(0, int(np.where(sizes, sizes, sizes.max()).argmin()), 0).padding, 0)]
+
+    def _block(self, epoch: int, block: int, begin: int) -> PackedBlock | BinPackedRows:
+        """A block, or group of blocks, of which a row is asked for."""
+        held = self._cache.get((epoch, block), partial(self._open, epoch, block, begin))
+        if next(held.n_requests) == held.n_rows:
+            # So that the next block gets its memory, since fresh memory is slow.
+            self._cache.evict((epoch, block))
+        return held.packed
+
+    def _open(self, epoch: int, block: int, begin: int) -> _CachedBlock:
+        packed = self._pack(epoch, block, self.order.carry_length(begin))
+        return _CachedBlock(packed, packed.n_rows)
+
+    def _pack(self, epoch: int, block: int, head: int) -> PackedBlock | BinPackedRows:
+        groups, planned = self._plan.groups, int(self._plan.sizes[block])
+        needs_members = self.objective.needs_files
+        packed: PackedBlock | BinPackedRows
+        if groups is not None:
+            first, end = groups[block : block + 2].tolist()
+            blank = self._blank(first, end)
+            documents = BlockDocuments(self.corpus, first, end, blank, self._read, needs_members)
+            packed = BinPackedRows(documents, self._packing, epoch)
+            size = packed.n_rows
+        else:
+            first = block
+            held = read_block(self.corpus, block, self._blank(block, block + 1), needs_members)
+            order = (lambda n: permutation(n, self.seed, "documents", epoch, block)) if self.shuffle else None
+            packed = pack_chunked(held, self._packing, epoch=epoch, order=order, carry_length=head)
+            size = packed.sides[0].bounds[-1]
+        if size != planned:
+            what = "tokens" if groups is None else "rows"
+            raise MegatfmError(
+                f"{self.corpus.folder}: block {first} makes {size} {what}, its plan says {planned}: delete the folder "
+                ".plans in it"
+            )
+        return packed
+
+    def _blank(self, first: int, end: int) -> NDArray[np.bool_] | None:
+        if not self.quarantine:
+            return None
+        blank = self.quarantine.mask(int(self.corpus.blocks[first]), int(self.corpus.blocks[end]))
+        return blank if blank.any() else None

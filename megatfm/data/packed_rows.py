@@ -1,0 +1,398 @@
+"""Packed rows: sequences joined in the order of their rows, from which batches are copied.
+
+`pack_chunked` joins the documents of a block and cuts them where rows end; `BinPackedRows` keeps sequences whole. Both
+make `PackedBlock`s, whose rows come into being when `collate` copies them.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatfm.data.bin_packing import assign_rows
+from megatfm.data.documents import InMemoryDocuments
+from megatfm.data.sequences import (
+    PAD_DOCUMENT_ID,
+    ChunkTable,
+    DocumentSource,
+    Field,
+    Fields,
+    PackingConfig,
+    batch_build_of,
+    build_batch,
+    build_sequences,
+    prefix_index,
+    split_documents,
+)
+from megatfm.errors import MegatfmError
+
+LOOP_LIMIT = 12
+"""Up to so many documents of a row are numbered one by one, which is faster then."""
+
+
+class TypedField(NamedTuple):
+    """A field that is no plain integers [length]: values [total, *shape], or [rows, *shape] of a field of the row."""
+
+    field: Field
+    values: NDArray[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class RowStore:
+    """The rows of a block on one side: its documents joined in the order of the rows, which are made when copied.
+
+    Rows that lie there ready would take several times the memory: a block with a document of millions of tokens, of
+    which a corpus has few but a stream is long in one, would push the other streams' blocks out of the cache.
+    """
+
+    fields: Mapping[str, NDArray[np.integer]]
+    """The objective's integers [length], [total] each, of at most 32 bits."""
+    typed: Mapping[str, TypedField]
+    """Its other fields."""
+    starts: list[int]
+    """Starts of the documents, and the end of the last. None is empty."""
+    bounds: list[int]
+    """Starts of the rows, and the end of the last."""
+    blank: list[bool] | None
+    """Documents that are padding."""
+    fills: Mapping[str, float]
+    """Padding values of `fields`, and then of "documents" and "positions"."""
+    length: int
+    as_one_document: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Fields that a copy fills in."""
+        return tuple(self.fills)
+
+    @property
+    def n_rows(self) -> int:
+        """Rows that the block makes, of `length` each."""
+        return len(self.bounds) - 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory; of the lists of starts and bounds an estimate."""
+        typed = sum(field.values.nbytes for field in self.typed.values())
+        return (
+            typed
+            + sum(field.nbytes for field in self.fields.values())
+            + 36 * (len(self.starts) + len(self.bounds))
+        )
+
+    @property
+    def padding(self) -> "RowStore":
+        """No rows."""
+        fields = {name: field[:0].copy() for name, field in self.fields.items()}
+        typed = {name: TypedField(field, values[:0].copy()) for name, (field, values) in self.typed.items()}
+        return replace(self, fields=fields, typed=typed, starts=[0], bounds=[0])
+
+    def allocate(self, rows: int) -> Fields:
+        """Arrays [rows, …] for the fields that are no plain integers."""
+        return {
+            name: np.empty(
+                (rows, *([self.length] if field.per == "tokens" else []), *field.shape), values.dtype
+            )
+            for name, (field, values) in self.typed.items()
+        }
+
+    def write_typed(self, number: int, into: Fields, row: int, at: int = 0) -> None:
+        """Write the fields that are no plain integers of a row into row `row`, from place `at` on, and padding after
+        it; past the last one there is nothing else."""
+        begin, n = self._extent(number)
+        for name, (field, values) in self.typed.items():
+            out = into[name]
+            if field.per == "row":
+                out[row] = values[number] if number < self.n_rows else field.pad_value
+            else:
+                out[row, at : at + n], out[row, at + n :] = values[begin : begin + n], field.pad_value
+
+    def _extent(self, number: int) -> tuple[int, int]:
+        """Return where a row begins, and its length; past the last one it is empty."""
+        begin, *ends = self.bounds[number : number + 2] or (0,)
+        return begin, ends[0] - begin if ends else 0
+
+    def write_row(
+        self, number: int, into: NDArray[np.int64], at: int = 0, documents: int = 0
+    ) -> tuple[int, int]:
+        """Write all integers [fields, length] of a row from place `at` on, and padding after it; past the last row
+        there is nothing else.
+
+        documents: how many there are before `at`. Returns where the row ends, and how many there are then.
+        """
+        begin, n = self._extent(number)
+        end = at + n
+        for values, out in zip(self.fields.values(), into, strict=False):
+            out[at:end] = values[begin : begin + n]
+        if end < self.length:
+            into[:, end:] = np.array(list(self.fills.values()))[:, None]
+        if not n:
+            return end, documents
+        found = self._number(begin, into[-2, at:end], into[-1, at:end])
+        if at and self.as_one_document:
+            into[-1, at:end] += at if self.blank is None else at * (into[-2, at:end] != PAD_DOCUMENT_ID)
+        elif documents:
+            into[-2, at:end] += (
+                documents if self.blank is None else documents * (into[-2, at:end] != PAD_DOCUMENT_ID)
+            )
+        return end, documents + found
+
+    def _number(self, begin: int, documents: NDArray[np.int64], positions: NDArray[np.int64]) -> int:
+        """Number the documents of a row that starts at `begin`, and the positions in their pieces; how many it has."""
+        n, ramp, starts = len(documents), _arange(self.length), self.starts
+        if self.as_one_document:
+            documents[:], positions[:] = 0, ramp[:n]
+            if self.blank is None:
+                return 1
+        first, after = bisect_right(starts, begin) - 1, bisect_left(starts, begin + n)
+        if after - first > LOOP_LIMIT and self.blank is None:
+            bounds = np.clip(np.array(starts[first : after + 1]) - begin, 0, n)
+            counts = np.diff(bounds)
+            documents[:] = np.repeat(ramp[: after - first], counts)
+            positions[:] = ramp[:n] - np.repeat(bounds[:-1], counts)
+            return after - first
+        for number in range(first, after):
+            piece = slice(max(starts[number] - begin, 0), min(starts[number + 1] - begin, n))
+            if self.blank is not None and self.blank[number]:
+                documents[piece], positions[piece] = PAD_DOCUMENT_ID, 0
+            elif not self.as_one_document:
+                documents[piece], positions[piece] = number - first, ramp[: piece.stop - piece.start]
+        return after - first
+
+
+@dataclass(frozen=True, eq=False)
+class PackedBlock:
+    """The rows of a block: every field, and for each side "documents" (0, 1, … in the row, the same for all sides of
+    a sequence; −1: padding) and "positions" (from 0 in each piece of a document)."""
+
+    sides: tuple[RowStore, ...]
+
+    @property
+    def n_rows(self) -> int:
+        """Number of rows, the same for every side."""
+        return self.sides[0].n_rows
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory of all sides."""
+        return sum(side.nbytes for side in self.sides)
+
+    @property
+    def padding(self) -> "PackedBlock":
+        """A block of no rows, so that every row of it is padding."""
+        return PackedBlock(tuple(side.padding for side in self.sides))
+
+    def row(self, number: int) -> Fields:
+        """One row by name, integers [length of the side] as int64; past the end of the block there is padding."""
+        return {name: rows[0] for name, rows in collate([[(self, number)]]).items()}
+
+
+RowSources = Sequence[tuple[PackedBlock, int]]
+"""Blocks, and the row of each, of which a row is made; several where it spans blocks."""
+
+
+def collate(rows: Sequence[RowSources]) -> Fields:
+    """Rows of blocks that were packed alike, by name: integers [n, length of the side] as int64, others as they are."""
+    fields: Fields = {}
+    for number, side in enumerate(rows[0][0][0].sides):
+        batch, typed = np.empty((len(side.names), len(rows), side.length), np.int64), side.allocate(len(rows))
+        for row, row_sources in enumerate(rows):
+            at = documents = 0
+            for block, part in row_sources:
+                if typed:
+                    block.sides[number].write_typed(part, typed, row, at)
+                at, documents = block.sides[number].write_row(part, batch[:, row], at, documents)
+        fields.update(zip(side.names, batch, strict=True))
+        fields.update(typed)
+    return fields
+
+
+def pack_chunked(
+    documents: DocumentSource,
+    how: PackingConfig,
+    *,
+    epoch: int = 0,
+    order: Callable[[int], NDArray[np.int64]] | None = None,
+    carry_length: int = 0,
+) -> PackedBlock:
+    """Join the documents of a block, and cut them into rows.
+
+    order: for n documents a permutation [n] in which they are joined. carry_length: how much is the end of a row of
+    the block before.
+    """
+    pieces = split_documents(documents.lengths, how.objective, documents.first, how.seed)
+    blank = documents.is_quarantined
+    if order:
+        pieces = pieces.take(order(len(pieces)))
+    join = batch_build_of(how.objective)
+    if join and blank is None:
+        joined = build_batch(join, pieces, documents)
+        return concat_and_chunk(joined, pieces.lengths[:, 0], None, how, carry_length)
+    built = build_sequences(how, pieces, documents, epoch)
+    blank = None if blank is None else blank[pieces.documents]
+    fields = {name: np.concatenate([one[name] for one in built]) for name in built[0]}
+    return concat_and_chunk(fields, pieces.lengths[:, 0], blank, how, carry_length)
+
+
+def concat_and_chunk(
+    fields: Mapping[str, NDArray[Any]],
+    lengths: NDArray[np.int64],
+    blank: NDArray[np.bool_] | None,
+    packing: PackingConfig,
+    carry_length: int = 0,
+) -> PackedBlock:
+    """Cut joined documents of these `lengths` [n]: `fields` [total, …]. blank [n]: those that are padding.
+
+    Documents of length 0 take no place, and no number in a row. carry_length: how much is the end of a row of the block
+    before; then that is row 0.
+    """
+    (length,), kept = packing.row_lengths, lengths > 0
+    starts = [0, *np.cumsum(lengths[kept]).tolist()]
+    total = starts[-1]
+    heads = [0] if 0 < carry_length < total else []
+    plain, typed = split_plain_fields(fields, packing)
+    side = RowStore(
+        fields=plain,
+        typed=typed,
+        starts=starts,
+        bounds=[*heads, *range(carry_length if heads else 0, total, length), total],
+        blank=None if blank is None else blank[kept].tolist(),
+        fills=packing.fills(plain),
+        length=length,
+        as_one_document=packing.attend_across_documents,
+    )
+    return PackedBlock((side,))
+
+
+class BinPackedRows:
+    """The rows of a group of blocks, each of which is built when it is asked for, so that little is in memory."""
+
+    def __init__(self, documents: DocumentSource, how: PackingConfig, epoch: int) -> None:
+        self._documents, self._how, self._epoch = documents, how, epoch
+        pieces = split_documents(documents.lengths, how.objective, documents.first, how.seed).without_empty()
+        rows = assign_rows(how.objective, pieces.lengths, how.row_lengths)
+        order = np.argsort(rows, kind="stable")
+        self._pieces: ChunkTable = pieces.take(order)
+        self._bounds = np.searchsorted(rows[order], np.arange(int(rows.max(initial=-1)) + 2))
+
+    @property
+    def n_rows(self) -> int:
+        """Number of rows."""
+        return len(self._bounds) - 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory, but for the documents."""
+        return self._pieces.nbytes + self._bounds.nbytes
+
+    def row(self, number: int) -> PackedBlock:
+        """A row, as a block of its own."""
+        return self._build_rows(number, number + 1)
+
+    def all_rows(self) -> PackedBlock:
+        """All rows."""
+        return self._build_rows(0, self.n_rows)
+
+    @property
+    def padding(self) -> PackedBlock:
+        """A block of no rows, so that every row of it is padding."""
+        return self._build_rows(0, 1).padding
+
+    def _build_rows(self, begin: int, end: int) -> PackedBlock:
+        first, after = self._bounds[[begin, end]].tolist()
+        pieces = self._pieces.take(np.arange(first, after))
+        rows = np.repeat(np.arange(end - begin), np.diff(self._bounds[begin : end + 1]))
+        built = build_sequences(self._how, pieces, self._documents, self._epoch)
+        blank = self._documents.is_quarantined
+        of_pieces = None if blank is None else blank[pieces.documents]
+        return lay_out_rows(built, pieces, rows, of_pieces, self._how)
+
+
+def lay_out_rows(
+    built: Sequence[Mapping[str, NDArray[Any]]],
+    pieces: ChunkTable,
+    rows: NDArray[np.int64],
+    blank: NDArray[np.bool_] | None,
+    how: PackingConfig,
+) -> PackedBlock:
+    """Lay built sequences [P] into their rows [P]; in a row they stand in stored order. blank [P]: are padding."""
+    order = np.argsort(rows, kind="stable")
+    firsts = np.flatnonzero(np.diff(rows[order], prepend=-1))  # the sequences that begin a row
+    sides, prefixes = [], how.objective.field_prefixes
+    for side, length in enumerate(how.row_lengths):
+        names = [name for name in built[0] if prefix_index(name, prefixes) == side]
+        fields = {
+            name: (np.stack if how.field(name).per == "row" else np.concatenate)(
+                [built[number][name] for number in order.tolist()]
+            )
+            for name in names
+        }
+        plain, typed = split_plain_fields(fields, how)
+        starts = np.concatenate([[0], np.cumsum(pieces.lengths[order, side])])
+        sides.append(
+            RowStore(
+                fields=plain,
+                typed=typed,
+                starts=starts.tolist(),
+                bounds=[*starts[firsts].tolist(), int(starts[-1])],
+                blank=None if blank is None else blank[order].tolist(),
+                fills=how.fills(plain, side),
+                length=length,
+                as_one_document=how.attend_across_documents,
+            )
+        )
+    return PackedBlock(tuple(sides))
+
+
+def pack_in_memory(
+    documents: Sequence[NDArray[Any]],
+    how: PackingConfig,
+    *,
+    first: int = 0,
+    order: Callable[[int], NDArray[np.int64]] | None = None,
+    members: Sequence[Mapping[str, bytes]] | None = None,
+) -> PackedBlock:
+    """Documents that are in memory, the first of which has the number `first`, as the only block of a corpus.
+
+    order: for n documents a permutation [n] in which they are joined, where they are cut at row ends. members [D]: the
+    files that belong to each.
+    """
+    held = InMemoryDocuments(documents, first, members)
+    if how.objective.max_tokens is None:
+        return pack_chunked(held, how, order=order)
+    return BinPackedRows(held, how, 0).all_rows()
+
+
+def split_plain_fields(
+    fields: Mapping[str, NDArray[Any]], how: PackingConfig
+) -> tuple[dict[str, NDArray[np.integer]], dict[str, TypedField]]:
+    """Integers [total], in at most 32 bits, and all other fields. Raises a MegatfmError if an integer doesn't fit."""
+    known = {name: how.field(name) for name in fields}
+    plain = {
+        name
+        for name, field in known.items()
+        if (field.per, field.shape, field.dtype) == ("tokens", (), "int64")
+    }
+    return (
+        {name: _as_int32(values, name) for name, values in fields.items() if name in plain},
+        {name: TypedField(known[name], values) for name, values in fields.items() if name not in plain},
+    )
+
+
+def _as_int32(values: NDArray[np.integer], name: str) -> NDArray[np.integer]:
+    if values.dtype.itemsize < 4 or values.dtype == np.int32:
+        return values
+    if len(values) and not -(2**31) <= values.min() <= values.max() < 2**31:
+        raise MegatfmError(f"the objective's field {name!r} has values that do not fit 32-bit integers")
+    return values.astype(np.int32)
+
+
+@lru_cache(maxsize=64)
+def _arange(n: int) -> NDArray[np.int64]:
+    ramp = np.arange(n)
+    ramp.flags.writeable = False
+    return ramp

@@ -1,0 +1,262 @@
+"""Packing plans: the tokens of each block of a corpus, or the rows of each group of blocks.
+
+A plan is made once, from the index alone, and kept beside the corpus.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from megatfm.corpus.corpus import Corpus
+from megatfm.data.bin_packing import MUCH_PADDING, assign_rows, group_blocks
+from megatfm.data.sequences import ChunkTable, PackingObjective, needs_own_row, split_documents
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.files import atomic_write
+
+SAMPLES_AT_ONCE = 2**18
+"""Documents whose pieces are planned together, so that planning needs little memory."""
+PLANS = ".plans"
+"""Folder of a corpus for plans; it may be deleted at any time."""
+MAX_STORED_PLANS = 32
+
+
+@dataclass(frozen=True, eq=False)
+class PackingPlan:
+    """Sizes that the order of rows needs of a corpus, and notes for the log on what is not read as one would think.
+
+    sizes [n]: of every block the tokens that are cut into rows; or of every group of blocks the rows.
+    groups [n + 1]: the first block of each group; None where rows are cut.
+    padding: its share of all rows.
+    """
+
+    sizes: NDArray[np.int64]
+    groups: NDArray[np.int64] | None
+    padding: float
+    notes: tuple[str, ...] = ()
+
+    def encode(self, key: str) -> bytes:
+        """Content of a plan file: a JSON line with the key and a hash, then sizes as uint32, and groups as uint64."""
+        groups = b"" if self.groups is None else self.groups.astype("<u8").tobytes()
+        content = self.sizes.astype("<u4").tobytes() + groups
+        facts = {
+            "key": key,
+            "sizes": len(self.sizes),
+            "padding": self.padding,
+            "notes": self.notes,
+            "blake3": blake3(content).hexdigest(),
+        }
+        return json.dumps(facts).encode() + b"\n" + content
+
+    @classmethod
+    def decode(cls, data: bytes, key: str) -> "PackingPlan":
+        """Raises a ValueError, KeyError or TypeError if that is no whole plan of this key."""
+        line, _, content = data.partition(b"\n")
+        facts = json.loads(line)
+        if facts["key"] != key or facts["blake3"] != blake3(content).hexdigest():
+            raise ValueError("another plan")
+        sizes = np.frombuffer(content, "<u4", facts["sizes"])
+        groups = np.frombuffer(content, "<u8", offset=sizes.nbytes)
+        if len(groups) not in (0, len(sizes) + 1):
+            raise ValueError("another number of groups")
+        notes = tuple(map(str, facts["notes"]))
+        return cls(
+            sizes.astype(np.int64),
+            groups.astype(np.int64) if len(groups) else None,
+            float(facts["padding"]),
+            notes,
+        )
+
+
+def load_or_build_packing_plan(
+    corpus: Corpus, objective: PackingObjective, row_lengths: Sequence[int], seed: int, name: str | None
+) -> PackingPlan:
+    """Return the plan, from the corpus's folder if it was made before.
+
+    Of processes that ask at once, one makes it while the others wait. name: tells objectives apart; without it nothing
+    is stored. A plan that is damaged or another's is made again, and where the folder can't be written it is made each
+    time, by every process.
+    """
+    if name is None:
+        return build_packing_plan(corpus, objective, row_lengths, seed)
+    key = blake3(json.dumps([2, corpus.fingerprint, list(row_lengths), seed, name]).encode()).hexdigest()
+    path = Path(corpus.folder) / PLANS / key[:32]
+    if (stored := _read(path, key)) is not None:
+        return stored
+    with _alone(path):
+        if (stored := _read(path, key)) is not None:
+            return stored
+        plan = build_packing_plan(corpus, objective, row_lengths, seed)
+        with suppress(OSError):
+            _write(path, plan.encode(key))
+    return plan
+
+
+def _read(path: Path, key: str) -> PackingPlan | None:
+    # ValueError covers JSON and NumPy.
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return PackingPlan.decode(path.read_bytes(), key)
+    return None
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Let one process at a time plan for `path`, as far as its file system can lock. One that comes while the lock is
+    removed plans as well, which harms nothing."""
+    lock = path.with_name(f".{path.name}.lock")
+    descriptor = None
+    with suppress(OSError):
+        path.parent.mkdir(exist_ok=True)
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            with suppress(OSError):
+                lock.unlink()
+            os.close(descriptor)
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Machines, and processes without locks, may write the same plan at once: the last one's stays."""
+    path.parent.mkdir(exist_ok=True)
+    atomic_write(path, data)
+    plans = sorted(path.parent.glob("[0-9a-f]*"), key=lambda p: p.stat().st_mtime)
+    for old in plans[:-MAX_STORED_PLANS]:
+        old.unlink(missing_ok=True)
+
+
+def build_packing_plan(
+    corpus: Corpus, objective: PackingObjective, row_lengths: Sequence[int], seed: int
+) -> PackingPlan:
+    """Plan the packing of every block.
+
+    Raises a UsageError if the corpus is too short for one row, a MegatfmError if the objective's sequences don't fit.
+    """
+    planner = _Planner(corpus, objective, tuple(row_lengths), seed)
+    return planner.plan_chunked() if objective.max_tokens is None else planner.plan_bin_packed()
+
+
+class _Planner:
+    def __init__(
+        self, corpus: Corpus, objective: PackingObjective, row_lengths: tuple[int, ...], seed: int
+    ) -> None:
+        self.corpus, self.objective, self.row_lengths, self.seed = corpus, objective, row_lengths, seed
+
+    def plan_chunked(self) -> PackingPlan:
+        built = np.concatenate(
+            [np.add.reduceat(pieces.lengths[:, 0], starts[:-1]) for _, starts, pieces in self._planned()]
+        )
+        total, length = int(built.sum()), self.row_lengths[0]
+        if total < length:
+            raise UsageError(
+                f"{self.corpus.folder}: its {self.corpus.n_samples} documents make {total} tokens, too few for one "
+                f"sequence of {length}: prepare more text"
+                + (f", or set data.sequence_length to at most {total}" if total else "")
+            )
+        padding = 1 - total / (-(-total // length) * length)
+        return PackingPlan(built, None, padding, tuple(self._padding_warning(padding)))
+
+    def plan_bin_packed(self) -> PackingPlan:
+        blocks, folder = self.corpus.blocks, self.corpus.folder
+        volumes = np.zeros((len(blocks), len(self.row_lengths)), np.int64)
+        texts = np.zeros(len(blocks), np.int64)
+        total = dropped = without_partner = 0
+        for begin, starts, pieces in self._planned():
+            kept = pieces.lengths.any(axis=1)
+            self._check_lengths(pieces.take(np.flatnonzero(kept)))
+            volumes[begin + 1 : begin + len(starts)] = np.add.reduceat(pieces.lengths, starts[:-1])
+            texts[begin + 1 : begin + len(starts)] = self._count_texts(begin, starts, pieces)
+            total, dropped = total + int(kept.sum()), dropped + int((~kept).sum())
+        if not total:
+            raise UsageError(
+                f"{folder}: none of its {self.corpus.n_samples} documents is long enough for the objective"
+            )
+        found = list(group_blocks(np.cumsum(volumes, axis=0), self.row_lengths, self._rows_of, self._fits))
+        groups = np.array([0, *(end for end, _ in found)])
+        sizes = np.array([rows for _, rows in found])
+        if self.objective.needs_other_documents:
+            without_partner = self._alone(groups, np.cumsum(texts))
+        room = int(sizes.sum()) * sum(self.row_lengths)
+        padding = 1 - float(volumes.sum()) / room
+        notes = []
+        if dropped:
+            notes.append(
+                f"{folder}: {dropped:,} of {total + dropped:,} pieces of documents are too short for the "
+                "objective and are left out"
+            )
+        if without_partner:
+            notes.append(
+                f"{folder}: {without_partner:,} of {total:,} sequences lie in groups of blocks with no other "
+                "document, so they have no partner"
+            )
+        return PackingPlan(sizes, groups, padding, (*notes, *self._padding_warning(padding)))
+
+    @property
+    def _fits(self) -> bool:
+        return not needs_own_row(self.objective)
+
+    def _rows_of(self, begin: int, end: int) -> int:
+        """Count the rows that these blocks make together."""
+        rows = assign_rows(self.objective, self._sequences(begin, end).lengths, self.row_lengths)
+        return int(rows.max(initial=-1)) + 1
+
+    def _sequences(self, begin: int, end: int) -> ChunkTable:
+        first, n_tokens = int(self.corpus.blocks[begin]), self.corpus.lengths(begin, end)
+        return split_documents(n_tokens, self.objective, first, self.seed).without_empty()
+
+    def _count_texts(self, begin: int, starts: NDArray[np.int64], pieces: ChunkTable) -> NDArray[np.int64]:
+        """Count the documents of each block that are not empty [n], of which `_planned` gives the pieces."""
+        is_text = (pieces.numbers == 0) & (pieces.ends > 0)
+        return np.add.reduceat(is_text, starts[:-1], dtype=np.int64)
+
+    def _alone(self, groups: NDArray[np.int64], texts: NDArray[np.int64]) -> int:
+        """Count the sequences whose document is the only one of its group that is not empty.
+
+        texts [n_blocks + 1]: how many documents before each block are not empty.
+        """
+        return sum(
+            len(self._sequences(*groups[at : at + 2].tolist()))
+            for at in np.flatnonzero(np.diff(texts[groups]) == 1)
+        )
+
+    def _padding_warning(self, share: float) -> Iterator[str]:
+        if share > MUCH_PADDING:
+            rows = " and ".join(f"{length:,}" for length in self.row_lengths)
+            why = (
+                "each sequence has a row of its own" if needs_own_row(self.objective) else "that is few rows"
+            )
+            if self._fits and self.objective.max_tokens is not None:
+                why = "its documents don't fill such rows, whole"
+            yield (
+                f"{self.corpus.folder}: {100 * share:.1f} % of its rows of {rows} is padding, on which time is spent: "
+                f"{why}: choose shorter rows (data.sequence_length), or prepare more text"
+            )
+
+    def _planned(self) -> Iterator[tuple[int, NDArray[np.int64], ChunkTable]]:
+        """Some blocks at once: the number of the first, where the pieces of each start [n + 1], and the pieces."""
+        blocks, begin = self.corpus.blocks, 0
+        while begin < len(blocks) - 1:
+            end = max(begin + 1, int(np.searchsorted(blocks, blocks[begin] + SAMPLES_AT_ONCE, "right")) - 1)
+            first = int(blocks[begin])
+            pieces = split_documents(self.corpus.lengths(begin, end), self.objective, first, self.seed)
+            yield begin, np.searchsorted(pieces.documents, blocks[begin : end + 1] - first), pieces
+            begin = end
+
+    def _check_lengths(self, pieces: ChunkTable) -> None:
+        unfit = ((pieces.lengths > np.array(self.row_lengths)) | (pieces.lengths == 0)).any(1)
+        if unfit.any():
+            at = int(unfit.argmax())
+            n_tokens = int(pieces.ends[at] - pieces.starts[at])
+            raise MegatfmError(
+                f"the objective makes sequences of lengths {pieces.lengths[at].tolist()} of {n_tokens} tokens, for "
+                f"rows of {list(self.row_lengths)}: its max_tokens = {self.objective.max_tokens} is wrong"
+            )

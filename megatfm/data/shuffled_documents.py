@@ -1,0 +1,125 @@
+"""The samples of a corpus one by one, shuffled, at the speed at which their frames unpack."""
+
+import heapq
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatfm.corpus.corpus import Corpus
+from megatfm.data.order import RowSlot, make_row_order
+from megatfm.errors import MegatfmError
+
+Numbered = tuple[int, NDArray[np.integer]]
+Run = tuple[int, int, int]
+"""A run of `RowOrder.iter_stream_blocks`."""
+FRAMES_PER_CALL = 16
+"""Frames that a thread unpacks at once: to do so one by one, and to hand them over, takes half as long again."""
+
+
+class ShuffledDocuments(Iterator[Numbered]):
+    """An endless iterator over (sample number, read-only tokens [n]) in the order of `RowOrder` over samples.
+
+    Each epoch has each sample once; `position` counts those that were given, and an iterator that starts there goes
+    on from there. For those who want documents rather than packed rows. Of each stream two frames are needed: the one
+    that is given, and the next, which `threads` unpack meanwhile. Frames unpacked together stay in memory until the
+    last of them was given, so it takes some three times as much. Of plain tars, frames are verified the first time,
+    and their samples read one by one.
+    """
+
+    def __init__(
+        self, corpus: Corpus, *, seed: int, streams: int = 64, position: int = 0, threads: int = 2
+    ) -> None:
+        self.corpus = corpus
+        self.order = make_row_order(np.diff(corpus.blocks), seed=seed, cycle_length=streams, shuffle=True)
+        self.position = position
+        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="megatfm-samples")
+        self._streams = self._epoch()
+
+    def __next__(self) -> Numbered:
+        try:
+            found = next(self._streams)
+        except StopIteration:
+            self._streams = self._epoch()
+            found = next(self._streams)
+        self.position += 1
+        return found
+
+    def _epoch(self) -> Iterator[Numbered]:
+        """Iterate over the rest of the epoch in which `position` is."""
+        epoch, done = divmod(self.position, len(self.order))
+        turns, first = divmod(done, self.order.streams)
+        ahead = self._prefetch(epoch, self._read_sequence(epoch, turns, first))
+        streams: list[Iterator[Numbered]] = [iter(()) for _ in range(self.order.streams)]
+        while True:
+            for stream in range(first, len(streams)):
+                found = next(streams[stream], None)
+                if found is None:
+                    # What is needed first comes first, so this is the stream's; none is left at the end of the epoch.
+                    streams[stream] = iter(next(ahead, ()))
+                    found = next(streams[stream], None)
+                    if found is None:
+                        return
+                yield found
+            first = 0
+
+    def _read_sequence(self, epoch: int, turns: int, first: int) -> Iterator[Run]:
+        """The runs of all streams as they will be needed; the streams before `first` have had a turn more."""
+        begin = [(turns + (stream < first), stream) for stream in range(self.order.streams)]
+        runs = [self.order.iter_stream_blocks(stream, epoch, turn) for turn, stream in begin]
+        heapq.heapify(begin)
+        while begin:
+            turn, stream = begin[0]
+            run = next(runs[stream], None)
+            if run is None:
+                heapq.heappop(begin)
+                continue
+            yield run
+            heapq.heapreplace(begin, (turn + run[2] - run[1], stream))
+
+    def _prefetch(self, epoch: int, runs: Iterator[Run]) -> Iterator[Iterable[Numbered]]:
+        """The samples of each run, made ready by other threads."""
+        parts = iter(lambda: list(islice(runs, FRAMES_PER_CALL)), [])
+        made = deque(
+            self._executor.submit(self._read, epoch, part)
+            for part in islice(parts, -(-self.order.streams // FRAMES_PER_CALL) + 1)
+        )
+        while made:
+            ready = made.popleft().result()
+            made.extend(self._executor.submit(self._read, epoch, part) for part in islice(parts, 1))
+            yield from ready
+
+    def _read(self, epoch: int, runs: list[Run]) -> list[Iterable[Numbered]]:
+        packed = [block for block, _, _ in runs if not self.corpus.is_uncompressed(block)]
+        try:
+            unpacked = dict(zip(packed, self.corpus.read_blocks(packed), strict=True))
+        except MegatfmError:  # raised again by the one that is damaged, when its turn comes
+            unpacked = {}
+        found: list[Iterable[Numbered]] = []
+        for block, at, stop in runs:
+            rows = self.order.block_order(RowSlot(epoch, block, at, 0))[at:stop]
+            if samples := unpacked.get(block):
+                found.append([samples[row] for row in rows])
+            else:
+                found.append(
+                    self._read_raw(block, rows)
+                    if self.corpus.is_uncompressed(block)
+                    else self._read_block(block, rows)
+                )
+        return found
+
+    def _read_block(self, block: int, rows: list[int]) -> Iterator[Numbered]:
+        samples = self.corpus.read_block(block)
+        yield from (samples[row] for row in rows)
+
+    def _read_raw(self, block: int, rows: list[int]) -> Iterator[Numbered]:
+        if not self.corpus.is_verified(block):
+            try:
+                self.corpus.verify(block)
+            except MegatfmError:
+                return self._read_block(block, rows)
+        self.corpus.prefetch_block(block)
+        return self.corpus.read_samples(block, rows)

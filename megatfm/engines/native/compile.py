@@ -1,0 +1,216 @@
+"""Compiled blocks, and async tensor parallelism in them: communication in pieces, each hidden by the piece before."""
+
+import socket
+import warnings
+from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from megatfm.config import Config
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.object_collectives import machine, run_on_all_ranks
+from megatfm.ops.attention import kernels
+from megatfm.parallel.layout import replace_forward
+from megatfm.parallel.mesh import TENSOR, Mesh
+from megatfm.parallel.parallelize import disable_compile_of_attention
+
+RECOMPILE_LIMIT = 64
+"""Shapes of micro-batches, in training and evaluation, before torch takes it for a mistake that it compiles so
+often."""
+HOW_TO_DISABLE = "set parallel.async_tp = false"
+
+_aten, _sums = torch.ops.aten, torch.ops._c10d_functional
+VIEWS = {_aten.view.default, _aten.reshape.default}
+
+
+def should_compile(config: Config, device: torch.device) -> bool:
+    """Whether the native engine compiles blocks. "auto" compiles on GPUs if nothing is in the way; on a CPU compiling
+    gains a few per cent at most, and takes seconds at the start."""
+    if config.train.compile == "auto":
+        return device.type == "cuda" and config.refuses_compile() is None and config.parallel.cp == 1
+    return bool(config.train.compile)
+
+
+def keeps_attention_eager(config: Config, device: torch.device) -> bool:
+    """Whether attention stays eager in compiled blocks: for long rows on a CPU, where the blocks of keys that are
+    visited depend on the batch, and compiled attention would look at a mask of all pairs."""
+    return device.type == "cpu" and config.data.sequence_length >= kernels.LONG
+
+
+def compile_all(
+    blocks: Iterable[nn.Module], *, autotune: bool, fullgraph: bool = True, async_tp: bool = False
+) -> None:
+    """Compile blocks, for each shape that they meet: after a warm-up of lengths, torch would else take all dims for
+    dynamic ones, and the run would go on with slower kernels. fullgraph: with attention, which communicates under
+    context parallelism; modules with `is_compiled = False`, such as experts, never are."""
+    from torch._dynamo import config
+
+    options: dict[str, Any] = {"mode": "max-autotune-no-cudagraphs"} if autotune else {}
+    if async_tp:
+        options = {"options": async_tp_options(autotune)}
+    config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
+    for block in blocks:
+        eager = [part for part in block.modules() if not getattr(part, "is_compiled", True)]
+        for part in eager:
+            replace_forward(part, torch.compiler.disable(part.forward))
+        if not fullgraph:
+            disable_compile_of_attention(block)
+        block.compile(fullgraph=fullgraph and not eager, dynamic=False, **options)
+
+
+def enable_symmetric_memory(mesh: Mesh, device: torch.device) -> None:
+    """Open torch's symmetric memory, in which tensor-parallel ranks read one another's. A collective.
+
+    Raises UsageError on a CPU and where torch has none of it, and on all ranks MegatfmError where it can't be opened.
+    """
+    if device.type != "cuda":
+        raise UsageError(
+            f"parallel.async_tp = true needs CUDA, where GPUs read one another's memory, and this run is on "
+            f"{device.type}: {HOW_TO_DISABLE}"
+        )
+    if not dist.is_nccl_available() or not find_spec("torch.distributed._symmetric_memory"):
+        raise UsageError(
+            f"parallel.async_tp = true: torch {torch.__version__} was built without NCCL, or has no symmetric "
+            f"memory: take torch 2.11 or newer for CUDA, or {HOW_TO_DISABLE}"
+        )
+    run_on_all_ranks("parallel.async_tp = true", lambda: _open(mesh))
+
+
+def _open(mesh: Mesh) -> None:
+    from torch.distributed import _symmetric_memory as memory
+
+    hosts_by_machine = dict(mesh.gather_objects((machine(), socket.gethostname()), (TENSOR,)))
+    if len(hosts_by_machine) > 1:
+        hosts = sorted(hosts_by_machine.values())
+        raise MegatfmError(
+            f"a group of {mesh.size(TENSOR)} tensor-parallel ranks is on {' and '.join(hosts)}, and memory is read on "
+            f"one machine alone: take a parallel.tp that divides the GPUs of one, or {HOW_TO_DISABLE}"
+        )
+    name = mesh.group(TENSOR).group_name
+    with warnings.catch_warnings():
+        # torch 2.13 says that this isn't needed any more; its pass still asks whether it was called.
+        warnings.simplefilter("ignore", FutureWarning)
+        memory.enable_symm_mem_for_group(name)
+    try:
+        memory.get_symm_mem_workspace(name, min_size=1)
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise MegatfmError(
+            f"GPUs can't read one another's memory here ({reason}): {HOW_TO_DISABLE}"
+        ) from error
+
+
+def async_tp_options(autotune: bool) -> dict[str, Any]:
+    """Options of torch.compile for async tensor parallelism."""
+    tuning = torch._inductor.list_mode_options("max-autotune-no-cudagraphs") if autotune else {}
+    return {**tuning, "_micro_pipeline_tp": True, "post_grad_custom_pre_pass": PREPARE}
+
+
+class _Prepare(CustomGraphPass):
+    """Brings the graphs of compiled blocks into the forms that inductor's own pass (`_micro_pipeline_tp`, which
+    torchtitan turns on as well) knows: matrix multiplications right behind a gather, or right before a reduce-scatter.
+    That pass puts operators of torch's symmetric memory in their place. Only the order of sums changes."""
+
+    def __call__(self, graph: Graph) -> None:
+        for node in list(graph.nodes):
+            if node.target is _aten.addmm.default and not node.kwargs and _is_gathered(node.args[1]):
+                _split_addmm(node)
+            elif node.target is _sums.reduce_scatter_tensor.default:
+                _merge_matmuls(node)
+        for node in list(graph.nodes):
+            if node.target in VIEWS:
+                _collapse_views(node)
+        for node in reversed(list(graph.nodes)):
+            if node.target in (*VIEWS, _aten.add.Tensor, _aten.mm.default) and not node.users:
+                graph.erase_node(node)
+
+    def uuid(self) -> Any:
+        """Key of cached graphs, which are compiled anew when this file changes."""
+        return get_hash_for_files((__file__,))
+
+
+PREPARE = _Prepare()
+
+
+def _collapse_views(node: Node) -> None:
+    """Merge views of views: those that several products share hide from the pass that something was gathered."""
+    (inner, shape), value = node.args, node.meta["val"]
+    while isinstance(inner, Node) and inner.target in VIEWS:
+        inner = inner.args[0]
+    if isinstance(inner, Node) and inner.meta["val"].shape == value.shape:
+        node.replace_all_uses_with(inner)
+    else:
+        node.target, node.args = _aten.reshape.default, (inner, shape)
+
+
+def _is_gathered(node: Any) -> bool:
+    source = _without_views(node)
+    return source.target is _sums.wait_tensor.default and _gathers(source.args[0])
+
+
+def _gathers(node: Any) -> bool:
+    return isinstance(node, Node) and node.target is _sums.all_gather_into_tensor.default
+
+
+def _without_views(node: Node) -> Node:
+    while node.target in VIEWS:
+        (node, _) = node.args  # type: ignore[assignment]
+    return node
+
+
+def _split_addmm(node: Node) -> None:
+    """Take the bias out of a product, which the pass wouldn't know. Behind a view, nothing puts the two together
+    again."""
+    bias, left, right = node.args
+    rows, width = node.meta["val"].shape
+    with node.graph.inserting_before(node):
+        product = _call(node.graph, _aten.mm.default, left, right)
+        apart = _call(node.graph, _aten.reshape.default, product, [1, rows, width])
+        summed = _call(node.graph, _aten.add.Tensor, apart, bias)
+        node.replace_all_uses_with(_call(node.graph, _aten.reshape.default, summed, [rows, width]))
+    node.graph.erase_node(node)
+
+
+def _merge_matmuls(scattered: Node) -> None:
+    """Make one product of a sum of products, the gradient to what several matrices multiplied: the gradients side by
+    side, times the matrices one below the other. It also adds them up in the product's precision."""
+    (summed, *others), graph = scattered.args, scattered.graph
+    assert isinstance(summed, Node)
+    products = list(_addends(summed))
+    if len(products) < 2 or any(product.target is not _aten.mm.default for product in products):
+        return
+    with graph.inserting_before(scattered):
+        lefts, rights = ([product.args[i] for product in products] for i in (0, 1))
+        left = _call(graph, _aten.cat.default, lefts, 1)
+        right = _call(graph, _aten.cat.default, rights, 0)
+        product = _call(graph, _aten.mm.default, left, right)
+        if product.meta["val"].shape != summed.meta["val"].shape:
+            product = _call(graph, _aten.reshape.default, product, list(summed.meta["val"].shape))
+    scattered.args = (product, *others)
+
+
+def _addends(node: Node) -> Iterator[Node]:
+    """Yield the terms of a sum that nothing else uses, views left out."""
+    node = _without_views(node)
+    if node.target is _aten.add.Tensor and len(node.users) == 1 and not node.kwargs:
+        for term in node.args:
+            if not isinstance(term, Node) or term.meta["val"].shape != node.meta["val"].shape:
+                yield node
+                return
+        for term in node.args:
+            yield from _addends(term)  # type: ignore[arg-type]
+    else:
+        yield node
+
+
+def _call(graph: Graph, target: Any, *args: Any) -> Node:
+    node = graph.call_function(target, args)
+    node.meta["val"] = target(*map_arg(args, lambda argument: argument.meta["val"]))
+    return node

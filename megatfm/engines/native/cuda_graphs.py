@@ -1,0 +1,176 @@
+"""Forward and backward pass of a micro-batch as one CUDA graph, where a model is so small that asking for thousands of
+kernels takes longer than running them (Nguyen et al. 2021, "Accelerating PyTorch with CUDA Graphs").
+
+A graph repeats what was asked of the device on the same memory. So inputs, factors of the loss and gradients have
+places of their own, and whatever in a pass depends on a number that the host reads can't be recorded.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megatfm.config import Config
+from megatfm.engines.interface import Batch, LossFunction, Stateful
+from megatfm.engines.losses import TermWeights
+from megatfm.engines.passes import GradientSync, LossScaler, Terms
+from megatfm.errors import MegatfmError, UsageError
+
+Run = Callable[[], None]
+
+SHAPES = 64
+"""For so many shapes of micro-batches graphs are kept; a schedule of batches has a few."""
+
+
+class GraphCapture(Protocol):
+    """Who records what is asked of a device."""
+
+    def warm_up(self, run: Run) -> None:
+        """Run it, so that whatever is made once is there."""
+
+    def record(self, run: Run) -> Run:
+        """What asks for all that `run` asks for, again, of the same memory. Until then what it writes is undefined.
+
+        Raises MegatfmError where the host waits in it."""
+
+
+class CudaGraphs:
+    """torch's. All graphs of a device share memory for what is in between, since they never run at once."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def warm_up(self, run: Run) -> None:
+        here, beside = torch.cuda.current_stream(), torch.cuda.Stream()
+        beside.wait_stream(here)
+        with torch.cuda.stream(beside):
+            for _ in range(2):  # compiles, chooses kernels, and then runs as it always will
+                run()
+        here.wait_stream(beside)
+
+    def record(self, run: Run) -> Run:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Other threads, such as one that saves, may go on meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                run()
+        except RuntimeError as error:
+            if "captur" not in str(error):
+                raise
+            raise MegatfmError(
+                "train.cuda_graphs: something in a pass can't be recorded, such as waiting for a number "
+                f"({str(error).splitlines()[0]}): set train.cuda_graphs = false"
+            ) from error
+        return graph.replay
+
+
+def make_graph_capture(config: Config, device: torch.device) -> GraphCapture | None:
+    """Make what records passes, if configured. Raises UsageError where it can't work."""
+    if not config.train.cuda_graphs:
+        return None
+    processes = torch.distributed.get_world_size()
+    if device.type != "cuda" or processes > 1:
+        raise UsageError(
+            f"train.cuda_graphs = true is for one process on a GPU, and this run has {processes} on {device.type}: "
+            "set train.cuda_graphs = false"
+        )
+    return CudaGraphs()
+
+
+@dataclass(frozen=True)
+class CapturedPass:
+    """A pass, and the memory that it reads and writes. objective: held, so that no other has its id."""
+
+    objective: LossFunction
+    inputs: dict[str, Tensor]
+    factors: Tensor
+    terms: Terms
+    replay: Run
+
+
+class GraphedModel:
+    """`ForwardBackward` of a model whose gradients no other rank shares: recorded once for each shape of
+    micro-batches."""
+
+    def __init__(self, model: nn.Module, recorder: GraphCapture) -> None:
+        for path, module in model.named_modules():
+            if isinstance(module, Stateful):
+                raise UsageError(
+                    f"train.cuda_graphs = true: {path or type(module).__name__} counts what it meets in each pass, and "
+                    "a graph that is replayed runs none of its code: set train.cuda_graphs = false"
+                )
+        self._model, self._recorder = model, recorder
+        self._recorded: dict[object, CapturedPass] = {}
+        self._gradients: dict[nn.Parameter, Tensor] = {}
+
+    def step(
+        self, batches: Sequence[Batch], objective: LossFunction, scale_loss: LossScaler, data: GradientSync
+    ) -> list[Terms]:
+        """See `ForwardBackward`; scale_loss: `TermWeights`, whose factors are copied."""
+        assert isinstance(scale_loss, TermWeights)
+        for batch in batches:
+            if _key(batch, objective) not in self._recorded:
+                if len(self._recorded) == SHAPES:
+                    raise MegatfmError(
+                        f"train.cuda_graphs: micro-batches of more than {SHAPES} shapes, for each of which a graph "
+                        "keeps its memory: set train.cuda_graphs = false, or let rows have fewer lengths"
+                    )
+                self._recorded[_key(batch, objective)] = self._record(batch, objective, scale_loss)
+        self._bind_gradients()
+        found = []
+        for batch in batches:
+            data.begin(is_last=batch is batches[-1])
+            recorded = self._recorded[_key(batch, objective)]
+            torch._foreach_copy_(list(recorded.inputs.values()), [batch[name] for name in recorded.inputs])
+            recorded.factors.copy_(scale_loss.factors)
+            recorded.replay()
+            found.append({name: term.clone() for name, term in recorded.terms.items()})
+        return found
+
+    def evaluate(self, batch: Batch, objective: LossFunction) -> Terms:
+        """See `ForwardBackward`; not recorded."""
+        return objective(self._model, batch)
+
+    def _record(self, batch: Batch, objective: LossFunction, weigh: TermWeights) -> CapturedPass:
+        inputs = {name: values.clone() for name, values in batch.items()}
+        own = replace(weigh, factors=weigh.factors.clone())
+        terms: Terms = {}
+
+        def run() -> None:
+            made = objective(self._model, inputs)
+            own(made).backward()
+            terms.update({name: term.detach() for name, term in made.items()})
+
+        parameters = [p for p in self._model.parameters() if p.requires_grad]
+        before = [None if p.grad is None else p.grad.clone() for p in parameters]
+        _forget(parameters)
+        self._recorder.warm_up(run)
+        for parameter in parameters:
+            if parameter.grad is not None and parameter not in self._gradients:
+                self._gradients[parameter] = parameter.grad
+        _forget(parameters)
+        self._bind_gradients()
+        replay = self._recorder.record(run)
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+        return CapturedPass(objective, inputs, own.factors, terms, replay)
+
+    def _bind_gradients(self) -> None:
+        """Gradients are in the places to which graphs add: what there was, or 0."""
+        if none := [gradient for parameter, gradient in self._gradients.items() if parameter.grad is None]:
+            torch._foreach_zero_(none)
+        for parameter, gradient in self._gradients.items():
+            if parameter.grad is not None and parameter.grad is not gradient:
+                gradient.copy_(parameter.grad)
+            parameter.grad = gradient
+
+
+def _key(batch: Batch, objective: LossFunction) -> object:
+    return id(objective), tuple((name, values.shape, values.dtype) for name, values in batch.items())
+
+
+def _forget(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None

@@ -1,1 +1,0 @@
-"""How good a trained model is, beside what compressors reach on the same text."""

@@ -1,1 +1,0 @@
-"""Text from a trained model: open a run (`load`), choose tokens (`generate`, `sampling`), decode them (`text`)."""

@@ -1,0 +1,114 @@
+"""Beam search: several continuations of a prompt at once, and the likeliest in the end."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatfm.errors import UsageError
+from megatfm.inference.decoding import DecodingState, Prompts, check_logits, stop_tokens
+
+# B prompts, K beams of each, V vocabulary
+
+LengthPenalty = Callable[[int], float]
+"""n → what the log-probability of a continuation of n tokens is divided by."""
+
+
+@dataclass(frozen=True)
+class BeamResult:
+    """tokens: the continuation int64 [n], with the stop token if it has one. score: its log-probability over the
+    penalty of its length."""
+
+    tokens: Tensor
+    score: float
+
+
+def gnmt_penalty(alpha: float) -> LengthPenalty:
+    """Return n → ((5 + n) / 6)^α (Wu et al. 2016, equation 14); 0.6 in Vaswani et al. 2017."""
+    return lambda n: ((5 + n) / 6) ** alpha
+
+
+DEFAULT_PENALTY = gnmt_penalty(0.6)
+
+
+@torch.no_grad()
+def beam_search(
+    model: nn.Module,
+    prompts: Prompts,
+    *,
+    beams: int,
+    max_tokens: int,
+    stop_token: int | Sequence[int] | None,
+    penalty: LengthPenalty = DEFAULT_PENALTY,
+    vocab_size: int | None = None,
+    cache: bool = True,
+) -> list[BeamResult]:
+    """The best continuation of each prompt that `beams` beams find, of up to `max_tokens`.
+
+    In each step the 2·beams likeliest next tokens are looked at: those of the first half that end the text are done,
+    and of the others the likeliest go on. A prompt is finished when no beam can overtake its best ended text any more.
+    stop_token: the id, or ids, that end a text. vocab_size: only ids below it. Raises UsageError, MegatfmError.
+    """
+    if beams < 1 or max_tokens < 1:
+        raise UsageError("beam search needs at least one beam and one token")
+    decoding = DecodingState(model, prompts, max_tokens, cache=cache)
+    searches = [_Search(beams, max_tokens, stop_tokens(stop_token), penalty) for _ in prompts.tokens]
+    scores_BK = torch.zeros(len(searches), 1, dtype=torch.float64)
+    for length in range(1, max_tokens + 1):
+        logits = decoding.logits()[:, :vocab_size].double().cpu()
+        places_B = (decoding.tokens_BT.shape[1] - decoding.left_padding_B1[:, 0]).tolist()
+        check_logits(logits, places_B)
+        logs_BKV = logits.log_softmax(-1).unflatten(0, (len(searches), -1))
+        totals = (scores_BK[..., None] + logs_BKV).flatten(1)
+        best, places = totals.topk(min(2 * beams, totals.shape[1]), dim=1)
+        steps = [
+            search.step(length, row, place, logs_BKV.shape[2])
+            for search, row, place in zip(searches, best.tolist(), places.tolist(), strict=True)
+        ]
+        if all(search.finished for search in searches):
+            break
+        width = logs_BKV.shape[1]
+        rows = [i * width + beam for i, step in enumerate(steps) for _, beam, _ in step]
+        device = decoding.tokens_BT.device
+        decoding.reorder(torch.tensor(rows, device=device))
+        decoding.append(torch.tensor([token for step in steps for _, _, token in step], device=device))
+        scores_BK = torch.tensor([[score for score, _, _ in step] for step in steps], dtype=torch.float64)
+    return [BeamResult(torch.tensor(search.best[1]), search.best[0]) for search in searches]
+
+
+class _Search:
+    """The beams of one prompt."""
+
+    def __init__(self, beams: int, max_tokens: int, stops: Sequence[int], penalty: LengthPenalty) -> None:
+        self.beams, self.max_tokens, self.stops = beams, max_tokens, frozenset(stops)
+        self.penalty = penalty
+        self.running: list[list[int]] = [[]]
+        self.best: tuple[float, list[int]] = (-float("inf"), [])
+        self.finished = False
+
+    def step(
+        self, length: int, scores: list[float], places: list[int], vocabulary: int
+    ) -> list[tuple[float, int, int]]:
+        """Score, beam and token of each beam that goes on; scores and places: of the likeliest, best first.
+
+        There are always `beams` of them, copies of the last if the vocabulary is too small for more.
+        """
+        live: list[tuple[float, int, int]] = []
+        for rank, (score, place) in enumerate(zip(scores, places, strict=True)):
+            beam, token = divmod(place, vocabulary)
+            if token in self.stops or length == self.max_tokens:
+                if rank < self.beams and not self.finished:
+                    found = (score / self.penalty(length), [*self.running[beam], token])
+                    self.best = max(self.best, found, key=lambda pair: pair[0])
+            elif len(live) < self.beams:
+                live.append((score, beam, token))
+        if live:
+            # Scores only fall, and of the lengths that are left the kindest penalty is at one of the ends.
+            best_penalty = max(self.penalty(length + 1), self.penalty(self.max_tokens))
+            self.finished = self.finished or self.best[0] >= live[0][0] / best_penalty
+            live += [(-float("inf"), live[-1][1], live[-1][2])] * (self.beams - len(live))
+            self.running = [[*self.running[beam], token] for _, beam, token in live]
+        else:
+            self.finished = True
+        return live

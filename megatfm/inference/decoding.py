@@ -1,0 +1,301 @@
+"""Autoregressive decoding of prompts of any lengths, by decoders and encoder-decoders, with a key-value cache or not.
+
+`generate` and `stream` are the loop; `Sampling` chooses tokens; `DecodingState` holds the rows and the cache.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from megatfm import rng
+from megatfm.config import ModelConfig
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.layers.attention.kv_cache import KVCache
+from megatfm.layers.moe.experts import without_capacity
+
+log = logging.getLogger("megatfm")
+
+# B rows, T tokens so far with padding before the prompts, S tokens of the encoder with padding after them, V vocabulary
+
+PADDING = -1
+"""The document of padding."""
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts to continue: int64 tokens [n] for each row.
+
+    encoder: what an encoder-decoder's encoder reads, for each row; the decoder goes on from `tokens`, at least its
+    start token. prefix: all tokens of a prompt see one another, as in a prefix language model.
+    """
+
+    tokens: Sequence[Tensor]
+    encoder: Sequence[Tensor] | None = None
+    prefix: bool = False
+
+    def to(self, device: torch.device) -> "Prompts":
+        """Return the same on another device."""
+        encoder = None if self.encoder is None else [row.to(device) for row in self.encoder]
+        return Prompts([row.to(device) for row in self.tokens], encoder, self.prefix)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Choice of the next token from logits: greedy at temperature 0; else a draw from softmax(logits / temperature),
+    cut to the likeliest tokens.
+
+    top_k: at most so many tokens (0: all). top_p: the fewest that hold this share of the probability left by top_k
+    (Holtzman et al. 2020). vocab_size: only ids below it; a model may have more rows than its tokenizer has ids.
+    A draw depends on (seed, row, position) and on nothing else. Raises UsageError for values out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise UsageError(
+                f"temperature = {self.temperature}: choose 0 (the likeliest token) or more, e.g. 0.8"
+            )
+        if self.top_k < 0:
+            raise UsageError(f"top_k = {self.top_k}: choose 0 (no limit) or more, e.g. 50")
+        if not 0 < self.top_p <= 1:
+            raise UsageError(f"top_p = {self.top_p}: choose more than 0 and at most 1 (no limit), e.g. 0.95")
+
+    def sample(self, logits_BV: Tensor, position: int | Sequence[int]) -> Tensor:
+        """Return the token [B] of each row at its `position` of the sequence. Raises as `check_logits` does."""
+        logits_BV = logits_BV[:, : self.vocab_size]
+        positions = [position] * len(logits_BV) if isinstance(position, int) else position
+        check_logits(logits_BV, positions)
+        if self.temperature == 0:
+            return logits_BV.argmax(-1)
+        sorted_BV, ids_BV = logits_BV.double().sort(dim=-1, descending=True, stable=True)
+        # From the largest down, so that no temperature, however low, can overflow.
+        scaled_BV = (sorted_BV - sorted_BV[:, :1]) / self.temperature
+        probabilities_BV = scaled_BV[:, : self.top_k or None].softmax(-1)
+        mass_BV = probabilities_BV.cumsum(-1)
+        kept_B1 = (mass_BV - probabilities_BV < self.top_p).sum(-1, keepdim=True)
+        share_B = [
+            float(rng.uniform(1, self.seed, "sample", row, position)[0])
+            for row, position in enumerate(positions)
+        ]
+        point_B1 = mass_BV.gather(1, kept_B1 - 1) * mass_BV.new_tensor(share_B)[:, None]
+        chosen_B1 = torch.searchsorted(mass_BV, point_B1, right=True).minimum(kept_B1 - 1)
+        return ids_BV.gather(1, chosen_B1)[:, 0]
+
+
+def generate(
+    model: nn.Module,
+    tokens: Tensor | Prompts,
+    *,
+    max_tokens: int,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop_token: int | Sequence[int] | None = None,
+    cache: bool = True,
+) -> Tensor:
+    """Continue int64 tokens [B, T] by up to `max_tokens`; returns prompt and continuation [B, T + n].
+
+    tokens: `Prompts`, for prompts of different lengths (the shorter are padded with 0 at their left) or an encoder-
+    decoder (whose start token is part of what is returned). The choice of a token is `Sampling`'s. A row that has
+    reached `stop_token`, or one of several, repeats it until all rows have. Without `cache` the whole prefix is
+    computed again for each token. Raises UsageError, MegatfmError.
+    """
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    prompts = tokens if isinstance(tokens, Prompts) else Prompts(list(tokens))
+    decoding = DecodingState(model, prompts, max_tokens, cache=cache)
+    new_tokens = _steps(decoding, sampling, max_tokens, stop_token)
+    return torch.cat([decoding.tokens_BT, *(token_B[:, None] for token_B in new_tokens)], dim=1)
+
+
+def stream(
+    model: nn.Module,
+    tokens: Tensor | Prompts,
+    sampling: Sampling,
+    *,
+    max_tokens: int,
+    stop_token: int | Sequence[int] | None = None,
+    cache: bool = True,
+) -> Iterator[Tensor]:
+    """Yield the tokens [B] of `generate`, one position at a time."""
+    prompts = tokens if isinstance(tokens, Prompts) else Prompts(list(tokens))
+    return _steps(DecodingState(model, prompts, max_tokens, cache=cache), sampling, max_tokens, stop_token)
+
+
+def _steps(
+    decoding: "DecodingState", sampling: Sampling, max_tokens: int, stop_token: int | Sequence[int] | None
+) -> Iterator[Tensor]:
+    token_B = torch.zeros_like(decoding.tokens_BT[:, 0])
+    ended_B = torch.zeros_like(token_B, dtype=torch.bool)
+    stops = ended_B.new_tensor(stop_tokens(stop_token), dtype=torch.int64)
+    for _ in range(max_tokens):
+        positions = (decoding.tokens_BT.shape[1] - decoding.left_padding_B1[:, 0]).tolist()
+        token_B = torch.where(ended_B, token_B, sampling.sample(decoding.logits(), positions))
+        ended_B = torch.isin(token_B, stops)
+        decoding.append(token_B)
+        yield token_B
+        if ended_B.all():
+            return
+
+
+def stop_tokens(ids: int | Sequence[int] | None) -> list[int]:
+    """Return the ids that end a text: none, one or several."""
+    if ids is None:
+        return []
+    return [ids] if isinstance(ids, int) else list(ids)
+
+
+def is_causal(model: nn.Module) -> bool:
+    """Return whether the logits at a token predict the next one, as the model's class says in `is_causal`."""
+    return bool(getattr(model, "is_causal", False))
+
+
+def has_encoder(model: nn.Module) -> bool:
+    """Return whether a part of the model reads a text of its own, as its class says in `has_encoder`."""
+    return bool(getattr(model, "has_encoder", False))
+
+
+def check_makes_text(model: nn.Module) -> None:
+    """Raise a UsageError for a model whose logits don't predict a next token."""
+    if not is_causal(model):
+        family = cast(ModelConfig, model.config).family
+        raise UsageError(
+            f"model.family = {family!r} makes no text: give a decoder or an encoder-decoder (a plugin's family says "
+            "is_causal = True)"
+        )
+
+
+class DecodingState:
+    """The model's view of the batch. Without `cache` everything is computed again for each token: the reference.
+
+    Experts with a capacity take all tokens, either way.
+    """
+
+    def __init__(self, model: nn.Module, prompts: Prompts, max_tokens: int, *, cache: bool = True) -> None:
+        """Raises UsageError for prompts that can't be continued, or not by `max_tokens`."""
+        config = cast(ModelConfig, model.config)
+        if not prompts.tokens or min(len(prompt) for prompt in prompts.tokens) == 0:
+            raise UsageError("nothing to continue: the prompt needs a token, e.g. the tokenizer's bos")
+        check_makes_text(model)
+        if has_encoder(model) != (prompts.encoder is not None):
+            needs = (
+                "needs tokens for its encoder"
+                if has_encoder(model)
+                else "has no encoder: give no tokens for one"
+            )
+            raise UsageError(f"model.family = {config.family!r} {needs}")
+        if cache and not getattr(model, "takes_cache", False):
+            log.warning("family %r takes no cache: all is computed again for each token", config.family)
+            cache = False
+        self.model, self.config = model, config
+        self.tokens_BT, self.documents_BT = _padded(prompts.tokens, left=True)
+        self.prefix = self.tokens_BT.shape[1] if prompts.prefix else 0
+        self.left_padding_B1 = (self.documents_BT == PADDING).sum(1, keepdim=True)
+        self.has_padding = bool(self.left_padding_B1.any())
+        longest = self.tokens_BT.shape[1] + max_tokens
+        if config.position.limit is not None and longest - 1 > config.position.limit:
+            given, left = longest - max_tokens, config.position.limit + 1 - longest + max_tokens
+            way = f"ask for at most {left}" if left > 0 else f"shorten it by {given - config.position.limit}"
+            raise UsageError(
+                f"a prompt of {given} tokens and {max_tokens} more, but model.position.max_positions = "
+                f"{config.position.limit}: {way}"
+            )
+        windows = [
+            d for d in range(config.n_layers) if config.layer_config(d).attention.pattern.name != "full"
+        ]
+        if prompts.prefix and cache and windows:
+            raise UsageError(
+                f"model.attention.pattern = {config.layer_config(windows[0]).attention.pattern.name!r} and a "
+                "prompt as a prefix, "
+                "all of which is seen by what follows: a cache does not keep it: generate without cache"
+            )
+        self.cache = KVCache(config.n_layers, longest) if cache else None
+        self.n_cached = 0
+        self.memory: dict[str, Any] = {}
+        if prompts.encoder is not None:
+            self.memory = self.encode(prompts.encoder)
+
+    @torch.no_grad()
+    def logits(self) -> Tensor:
+        """Return the logits of the next token of each row, [B, V]."""
+        n_fed = self.n_cached if self.cache is not None else 0
+        inputs: dict[str, Any] = dict(self.memory)
+        if self.has_padding:
+            positions_T = torch.arange(n_fed, self.tokens_BT.shape[1], device=self.tokens_BT.device)
+            inputs["positions"] = (positions_T - self.left_padding_B1).clamp(min=0)
+            inputs["documents"] = self.documents_BT[:, n_fed:]
+        if self.prefix and n_fed == 0:
+            positions_T = torch.arange(self.tokens_BT.shape[1], device=self.tokens_BT.device)
+            inputs["prefix"] = (positions_T < self.prefix) & (self.documents_BT != PADDING)
+        if self.cache is not None:
+            inputs["cache"] = self.cache
+        self.n_cached = self.tokens_BT.shape[1]
+        with without_capacity(self.model):
+            return cast(Tensor, self.model(self.tokens_BT[:, n_fed:], **inputs).logits[:, -1])
+
+    def append(self, tokens_B: Tensor) -> None:
+        """Append the rows' next tokens."""
+        self.tokens_BT = torch.cat([self.tokens_BT, tokens_B[:, None]], dim=1)
+        self.documents_BT = torch.cat([self.documents_BT, torch.zeros_like(tokens_B)[:, None]], dim=1)
+
+    def reorder(self, rows: Tensor) -> None:
+        """Go on with these rows, int64 [rows], each as often as it is named."""
+        self.tokens_BT, self.documents_BT = self.tokens_BT[rows], self.documents_BT[rows]
+        self.left_padding_B1 = self.left_padding_B1[rows]
+        self.memory = {key: value[rows] for key, value in self.memory.items()}
+        if self.cache is not None:
+            self.cache.select(rows)
+
+    @torch.no_grad()
+    def encode(self, tokens: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Run the encoder on a row of tokens for each prompt, and return the fields that the decoder needs of it."""
+        if len(tokens) != len(self.tokens_BT) or min(len(row) for row in tokens) == 0:
+            raise UsageError("the encoder needs at least one token for each prompt")
+        if self.config.position.limit is not None and max(map(len, tokens)) > self.config.position.limit:
+            raise UsageError(
+                f"{max(map(len, tokens))} tokens for the encoder, but model.position.max_positions = "
+                f"{self.config.position.limit}: give it fewer"
+            )
+        tokens_BS, documents_BS = _padded(tokens, left=False)
+        where = {"documents": documents_BS} if (documents_BS == PADDING).any() else {}
+        with without_capacity(self.model):
+            memory = cast(Any, self.model).encode(tokens_BS, **where)
+        return {"memory": memory, **{f"encoder_{key}": value for key, value in where.items()}}
+
+
+def _padded(rows: Sequence[Tensor], *, left: bool) -> tuple[Tensor, Tensor]:
+    """Rows as one tensor, and their documents: 0, and −1 for padding."""
+    longest = max(len(row) for row in rows)
+
+    def fill(row: Tensor, value: int) -> Tensor:
+        empty = row.new_full((longest - len(row),), value)
+        return torch.cat([empty, row] if left else [row, empty])
+
+    return (
+        torch.stack([fill(row, 0) for row in rows]),
+        torch.stack([fill(torch.zeros_like(row), PADDING) for row in rows]),
+    )
+
+
+def check_logits(logits_BV: Tensor, positions: Sequence[int]) -> None:
+    """Raise a MegatfmError, naming row and position, for logits that are no distribution.
+
+    −∞ is allowed, by which a head masks ids, but not at every id.
+    """
+    highest_B = logits_BV.amax(-1)  # NaN where there is any
+    broken = torch.nonzero(~torch.isfinite(highest_B)).flatten().tolist()
+    if broken:
+        row = broken[0]
+        raise MegatfmError(
+            f"the logits of text {row + 1} at position {positions[row]} are not finite: the weights are, or the "
+            "training was, broken; use an earlier checkpoint"
+        )

@@ -1,0 +1,149 @@
+"""Vectors of sentences: the hidden vectors of a text's tokens, pooled."""
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig
+from megatfm.errors import UsageError
+from megatfm.inference.decoding import has_encoder, is_causal
+from megatfm.tokenizers import Tokenizer
+
+log = logging.getLogger("megatfm")
+
+Pooling = Literal["mean", "first", "masked"]
+POOLINGS: tuple[Pooling, ...] = ("mean", "first", "masked")
+
+# B sentences, T tokens, D model width
+
+
+@dataclass(frozen=True)
+class SentenceEmbedder:
+    """A model and its tokenizer, with what stands around a text.
+
+    pooling, normalize: what `encode` does unless told otherwise. max_tokens: longer texts are cut, which is said.
+    begins: what stood before texts in a decoder's training; None: `bos`.
+    """
+
+    model: nn.Module
+    tokenizer: Tokenizer
+    pooling: Pooling = "mean"
+    normalize: bool = False
+    max_tokens: int | None = None
+    begins: tuple[int, ...] | None = None
+
+    def encode(
+        self,
+        sentences: str | Sequence[str],
+        *,
+        pooling: Pooling | None = None,
+        normalize: bool | None = None,
+        batch_size: int = 32,
+    ) -> Tensor:
+        """Return a vector for each sentence, float32 [B, D], on the CPU; padding never counts.
+
+        pooling: "mean" of all tokens, the "first" one's, or "masked", the mean of the text's own tokens without those
+        reserved for its ends. normalize: to length 1. Raises UsageError.
+        """
+        texts = [sentences] if isinstance(sentences, str) else list(sentences)
+        if wrong := [text for text in texts if not isinstance(text, str)]:
+            raise UsageError(f"sentences: {wrong[0]!r:.80} is no text: give one text or a list of them")
+        if batch_size < 1:
+            raise UsageError(f"batch = {batch_size}: choose 1 or more sentences at a time, e.g. 32")
+        chosen_pooling = pooling or self.pooling
+        if chosen_pooling not in POOLINGS:
+            raise UsageError(f"pooling = {chosen_pooling!r}: choose one of {', '.join(POOLINGS)}")
+        if not texts:
+            raise UsageError("no sentences to encode: give at least one")
+        before, after = self._frame()
+        if self.max_tokens is not None and self.max_tokens <= len(before) + len(after):
+            raise UsageError(
+                f"max_tokens = {self.max_tokens}: {len(before) + len(after)} tokens stand around a text already: "
+                f"choose {len(before) + len(after) + 1} or more"
+            )
+        ids = [
+            self.add_special_tokens(text, before, after)
+            for text in self.tokenizer.encode_batch(texts, threads=1)
+        ]
+        if cut := sum(len(read) < len(text) for read, text in ids):
+            log.warning("%d of %d texts are cut at %d tokens", cut, len(texts), self.max_tokens)
+        order = sorted(range(len(ids)), key=lambda i: len(ids[i][0]))
+        vectors: dict[int, Tensor] = {}
+        with torch.no_grad():
+            for start in range(0, len(order), batch_size):
+                rows = order[start : start + batch_size]
+                vectors |= zip(rows, self.pool([ids[i][0] for i in rows], chosen_pooling), strict=True)
+        pooled_BD = torch.stack([vectors[i] for i in range(len(ids))])
+        if self.normalize if normalize is None else normalize:
+            pooled_BD = nn.functional.normalize(pooled_BD, dim=-1)
+        return pooled_BD
+
+    def _frame(self) -> tuple[list[int], list[int]]:
+        """Return what stands before and after a text, as in the training of the model's kind. Raises UsageError."""
+        family, special = cast(ModelConfig, self.model.config).family, self.tokenizer.special
+        if has_encoder(self.model):
+            raise UsageError(
+                f"model.family = {family!r} makes no vectors of texts: give an encoder or a decoder (its encoder "
+                "alone: model.module.encode)"
+            )
+        if is_causal(self.model):
+            return [self.tokenizer.bos] if self.begins is None else list(self.begins), []
+        cls, sep = ([] if token is None else [token] for token in (special.cls, special.sep))
+        return ([], [*sep, *cls]) if family == "xlnet" else (cls, sep)
+
+    def add_special_tokens(
+        self, text: Iterable[int], before: list[int], after: list[int]
+    ) -> tuple[list[int], list[int]]:
+        """Return the ids that are read, and those of the text in full."""
+        ids = [int(token) for token in text]
+        framed = [*before, *ids, *after]
+        if self.max_tokens is None or len(framed) <= self.max_tokens:
+            return framed, framed
+        return [*before, *ids[: self.max_tokens - len(before) - len(after)], *after], framed
+
+    def pool(self, ids: Sequence[list[int]], chosen_pooling: Pooling) -> list[Tensor]:
+        """Encode the rows as one batch, and reduce each to one vector on the CPU."""
+        device, length = next(self.model.parameters()).device, max(1, *map(len, ids))
+        tokens_BT = torch.full((len(ids), length), self.tokenizer.pad)
+        documents_BT = torch.full((len(ids), length), -1)
+        for row, tokens in enumerate(ids):
+            tokens_BT[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.long)
+            documents_BT[row, : max(1, len(tokens))] = 0
+        fields = {"documents": documents_BT.to(device)}
+        # XLNet's [CLS], behind the text, has a segment of its own.
+        if cast(ModelConfig, self.model.config).family == "xlnet":
+            is_cls_BT = (tokens_BT == self.tokenizer.special.cls) & (documents_BT == 0)
+            fields["segments"] = is_cls_BT.long().to(device)
+        hidden_BTD = self.model(tokens_BT.to(device), **fields).hidden.cpu().float()
+        counted_BT = documents_BT == 0
+        if chosen_pooling == "first":
+            return list(hidden_BTD[:, 0])
+        if chosen_pooling == "masked":
+            reserved = torch.tensor(sorted(self.tokenizer.special.reserved))
+            text_BT = counted_BT & ~torch.isin(tokens_BT, reserved)
+            counted_BT = torch.where(text_BT.any(1, keepdim=True), text_BT, counted_BT)
+        summed_BD = (hidden_BTD * counted_BT[..., None]).sum(1)
+        return list(summed_BD / counted_BT.sum(1, keepdim=True))
+
+
+def warn_unmarked_padding(model: nn.Module, pad: int) -> None:
+    """Have a bidirectional model warn, once, when rows end in padding and no `documents` say so."""
+
+    def check(_: nn.Module, args: tuple[object, ...], named: dict[str, object]) -> None:
+        tokens = args[0] if args else named.get("tokens")
+        if not isinstance(tokens, Tensor) or tokens.dim() != 2 or named.get("documents") is not None:
+            return
+        if len(tokens) > 1 and bool((tokens[:, -1] == pad).any()) and not bool((tokens[:, -1] == pad).all()):
+            log.warning(
+                "rows end in the padding token %d, and no `documents` say so: it is read as text (mark it by -1 in "
+                "documents, or use encode)",
+                pad,
+            )
+            hook.remove()
+
+    if not is_causal(model):
+        hook = model.register_forward_pre_hook(check, with_kwargs=True)

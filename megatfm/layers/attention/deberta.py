@@ -1,0 +1,236 @@
+"""DeBERTa's disentangled attention (He et al. 2021): content and relative position apart, and its tables of positions.
+
+`disentangled` has projections of its own for positions (equations 2 to 4), `disentangled_shared` those of the content
+(appendix A.11, from DeBERTa v2 on), and its positions are in buckets.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from megatfm.config import DebertaPositionConfig, DebertaV2PositionConfig, ModelConfig, require_variant
+from megatfm.cost import Cost, TokenCounts, total_cost
+from megatfm.errors import UsageError
+from megatfm.layers.attention.dot_product import ATTENTIONS
+from megatfm.layers.attention.kv_cache import LayerCache
+from megatfm.layers.attention.patterns.local import require_full
+from megatfm.layers.attention.patterns.pattern import AttentionPattern
+from megatfm.layers.dropout import Dropout
+from megatfm.layers.initialisation import Initialiser
+from megatfm.layers.linear import Embedding, Linear
+from megatfm.layers.norm import make_norm
+from megatfm.layers.position import POSITIONS, PositionEncoding
+from megatfm.layers.sequence import SequenceMetadata
+from megatfm.ops.attention.reference import attend_in_chunks, probabilities, unless_blind
+
+# B batch, T queries, S keys, D model width, N heads, H head width, R relative positions or buckets of them
+
+
+class _Projections(nn.Module):
+    """Projections around the core; positions go through two of them, `position_projections`."""
+
+    cp_plan = "local"
+    core: "DisentangledCore"
+
+    def __init__(self, config: ModelConfig, initial: Initialiser, *, key_bias: bool) -> None:
+        super().__init__()
+        require_full(config)
+        d, width = config.d_model, config.attention.n_heads * config.head_width
+        self.head_dim = config.head_width
+        self.wq = Linear(d, width, initial("query", d, width), bias=True)
+        self.wk = Linear(d, width, initial("key", d, width), bias=key_bias)
+        self.wv = Linear(d, width, initial("value", d, width), bias=True)
+        self.wo = Linear(width, d, initial("out", width, d), bias=True)
+
+    def position_projections(self) -> tuple[Linear, Linear]:
+        """Projections of the table of positions to queries and keys: those of the content."""
+        return self.wq, self.wk
+
+    def cost(self, tokens: TokenCounts) -> Cost:
+        """Projections of the tokens and of the table of positions, and the core."""
+        table = total_cost(self.position_projections(), tokens.with_count(self.core.n_rows))
+        return total_cost((self.wq, self.wk, self.wv, self.wo), tokens) + table + self.core.cost(tokens)
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        sequence: SequenceMetadata,
+        bias: Tensor | None = None,
+        memory_BSD: Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """[B, T, D]; `bias` is the table [R, D] of relative positions."""
+        q, k, v = (self._heads(w(x_BTD)) for w in (self.wq, self.wk, self.wv))
+        q_position, k_position = (self._heads(w(bias)) for w in self.position_projections())
+        heads_BNTH = self.core(q, k, v, sequence, (q_position, k_position))
+        return self.wo(heads_BNTH.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
+
+
+@ATTENTIONS.register("deberta")
+class DisentangledAttention(_Projections):
+    """Scores are content·content + content·position + position·content, scaled by 1/√(3H).
+
+    Position-to-content reads the vector of query − key, as the released code does; equation 4 has key − query.
+    """
+
+    tp_plan = (("", "gather_input"), ("w[qkv]", "colwise"), ("w[qk]_position", "colwise"), ("wo", "rowwise"))
+
+    def __init__(self, config: ModelConfig, initial: Initialiser, pattern: AttentionPattern) -> None:
+        super().__init__(config, initial, key_bias=False)
+        if not isinstance(config.position, DebertaPositionConfig) or pattern.builtin_mask != "all":
+            raise UsageError(
+                "model.attention.name = 'deberta' needs model.position.name = 'deberta' and "
+                "family = 'encoder'"
+            )
+        d, width = config.d_model, config.attention.n_heads * config.head_width
+        farthest = config.position.max_distance
+        self.wq_position = Linear(d, width, initial("query", d, width), bias=True)
+        self.wk_position = Linear(d, width, initial("key", d, width))
+        self.core = DisentangledCore(config, pattern, partial(_clamped, farthest=farthest), 2 * farthest)
+
+    def position_projections(self) -> tuple[Linear, Linear]:
+        """Projections of their own."""
+        return self.wq_position, self.wk_position
+
+
+@ATTENTIONS.register("deberta_v2")
+class DisentangledSharedAttention(_Projections):
+    """The table of relative positions goes through the content's projections of queries and keys."""
+
+    tp_plan = (("", "gather_input"), ("w[qkv]", "colwise"), ("wo", "rowwise"))
+
+    def __init__(self, config: ModelConfig, initial: Initialiser, pattern: AttentionPattern) -> None:
+        super().__init__(config, initial, key_bias=True)
+        if not isinstance(config.position, DebertaV2PositionConfig) or pattern.builtin_mask != "all":
+            raise UsageError(
+                "model.attention.name = 'deberta_v2' needs model.position.name = "
+                "'disentangled_buckets' and family = 'encoder'"
+            )
+        n, farthest = config.position.buckets, config.position.max_distance
+        self.core = DisentangledCore(config, pattern, partial(_bucketed, n=n, farthest=farthest), 2 * n)
+
+
+class DisentangledCore(nn.Module):
+    """The scores and what follows from them. rows: of the table, which has `n_rows`, for distances query − key."""
+
+    tp_plan = (("dropout", "local_shard_dropout"),)
+
+    cp_plan = "attention"
+
+    def __init__(
+        self, config: ModelConfig, pattern: AttentionPattern, rows: Callable[[Tensor], Tensor], n_rows: int
+    ) -> None:
+        super().__init__()
+        self.pattern, self.rows, self.scale = pattern, rows, (3 * config.head_width) ** -0.5
+        self.n_heads, self.n_rows = config.attention.n_heads, n_rows
+        self.channels = 2 * self.n_heads * config.head_width
+        self.dropout = Dropout(config.attention.dropout, "attention")
+
+    def cost(self, tokens: TokenCounts) -> Cost:
+        """Cost of the scores and of the sums of values, and of queries and of keys with each of the table's rows."""
+        by_row = self.channels * self.n_rows * tokens.n
+        return self.pattern.cost(tokens, self.channels, self.n_heads) + Cost(
+            attention_macs=by_row, visible_attention_macs=by_row
+        )
+
+    def forward(
+        self,
+        q_BNTH: Tensor,
+        k_BNSH: Tensor,
+        v_BNSH: Tensor,
+        sequence: SequenceMetadata,
+        positions: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """[B, N, T, H]. positions: queries and keys [N, R, H] of the table."""
+        q_NRH, k_NRH = positions
+        q_BNTH = q_BNTH * self.scale
+        of_keys_BNSR = (k_BNSH * self.scale) @ q_NRH.transpose(-1, -2)
+        rng_keys_BNT = self.dropout.head_rng_keys(sequence, q_BNTH.shape[1])
+
+        def attend(rows: slice) -> Tensor:
+            distances_TS, some_BNTH = -sequence.relative_positions(rows), q_BNTH[:, :, rows]  # query − key
+            of_keys, of_queries = (
+                self.rows(d).expand(*q_BNTH.shape[:2], -1, -1) for d in (distances_TS, distances_TS.T)
+            )
+            content_to_position = (some_BNTH @ k_NRH.transpose(-1, -2)).gather(-1, of_keys)
+            position_to_content = of_keys_BNSR.gather(-1, of_queries)
+            scores_BNTS = some_BNTH @ k_BNSH.transpose(-1, -2) + content_to_position
+            scores_BNTS = scores_BNTS + position_to_content.transpose(-1, -2)
+            drawn = None if rng_keys_BNT is None else rng_keys_BNT[:, :, rows]
+            mask_B1TS = sequence.mask(self.pattern, rows=rows)
+            shares_BNTS = probabilities(scores_BNTS, mask_B1TS, self.dropout.rate, drawn)
+            return unless_blind(shares_BNTS @ v_BNSH, mask_B1TS)
+
+        return attend_in_chunks(attend, q_BNTH, k_BNSH.shape[2], "disentangled")
+
+
+def _clamped(distances: Tensor, farthest: int) -> Tensor:
+    """Return the row of the table of positions for each distance."""
+    return (distances + farthest).clamp(0, 2 * farthest - 1)
+
+
+def _bucketed(distances: Tensor, n: int, farthest: int) -> Tensor:
+    """Return the row of the table of positions for each distance."""
+    return (log_bucket_position(distances, n, farthest) + n).clamp(0, 2 * n - 1)
+
+
+class RelativePositionTable(nn.Module):
+    """A vector [D] for every relative position, one table for all layers."""
+
+    tp_plan = (("table", "replicated_partial_grad"),)
+
+    def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
+        super().__init__()
+        rows = 2 * require_variant(config.position, DebertaPositionConfig, "model.position").max_distance
+        self.table = Embedding(rows, config.d_model, initial("relative", rows, config.d_model))
+
+    def forward(self, sequence: SequenceMetadata, causal: bool) -> Tensor:
+        """[R, D]."""
+        return self.table.weight
+
+
+DISENTANGLED = POSITIONS.register("deberta")(PositionEncoding(score_bias=RelativePositionTable))
+
+
+def log_bucket_position(distances: Tensor, n_buckets: int, farthest: int) -> Tensor:
+    """The signed bucket of each distance, int64 within ± n_buckets for distances within ± farthest.
+
+    Half of them stand for one distance each, the others for ranges that grow exponentially up to `farthest`; unlike
+    T5's, they are rounded up.
+    """
+    exact = n_buckets // 2
+    # In float32 and in this order, as the released code computes it: distances at a range's edge depend on it.
+    ranges = torch.log(distances.abs().clamp(min=1).float() / exact) / torch.log(
+        torch.full((), (farthest - 1) / exact, dtype=torch.float32, device=distances.device)
+    )
+    far = torch.ceil(ranges * (exact - 1)).long() + exact
+    return torch.where(distances.abs() <= exact, distances, far * distances.sign())
+
+
+class BucketedPositionTable(nn.Module):
+    """A vector [D] for every bucket, one table for all layers, and a norm on it."""
+
+    tp_plan = (("table", "replicated_partial_grad"), ("norm", "replicated_partial_grad"))
+
+    def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
+        super().__init__()
+        options = require_variant(config.position, DebertaV2PositionConfig, "model.position")
+        rows = 2 * options.buckets
+        self.table = Embedding(rows, config.d_model, initial("relative", rows, config.d_model))
+        self.norm = make_norm(config)
+
+    def cost(self, tokens: TokenCounts) -> Cost:
+        """A norm over the table, once for all tokens and layers: next to nothing."""
+        return Cost()
+
+    def forward(self, sequence: SequenceMetadata, causal: bool) -> Tensor:
+        """[R, D]."""
+        return self.norm(self.table.weight)
+
+
+DISENTANGLED_BUCKETS = POSITIONS.register("deberta_v2")(PositionEncoding(score_bias=BucketedPositionTable))

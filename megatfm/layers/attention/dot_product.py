@@ -1,0 +1,164 @@
+"""Dot-product attention between projected heads: what context parallelism replaces."""
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig, ScaledAttention, require_variant
+from megatfm.cost import Cost, TokenCounts
+from megatfm.layers.attention.patterns.mask import PatternMask, global_query_indices, reachable_keys
+from megatfm.layers.attention.patterns.pattern import AttentionPattern
+from megatfm.layers.dropout import Dropout
+from megatfm.layers.initialisation import Initialiser
+from megatfm.layers.sequence import SequenceMetadata
+from megatfm.ops.attention.kernels import AttentionRequest, choose
+from megatfm.ops.attention.mask import AttentionMask
+from megatfm.ops.attention.reference import AttentionOptions
+from megatfm.ops.log_once import constant_when_compiled
+from megatfm.registry import Registry
+
+# B batch, N query heads, K key-value heads, T queries, S keys, H head width
+
+log = logging.getLogger("megatfm")
+
+
+class DotProductAttention(nn.Module):
+    """softmax(q kᵀ · scale + bias) v over what the pattern and the sequence let each query see.
+
+    channels: of queries and of values together, over all heads, where they are not of the head width.
+    """
+
+    tp_plan = (("dropout", "local_shard_dropout"),)
+
+    cp_plan = "attention"
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        initial: Initialiser,
+        pattern: AttentionPattern,
+        *,
+        scale: float | None = None,
+        channels: int | None = None,
+    ) -> None:
+        super().__init__()
+        options = require_variant(config.attention, ScaledAttention, "model.attention")
+        self.pattern, self.pattern_name, self.n_heads = pattern, repr(pattern), options.n_heads
+        self.channels = channels or 2 * options.n_heads * config.head_width
+        self.dropout = Dropout(options.dropout, "cross" if pattern.is_cross_attention else "attention")
+        self.sinks = Sinks(options.n_heads, initial) if getattr(options, "sinks", False) else None
+        self.variant = AttentionOptions(
+            scale=options.scale or scale,
+            softcap=options.softcap,
+            dropout=options.dropout,
+        )
+
+    def seen(self, sequence: SequenceMetadata, n_heads: int) -> PatternMask:
+        """The mask of the local heads' queries."""
+        return PatternMask(self.pattern, sequence, self.dropout.part * n_heads, n_heads)
+
+    def reached(self, row: SequenceMetadata, places: Tensor) -> Tensor:
+        """The places of whole rows that queries at some may look at, but for wide ones."""
+        return reachable_keys(self.pattern.simplify(row.length), row, places)
+
+    def is_local(self, length: int) -> bool:
+        """Whether the pattern bounds what queries look at in rows of this length, and not documents alone."""
+        return self.pattern.simplify(length).key_ranges(0, 1, length) is not None
+
+    def wide(self, row: SequenceMetadata, indices_by_rank: Sequence[Tensor]) -> Tensor:
+        """The places of queries that look at more, on several of the ranks to which the row is dealt."""
+        return global_query_indices(self.pattern.simplify(row.length), row, indices_by_rank)
+
+    def cost(self, tokens: TokenCounts) -> Cost:
+        """Cost of the scores and of the sums of values."""
+        return self.pattern.cost(tokens, self.channels, self.n_heads)
+
+    def forward(
+        self,
+        q_BNTH: Tensor,
+        k_BKSH: Tensor,
+        v_BKSH: Tensor,
+        sequence: SequenceMetadata,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """[B, N, T, H]; bias: as of `attention_reference`."""
+        return self.of_heads(self.dropout.part, q_BNTH, k_BKSH, v_BKSH, sequence, bias)
+
+    def of_heads(
+        self,
+        head_shard: int,
+        q_BNTH: Tensor,
+        k_BKSH: Tensor,
+        v_BKSH: Tensor,
+        sequence: SequenceMetadata,
+        bias: Tensor | None = None,
+        seen: AttentionMask | None = None,
+    ) -> Tensor:
+        """Attend with the heads from `head_shard` · N on. seen: the mask if keys are not the sequence's tokens."""
+        n_heads = q_BNTH.shape[1]
+        rng_keys = self.dropout.head_rng_keys(sequence, n_heads, head_shard)
+        seen = seen or PatternMask(self.pattern, sequence, head_shard * n_heads, n_heads)
+        sinks = None
+        if self.sinks is not None:
+            of_parts = self.sinks.weight.view(-1, n_heads)
+            sinks = of_parts[head_shard % len(of_parts)]
+        case = AttentionRequest.from_inputs(
+            q_BNTH,
+            k_BKSH,
+            seen,
+            self.variant,
+            drops=rng_keys is not None,
+            bias=bias,
+            sinks=sinks is not None,
+            of_values=v_BKSH.shape[-1],
+        )
+        kernel = choose(case)
+        log_once(kernel.name, self.pattern_name, case)
+        return kernel.run(q_BNTH, k_BKSH, v_BKSH, seen, bias, self.variant, rng_keys, sinks)
+
+
+class Sinks(nn.Module):
+    """A score for each head that no key has: what a head gives it, it gives no token."""
+
+    tp_plan = (("", "shard_last_dim"),)
+
+    def __init__(self, n_heads: int, initial: Initialiser) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_heads))
+        self.initial = {"weight": initial("relative", 1, n_heads)}
+        self.roles = {"weight": "vector"}
+
+
+def log_once(kernel: str, pattern: str, case: AttentionRequest) -> None:
+    """Log once which kernel serves which kind of attention."""
+    slow = case.needs_dense_mask and kernel in ("products", "fused")
+    _tell(kernel, pattern, case.plain, slow, case.has_dropout, case.device, case.dtype)
+
+
+@constant_when_compiled
+def _tell(
+    kernel: str, pattern: str, plain: str | None, slow: bool, drops: bool, device: str, dtype: torch.dtype
+) -> None:
+    kind = (kernel, pattern, plain, slow, drops, device, dtype)
+    if kind not in _TOLD:
+        _TOLD.add(kind)
+        by = {"products": "by a mask", "fused": "by a mask", "varlen": "by documents laid end to end"}
+        how = f"plainly {plain}" if plain else by.get(kernel, "by blocks")
+        costs = ""
+        if slow:
+            costs = ", which looks at all pairs: slow, and memory grows with the square of the length"
+        elif kernel == "flex" and drops:
+            costs = ", scores twice: dropped probabilities cost about as much again (attention.dropout = 0 does not)"
+        log.info(
+            "attention %s, %s, on %s in %s: kernel %s%s", pattern, how, device, str(dtype)[6:], kernel, costs
+        )
+
+
+_TOLD: set[tuple[str, str, str | None, bool, bool, str, torch.dtype]] = set()
+
+ATTENTIONS: Registry[Callable[[ModelConfig, Initialiser, AttentionPattern], nn.Module]] = Registry(
+    "attention"
+)
+"""Called with x [B, T, D], sequence, bias, memory, cache; see `gqa.py`."""

@@ -1,0 +1,119 @@
+"""Attention with grouped key and value heads: MHA, GQA and MQA in one (Ainslie et al. 2023)."""
+
+from torch import Tensor, nn
+
+from megatfm.config import GQAAttentionConfig, ModelConfig, require_variant
+from megatfm.cost import Cost, TokenCounts, total_cost
+from megatfm.layers.attention.dot_product import ATTENTIONS, DotProductAttention
+from megatfm.layers.attention.kv_cache import LayerCache, update_cache
+from megatfm.layers.attention.patterns.pattern import AttentionPattern
+from megatfm.layers.initialisation import Initialiser
+from megatfm.layers.linear import Linear
+from megatfm.layers.norm import RMSNorm, ShardedRMSNorm, make_norm
+from megatfm.layers.position import POSITIONS
+from megatfm.layers.sequence import SequenceMetadata
+from megatfm.ops.attention.relative_bias import for_last_keys
+
+# B batch, T tokens, S keys, D model width, N query heads, K key-value heads, H head width
+
+
+@ATTENTIONS.register("gqa")
+class HeadsAttention(nn.Module):
+    """Projections around the core. Heads are viewed as −1, so that any number of local heads works."""
+
+    tp_plan = (
+        ("", "gather_input"),
+        ("w[qkv]", "colwise"),
+        ("wo", "rowwise"),
+        ("[qk]_norm", "replicated_partial_grad"),
+    )
+
+    cp_plan = "local"
+
+    def __init__(self, config: ModelConfig, initial: Initialiser, pattern: AttentionPattern) -> None:
+        super().__init__()
+        self.head_dim, self.of_memory = config.head_width, pattern.is_cross_attention
+        options = require_variant(config.attention, GQAAttentionConfig, "model.attention")
+        d, width, kv_width = (
+            config.d_model,
+            *(n * self.head_dim for n in (options.n_heads, options.kv_heads)),
+        )
+        bias = options.bias
+        self.wq = Linear(d, width, initial("query", d, width), bias=bias)
+        self.wk = Linear(d, kv_width, initial("key", d, kv_width), bias=bias, heads=options.kv_heads)
+        self.wv = Linear(d, kv_width, initial("value", d, kv_width), bias=bias, heads=options.kv_heads)
+        self.wo = Linear(width, d, initial("out", width, d), bias=bias)
+        self.q_norm: nn.Module = nn.Identity()
+        self.k_norm: nn.Module = nn.Identity()
+        self.wq_norm: nn.Module | None = None
+        self.wk_norm: nn.Module | None = None
+        if options.qk_norm == "all_heads":
+            self.wq_norm, self.wk_norm = (ShardedRMSNorm(n, config.norm.eps) for n in (width, kv_width))
+        elif options.qk_norm:
+            self.q_norm, self.k_norm = _head_norm(config), _head_norm(config)
+        position = POSITIONS.get(config.position.name)
+        turns = position.rotary is not None and not pattern.is_cross_attention
+        self.position = position.rotary(config, initial) if turns and position.rotary else None
+        core = (
+            position.attention
+            if position.attention and not pattern.is_cross_attention
+            else DotProductAttention
+        )
+        self.core, self.pattern = core(config, initial, pattern), pattern
+
+    def cost(self, tokens: TokenCounts) -> Cost:
+        """Keys and values are made from what is looked at."""
+        looked_at = tokens.with_count(tokens.encoder_tokens) if self.of_memory else tokens
+        keys_and_values = self.wk, self.wv, self.k_norm, *filter(None, [self.wk_norm])
+        others = (part for part in self.children() if part not in keys_and_values)
+        return total_cost(others, tokens) + total_cost(keys_and_values, looked_at)
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        sequence: SequenceMetadata,
+        bias: Tensor | None = None,
+        memory_BSD: Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """[B, T, D]. memory: what cross-attention looks at; self-attention has none."""
+        q_BTX = self.wq(x_BTD)
+        q_BNTH = self.q_norm(self._heads(q_BTX if self.wq_norm is None else self.wq_norm(q_BTX)))
+        if memory_BSD is None:
+            k_BKSH, v_BKSH = self._keys_and_values(x_BTD)
+            if self.position is not None:
+                q_BNTH, k_BKSH = self.position(q_BNTH, k_BKSH, sequence)
+            if cache is not None:
+                # Of keys that don't stand next to one another, biases are not those of distances in a row.
+                keep_all = bias is not None and self.pattern.n_initial_kept > 0
+                k_BKSH, v_BKSH, sequence = update_cache(
+                    cache, k_BKSH, v_BKSH, self.pattern, sequence, keep_all=keep_all
+                )
+                bias = None if bias is None else for_last_keys(bias, q_BNTH.shape[2], k_BKSH.shape[2])
+        else:
+            k_BKSH, v_BKSH = self._memory_heads(memory_BSD, cache)
+        heads_BNTH = self.core(q_BNTH, k_BKSH, v_BKSH, sequence, bias)
+        return self.wo(heads_BNTH.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def _keys_and_values(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
+        k_BSX = self.wk(x_BSD)
+        k_BSX = k_BSX if self.wk_norm is None else self.wk_norm(k_BSX)
+        return self.k_norm(self._heads(k_BSX)), self._heads(self.wv(x_BSD))
+
+    def _memory_heads(self, memory_BSD: Tensor, cache: LayerCache | None) -> tuple[Tensor, Tensor]:
+        if cache is None or cache.memory is None:
+            heads = self._keys_and_values(memory_BSD)
+            if cache is None:
+                return heads
+            cache.memory = heads
+        return cache.memory
+
+
+def _head_norm(config: ModelConfig) -> nn.Module:
+    """An RMSNorm, whatever the model's norm is; of its kind if that is one."""
+    if config.norm.name == "rms_norm":
+        return make_norm(config, config.head_width)
+    return RMSNorm(config.head_width, config.norm.eps)

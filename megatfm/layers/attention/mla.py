@@ -1,0 +1,191 @@
+"""Multi-head latent attention (DeepSeek-AI 2024, section 2.1): keys and values from one narrow vector a token."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatfm.config import MLAAttentionConfig, ModelConfig, require_variant
+from megatfm.errors import UsageError
+from megatfm.layers.attention.dot_product import ATTENTIONS, DotProductAttention
+from megatfm.layers.attention.kv_cache import LayerCache, update_cache
+from megatfm.layers.attention.patterns.pattern import AttentionPattern
+from megatfm.layers.initialisation import Initialiser, with_fixed_inputs
+from megatfm.layers.linear import Linear
+from megatfm.layers.norm import RMSNorm
+from megatfm.layers.rope import Rope
+from megatfm.layers.sequence import SequenceMetadata
+from megatfm.ops.attention.reference import probabilities
+
+# B batch, T tokens, S keys, D model width, N heads, H head width, R channels that carry the position, V value width
+# C width of a latent
+
+
+@ATTENTIONS.register("mla")
+class LatentAttention(nn.Module):
+    """Queries and keys have H channels of content and R that are turned by position; R's keys serve all heads."""
+
+    tp_plan = (
+        ("", "gather_input"),
+        ("wq_down", "replicated_partial_grad"),
+        ("q_norm", "replicated_partial_grad"),
+        ("wkv_down", "replicated_partial_grad"),
+        ("kv_norm", "replicated_partial_grad"),
+        ("wk_rope", "replicated_partial_grad"),
+        ("w[qkv]", "colwise"),
+        ("wo", "rowwise"),
+    )
+
+    cp_plan = "local"
+
+    def __init__(self, config: ModelConfig, initial: Initialiser, pattern: AttentionPattern) -> None:
+        super().__init__()
+        latent = require_variant(config.attention, MLAAttentionConfig, "model.attention")
+        if config.position.name != "rope" or pattern.is_cross_attention:
+            raise UsageError(
+                "model.attention.name = 'mla' carries positions in its own rotary channels, in self-attention: it "
+                "needs model.position.name = 'rope' and a decoder or encoder, not "
+                f"{config.position.name!r} and {config.family}"
+            )
+        d, n, self.head_dim, self.rope_dim = (
+            config.d_model,
+            latent.n_heads,
+            config.head_width,
+            latent.qk_rope_head_dim,
+        )
+        of_latents = initial
+        if config.mup is not None and config.mup.latent_ranks == "fixed":
+            of_latents = with_fixed_inputs(initial)
+        self.v_dim = latent.v_head_dim or self.head_dim
+        q_width = n * (self.head_dim + self.rope_dim)
+        q_in = latent.q_lora_rank or d
+        if latent.q_lora_rank:
+            self.wq_down = Linear(d, q_in, initial("query", d, q_in))
+            self.q_norm = RMSNorm(q_in, config.norm.eps)
+        of_queries = of_latents if latent.q_lora_rank else initial
+        self.wq = Linear(q_in, q_width, of_queries("query", q_in, q_width))
+        self.wkv_down = Linear(d, latent.kv_lora_rank, initial("key", d, latent.kv_lora_rank))
+        self.kv_norm = RMSNorm(latent.kv_lora_rank, config.norm.eps)
+        self.wk_rope = Linear(d, self.rope_dim, initial("key", d, self.rope_dim))
+        rank, k_width, v_width = latent.kv_lora_rank, n * self.head_dim, n * self.v_dim
+        self.wk = Linear(rank, k_width, of_latents("key", rank, k_width))
+        self.wv = Linear(rank, v_width, of_latents("value", rank, v_width))
+        self.wo = Linear(n * self.v_dim, d, initial("out", n * self.v_dim, d))
+        self.position = Rope(config, initial, self.rope_dim)
+        self.core = LatentCore(
+            config,
+            initial,
+            pattern,
+            rope_dim=self.rope_dim,
+            scale=(self.head_dim + self.rope_dim) ** -0.5,
+            channels=q_width + n * self.v_dim,
+        )
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        sequence: SequenceMetadata,
+        bias: Tensor | None = None,
+        memory_BSD: Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """[B, T, D]."""
+        q_in = self.q_norm(self.wq_down(x_BTD)) if hasattr(self, "wq_down") else x_BTD
+        q_BNTH, q_rope_BNTR = self._heads(self.wq(q_in), self.head_dim + self.rope_dim).split(
+            (self.head_dim, self.rope_dim), dim=-1
+        )
+        latent_BTC = self.kv_norm(self.wkv_down(x_BTD))
+        q_rope_BNTR, k_rope_B1TR = self.position(q_rope_BNTR, self.wk_rope(x_BTD)[:, None], sequence)
+        q_BNTH = torch.cat((q_BNTH, q_rope_BNTR), -1)
+        latent_B1TX = torch.cat((latent_BTC[:, None], k_rope_B1TR), -1)
+        if cache is None:
+            heads_BNTV = self.core(q_BNTH, latent_B1TX, self.wk.weight, self.wv.weight, sequence)
+        else:
+            heads_BNTV = self._cached(q_BNTH, latent_B1TX, sequence, cache)
+        return self.wo(heads_BNTV.transpose(1, 2).flatten(2))
+
+    def _cached(
+        self, q_BNTH: Tensor, latent_B1TX: Tensor, sequence: SequenceMetadata, cache: LayerCache
+    ) -> Tensor:
+        """[B, N, T, V], from a cache of latents and rotary keys: C + R numbers a token, not N · (H + R + V).
+
+        Keys and values for several queries are made anew each time. A single query is projected to the latents' width
+        instead, all of its heads attend to the latents themselves, and what they get is projected to values: the same
+        products in another order (DeepSeek-AI 2024a, section 2.1.2).
+        """
+        no_values_B1T0 = latent_B1TX[..., :0]
+        latent_B1SX, _, sequence = update_cache(
+            cache, latent_B1TX, no_values_B1T0, self.core.pattern, sequence
+        )
+        if q_BNTH.shape[2] == 1 and not self.core.draws(sequence):
+            return self.core.of_one_query(q_BNTH, latent_B1SX, self.wk.weight, self.wv.weight, sequence)
+        k_BNSH, v_BNSV = self.core.heads(latent_B1SX, self.wk.weight, self.wv.weight)
+        return self.core.of_heads(self.core.dropout.part, q_BNTH, k_BNSH, v_BNSV, sequence)
+
+    def _heads(self, x: Tensor, width: int) -> Tensor:
+        return x.unflatten(-1, (-1, width)).transpose(1, 2)
+
+
+class LatentCore(DotProductAttention):
+    """Attention to keys and values that are made of a narrow vector a token: where rows are cut, that is sent."""
+
+    cp_plan = "latent_attention"
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        initial: Initialiser,
+        pattern: AttentionPattern,
+        *,
+        rope_dim: int,
+        scale: float,
+        channels: int,
+    ) -> None:
+        super().__init__(config, initial, pattern, scale=scale, channels=channels)
+        self.head_dim, self.rope_dim = config.head_width, rope_dim
+
+    def heads(self, latent_B1SX: Tensor, of_keys_XC: Tensor, of_values_XC: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [B, N, S, H + R] and values [B, N, S, V] of latents, each with the R channels of the position."""
+        latent_BSC, rope_B1SR = latent_B1SX[:, 0, :, : -self.rope_dim], latent_B1SX[..., -self.rope_dim :]
+        k_BNSH = F.linear(latent_BSC, of_keys_XC).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        n = k_BNSH.shape[1]
+        v_BNSV = F.linear(latent_BSC, of_values_XC).unflatten(-1, (n, -1)).transpose(1, 2)
+        return torch.cat((k_BNSH, rope_B1SR.expand(-1, n, -1, -1)), -1), v_BNSV
+
+    def forward(  # type: ignore[override]  # instead of keys and values, what they are made of
+        self,
+        q_BNTH: Tensor,
+        latent_B1TX: Tensor,
+        of_keys_XC: Tensor,
+        of_values_XC: Tensor,
+        sequence: SequenceMetadata,
+    ) -> Tensor:
+        """[B, N, T, V]."""
+        k_BNTH, v_BNTV = self.heads(latent_B1TX, of_keys_XC, of_values_XC)
+        return super().forward(q_BNTH, k_BNTH, v_BNTV, sequence)
+
+    def draws(self, sequence: SequenceMetadata) -> bool:
+        """Whether probabilities are dropped."""
+        return self.dropout.head_rng_keys(sequence, self.n_heads, self.dropout.part) is not None
+
+    def of_one_query(
+        self,
+        q_BN1H: Tensor,
+        latent_B1SX: Tensor,
+        of_keys_XC: Tensor,
+        of_values_XC: Tensor,
+        sequence: SequenceMetadata,
+    ) -> Tensor:
+        """[B, N, 1, V]: of the last token's query, without making anything of the latents."""
+        assert self.variant.scale is not None
+        n = q_BN1H.shape[1]
+        of_keys_NHC, of_values_NVC = (weight.unflatten(0, (n, -1)) for weight in (of_keys_XC, of_values_XC))
+        content_BN1H, rope_BN1R = q_BN1H.split((self.head_dim, self.rope_dim), dim=-1)
+        q_BN1X = torch.cat((content_BN1H @ of_keys_NHC, rope_BN1R), -1) * self.variant.scale
+        # Heads stand where queries do elsewhere, so that latents are not copied for each.
+        scores_BN1S = (q_BN1X.transpose(1, 2) @ latent_B1SX.transpose(-1, -2)).transpose(1, 2)
+        if self.variant.softcap:
+            scores_BN1S = self.variant.softcap * torch.tanh(scores_BN1S / self.variant.softcap)
+        # Where no mask is needed, the last token sees all before it.
+        shares_BN1S = probabilities(scores_BN1S, self.seen(sequence, n).mask())
+        latent_BN1C = (shares_BN1S.transpose(1, 2) @ latent_B1SX[..., : -self.rope_dim]).transpose(1, 2)
+        return latent_BN1C @ of_values_NVC.transpose(-1, -2)

@@ -1,0 +1,364 @@
+"""Patterns in closed form: full, cross-attention, window, chunked, strided, fixed and Longformer's."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatfm.config import (
+    ChunkedPatternConfig,
+    FixedPatternConfig,
+    LongformerPatternConfig,
+    ModelConfig,
+    StridedPatternConfig,
+    WindowPatternConfig,
+    require_variant,
+)
+from megatfm.errors import UsageError
+from megatfm.layers.attention.patterns.pattern import PATTERNS, AttentionPattern, BlockBounds, Ranges
+from megatfm.ops.attention.mask import BandLimits, BuiltinMask
+
+
+@dataclass(frozen=True)
+class Full(AttentionPattern):
+    """All keys, or no later ones."""
+
+    causal: bool = False
+
+    @property
+    def builtin_mask(self) -> BuiltinMask:
+        return "causal" if self.causal else "all"
+
+    @property
+    def window(self) -> tuple[int, int]:
+        return (-1, 0) if self.causal else (-1, -1)
+
+    @property
+    def is_relative(self) -> bool:
+        return True
+
+    @property
+    def band(self) -> BandLimits:
+        return BandLimits(None, 0 if self.causal else None)
+
+    def mask_mod(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
+        return k <= q if self.causal else (q == q) & (k == k)
+
+    def block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
+        return k.first <= q.last if self.causal else super().block_mask(q, k, heads)
+
+    def full_block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
+        return k.last <= q.first if self.causal else super().block_mask(q, k, heads)
+
+    def pairs(self, length: int, n_heads: int = 1) -> float:
+        return length * (length + 1) / 2 if self.causal else length * length
+
+
+def require_full(config: ModelConfig) -> None:
+    """Raises UsageError for another pattern, with attention that has to see all."""
+    pattern = config.attention.pattern.name
+    if pattern != "full":
+        raise UsageError(
+            f"model.attention.pattern = {pattern!r}: attention.name = {config.attention.name!r} looks at all tokens: "
+            "leave the pattern out, or set model.attention.name = 'gqa'"
+        )
+
+
+@PATTERNS.register("full")
+def full(config: ModelConfig, causal: bool) -> Full:
+    """Full attention, causal in decoders."""
+    return Full(causal)
+
+
+@dataclass(frozen=True)
+class CrossAttentionPattern(AttentionPattern):
+    """The whole memory."""
+
+    @property
+    def builtin_mask(self) -> BuiltinMask:
+        return "all"
+
+    @property
+    def is_cross_attention(self) -> bool:
+        return True
+
+    def mask_mod(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
+        return (q == q) & (k == k)
+
+
+@dataclass(frozen=True)
+class Window(AttentionPattern):
+    """Every `step`-th key from `left` tokens before the query to `right` after it, and the document's `first` ones.
+
+    first: of causal windows only. Two sides, left and right, are multiples of `step`.
+    """
+
+    left: int
+    right: int = 0
+    step: int = 1
+    first: int = 0
+
+    @property
+    def window(self) -> tuple[int, int] | None:
+        return None if self.first or self.step > 1 else (self.left, self.right)
+
+    @property
+    def is_relative(self) -> bool:
+        return not self.first
+
+    @property
+    def band(self) -> BandLimits | None:
+        return None if self.first or self.step > 1 else BandLimits(self.left, self.right)
+
+    @property
+    def cache_window(self) -> int | None:
+        return None if self.right else self.left
+
+    @property
+    def n_initial_kept(self) -> int:
+        return self.first
+
+    def key_ranges(self, first: int, last: int, length: int) -> Ranges:
+        return (first - self.left, last + self.right), (0, min(self.first, last))
+
+    def simplify(self, length: int) -> AttentionPattern:
+        causal = self.right == 0
+        everything = self.step == 1 and self.left >= length - 1 and (causal or self.right >= length - 1)
+        return Full(causal) if everything else self
+
+    def mask_mod(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
+        near = (k >= q - self.left) & (k <= q + self.right)
+        if self.step > 1:
+            near = near & ((q - k) % self.step == 0)
+        return near | ((k < self.first) & (k <= q)) if self.first else near
+
+    def block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
+        # How far back the nearest and the farthest pair lie, and whether a step lies between.
+        least, most = (q.first - k.last).clamp(min=-self.right), (q.last - k.first).clamp(max=self.left)
+        near = most // self.step * self.step >= least
+        return near | ((k.first < self.first) & (k.first <= q.last)) if self.first else near
+
+    def full_block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
+        if self.step > 1:
+            return super().full_block_mask(q, k, heads)
+        near = (k.first >= q.last - self.left) & (k.last <= q.first + self.right)
+        return near | ((k.last < self.first) & (k.last <= q.first)) if self.first else near
+
+    def pairs(self, length: int, n_heads: int = 1) -> float:
+        places = torch.arange(length)
+        before = places.clamp(max=self.left) // self.step
+        after = (length - 1 - places).clamp(max=self.right) // self.step
+        seen = length + int(before.sum()) + int(after.sum())
+        if self.first:  # those that lie before the window, or between its steps
+            k = torch.arange(min(self.first, length))[:, None]
+            near = (k >= places - self.left) & ((places - k) % self.step == 0)
+            seen += int(((k <= places) & ~near).sum())
+        return seen
+
+
+@PATTERNS.register("window")
+def window(config: ModelConfig, causal: bool) -> Window:
+    """`width` tokens up to the query in decoders; in encoders the query and half of `width` on each side."""
+    options = require_variant(config.attention.pattern, WindowPatternConfig, "model.attention.pattern")
+    if causal:
+        return Window((options.width - 1) * options.dilation, 0, options.dilation, options.initial_tokens)
+    if options.initial_tokens:
+        raise UsageError(
+            f"model.attention.pattern.initial_tokens = {options.initial_tokens}: an encoder's first tokens "
+            f"would see no more than others "
+            "do: leave it out, or choose a pattern with global tokens"
+        )
+    side = options.width // 2 * options.dilation
+    return Window(side, side, options.dilation)
+
+
+@dataclass(frozen=True)
+class Chunked(AttentionPattern):
+    """Keys of the query's chunk of `size` tokens; causal: no later ones."""
+
+    size: int
+    causal: bool
+
+    @property
+    def band(self) -> BandLimits:
+        return BandLimits(None, 0 if self.causal else None, self.size)
+
+    @property
+    def cache_window(self) -> int | None:
+        return self.size - 1 if self.causal else None
+
+    def key_ranges(self, first: int, last: int, length: int) -> Ranges:
+        end = last if self.causal else -(-last // self.size) * self.size
+        return ((first // self.size * self.size, end),)
+
+    def simplify(self, length: int) -> AttentionPattern:
+        return Full(self.causal) if self.size >= length else self
+
+    def mask_mod(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
+        same = q // self.size == k // self.size
+        return same & (k <= q) if self.causal else same
+
+    def block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
+        same = (k.last // self.size >= q.first // self.size) & (k.first // self.size <= q.last // self.size)
+        return same & (k.first <= q.last) if self.causal else same
+
+    def full_block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
+        chunk = q.first // self.size
+        same = (
+            (q.last // self.size == chunk) & (k.first // self.size == chunk) & (k.last // self.size == chunk)
+        )
+        return same & (k.last <= q.first) if self.causal else same
+
+    def pairs(self, length: int, n_heads: int = 1) -> float:
+        def of(tokens: int) -> float:
+            return tokens * (tokens + 1) / 2 if self.causal else tokens * tokens
+
+        return length // self.size * of(self.size) + of(length % self.size)
+
+
+@PATTERNS.register("chunked")
+def chunked(config: ModelConfig, causal: bool) -> Chunked:
+    """Chunks count from the beginning of each document."""
+    options = require_variant(config.attention.pattern, ChunkedPatternConfig, "model.attention.pattern")
+    return Chunked(options.size, causal)
+
+
+@dataclass(frozen=True)
+class Strided(AttentionPattern):
+    """Keys fewer than `stride` tokens away, and those a multiple of it away; causal: no later ones."""
+
+    stride: int
+    causal: bool
+
+    @property
+    def has_uneven_work(self) -> bool:
+        return self.causal
+
+    @property
+    def sees_later(self) -> bool:
+        return not self.causal
+
+    @property
+    def is_relative(self) -> bool:
+        return True
+
+    def mask_mod(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
+        away = q - k
+        seen = (away.abs() < self.stride) | (away % self.stride == 0)
+        return seen & (away >= 0) if self.causal else seen
+
+    def block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
+        # The nearest and the farthest pair of two blocks, and whether a multiple lies between.
+        least, most = q.first - k.last, q.last - k.first
+        seen = (most // self.stride * self.stride >= least) | ((least < self.stride) & (most > -self.stride))
+        return seen & (most >= 0) if self.causal else seen
+
+    def full_block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
+        least, most = q.first - k.last, q.last - k.first
+        return (most < self.stride) & (least >= 0 if self.causal else least > -self.stride)
+
+
+@PATTERNS.register("strided")
+def strided(config: ModelConfig, causal: bool) -> Strided:
+    """Both of the paper's heads in one, its "merged" form."""
+    options = require_variant(config.attention.pattern, StridedPatternConfig, "model.attention.pattern")
+    return Strided(options.stride, causal)
+
+
+@dataclass(frozen=True)
+class Fixed(AttentionPattern):
+    """Keys of the query's stretch of `stride` tokens, and the last `summary` of each; causal: no later ones."""
+
+    stride: int
+    summary: int
+    causal: bool
+
+    @property
+    def has_uneven_work(self) -> bool:
+        return self.causal
+
+    @property
+    def sees_later(self) -> bool:
+        return not self.causal
+
+    def mask_mod(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
+        seen = (q // self.stride == k // self.stride) | (k % self.stride >= self.stride - self.summary)
+        return seen & (k <= q) if self.causal else seen
+
+    def block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
+        first, last = k.first // self.stride, k.last // self.stride
+        ends = (last > first) | (k.last % self.stride >= self.stride - self.summary)
+        seen = ends | ((last >= q.first // self.stride) & (first <= q.last // self.stride))
+        return seen & (k.first <= q.last) if self.causal else seen
+
+    def full_block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
+        own = q.first // self.stride
+        seen = (
+            (q.last // self.stride == own) & (k.first // self.stride == own) & (k.last // self.stride == own)
+        )
+        return seen & (k.last <= q.first) if self.causal else seen
+
+
+@PATTERNS.register("fixed")
+def fixed(config: ModelConfig, causal: bool) -> Fixed:
+    """Both of the paper's heads in one, its "merged" form."""
+    options = require_variant(config.attention.pattern, FixedPatternConfig, "model.attention.pattern")
+    if options.n_summary_tokens >= options.stride:
+        raise UsageError(
+            f"model.attention.pattern.n_summary_tokens = {options.n_summary_tokens} is all of stride = "
+            f"{options.stride}: that is full "
+            "attention: choose fewer, or pattern = 'full'"
+        )
+    return Fixed(options.stride, options.n_summary_tokens, causal)
+
+
+@dataclass(frozen=True)
+class Longformer(AttentionPattern):
+    """Keys up to `side` tokens away, and those at the places `tokens`, whose queries see all."""
+
+    side: int
+    tokens: tuple[int, ...]
+
+    @property
+    def band(self) -> BandLimits:
+        return BandLimits(self.side, self.side, global_tokens=tuple(sorted(set(self.tokens))))
+
+    def key_ranges(self, first: int, last: int, length: int) -> Ranges:
+        return (first - self.side, last + self.side), *((token, token + 1) for token in self.tokens)
+
+    def global_queries(self, length: int) -> Ranges:
+        return tuple((token, token + 1) for token in self.tokens)
+
+    def mask_mod(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
+        seen = (q - k).abs() <= self.side
+        for token in self.tokens:
+            seen = seen | (q == token) | (k == token)
+        return seen
+
+    def block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
+        seen = (k.last >= q.first - self.side) & (k.first <= q.last + self.side)
+        for token in self.tokens:
+            for x in (q, k):
+                seen = seen | ((x.first <= token) & (token <= x.last))
+        return seen
+
+    def full_block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
+        return (k.first >= q.last - self.side) & (k.last <= q.first + self.side)
+
+
+@PATTERNS.register("longformer")
+def longformer(config: ModelConfig, causal: bool) -> Longformer:
+    """Raises UsageError in decoders: global tokens would leak later ones."""
+    options = require_variant(config.attention.pattern, LongformerPatternConfig, "model.attention.pattern")
+    if causal:
+        raise UsageError(
+            "model.attention.pattern.name = 'longformer' has tokens that see all, later ones too: a decoder can't "
+            "learn from that: choose family = 'encoder', or a window with `first`"
+        )
+    limit = config.position.limit
+    if options.global_tokens and limit is not None and max(options.global_tokens) >= limit:
+        raise UsageError(
+            f"model.attention.pattern.global_tokens has the place {max(options.global_tokens)}, but model.position has "
+            f"{limit} positions: name places below {limit}"
+        )
+    return Longformer(options.width // 2, options.global_tokens)

@@ -1,0 +1,340 @@
+"""Initial weights: distributions, how they are drawn, and which one each matrix of a model gets.
+
+They depend on (seed, name, row) and on nothing else: no rank, device, layout or order. Numbers are drawn by NumPy's
+Philox ziggurat on the CPU in blocks of rows, each with a generator of its own, so that several threads may draw at
+once. Of a block a rank draws the rows up to the last that it holds (of truncated normals all), a few at a time, and
+keeps its own.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from megatfm import rng
+from megatfm.config import ModelConfig, require_variant
+from megatfm.config.model_parts import NormalInitSection
+from megatfm.errors import UsageError
+from megatfm.registry import Registry
+
+ROW_BLOCK = 128
+"""Rows drawn together: part of the definition of the weights, never to be changed."""
+PIECE = 2**20
+"""Elements of a block that are drawn at a time, unless one row has more: in pieces or at once, they are the same."""
+WORTH_THREADS = 2**18
+"""Elements below which one thread is as fast as several."""
+
+
+@dataclass(frozen=True)
+class _Scaled:
+    width_ratio: float = field(default=1.0, compare=False, kw_only=True)
+    """Under muP, for a matrix whose inputs grow with the width: base width / width, a factor on its learning rate."""
+
+
+@dataclass(frozen=True)
+class Normal(_Scaled):
+    """N(0, std²)."""
+
+    std: float
+
+
+@dataclass(frozen=True)
+class TruncatedNormal(_Scaled):
+    """N(0, std²), drawn anew beyond ± 2 std: BERT's initialisation."""
+
+    std: float
+
+
+@dataclass(frozen=True)
+class Uniform(_Scaled):
+    """Uniform in [−bound, bound)."""
+
+    bound: float
+
+
+@dataclass(frozen=True)
+class Constant(_Scaled):
+    """One value everywhere."""
+
+    value: float
+
+
+@dataclass(frozen=True)
+class FixedValues(_Scaled):
+    """Given values, along the first dim."""
+
+    values: tuple[float, ...]
+
+
+InitDistribution = Normal | TruncatedNormal | Uniform | Constant | FixedValues
+
+
+def draw(
+    initial: InitDistribution,
+    seed: int,
+    name: str,
+    shape: Sequence[int],
+    offsets: Sequence[int],
+    sizes: Sequence[int],
+    threads: int = 1,
+) -> Tensor:
+    """The block [sizes] at `offsets` of the initial tensor `name` of global `shape`, float32 on the CPU: the same bits
+    for any number of threads."""
+    if isinstance(initial, Constant):
+        return torch.full(tuple(sizes), initial.value)
+    first, last = offsets[0], offsets[0] + sizes[0]
+    if isinstance(initial, FixedValues):
+        return torch.tensor(initial.values[first:last]).view(-1, *[1] * (len(sizes) - 1)).expand(*sizes)
+    drawn = np.empty(tuple(sizes), np.float32)
+    if 0 in sizes:
+        return torch.from_numpy(drawn)
+    columns = tuple(slice(start, start + size) for start, size in zip(offsets[1:], sizes[1:], strict=True))
+
+    def fill(block: int) -> None:
+        start = block * ROW_BLOCK
+        rows = slice(max(first - start, 0), min(last - start, ROW_BLOCK))
+        target = drawn[start + rows.start - first : start + rows.stop - first]
+        count = min(ROW_BLOCK, shape[0] - start)
+        generator = np.random.Generator(rng.bit_generator(seed, "initial", name, block))
+        _draw_rows(initial, generator, (count, *shape[1:]), (rows, *columns), target)
+
+    blocks = range(first // ROW_BLOCK, (last - 1) // ROW_BLOCK + 1)
+    if threads == 1 or drawn.size < WORTH_THREADS:
+        for block in blocks:
+            fill(block)
+    else:
+        with ThreadPoolExecutor(min(threads, len(blocks))) as pool:  # NumPy draws without Python's lock
+            list(pool.map(fill, blocks))
+    return torch.from_numpy(drawn)
+
+
+def _draw_rows(
+    initial: Normal | TruncatedNormal | Uniform, generator: np.random.Generator, shape: tuple[int, ...],
+    kept: tuple[slice, ...], target: NDArray[np.float32],
+) -> None:  # fmt: skip
+    """Draws the rows of a block of this shape in their order, up to the last that is kept, and puts those into
+    `target`. What is drawn anew in a truncated distribution comes after all rows, so that there all are drawn."""
+    (rows, *columns), width = kept, prod(shape[1:])
+    step = max(1, PIECE // max(width, 1))
+    beyond: list[NDArray[np.int64]] = []
+    is_truncated = isinstance(initial, TruncatedNormal)
+    end = shape[0] if is_truncated else rows.stop
+    for start in range(0, end, step):
+        values = _next(initial, generator, (min(step, end - start), *shape[1:]))
+        if is_truncated:
+            beyond.append(np.flatnonzero(np.abs(values) > 2) + start * width)
+        first, last = max(rows.start, start), min(rows.stop, start + len(values))
+        if first < last:
+            target[first - rows.start : last - rows.start] = values[
+                (slice(first - start, last - start), *columns)
+            ]
+    again = np.concatenate(beyond) if beyond else np.empty(0, np.int64)
+    while len(again):
+        values = generator.standard_normal(len(again), dtype=np.float32)
+        places = np.unravel_index(again, shape)
+        is_kept = np.all(
+            [(at >= x.start) & (at < x.stop) for at, x in zip(places, kept, strict=True)], axis=0
+        )
+        target[tuple(at[is_kept] - x.start for at, x in zip(places, kept, strict=True))] = values[is_kept]
+        again = again[np.abs(values) > 2]
+    if not isinstance(initial, Uniform):
+        target *= np.float32(initial.std)
+
+
+def _next(
+    initial: Normal | TruncatedNormal | Uniform, generator: np.random.Generator, shape: tuple[int, ...]
+) -> NDArray[np.float32]:
+    """The next numbers; of normal distributions, of those with a standard deviation of 1."""
+    if isinstance(initial, Uniform):
+        return ((generator.random(shape) * 2 - 1) * initial.bound).astype(np.float32)
+    return generator.standard_normal(shape, dtype=np.float32)
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, seed: int) -> None:
+    """Set all parameters and buffers of a whole model; a tied parameter has one name, that of its first module."""
+    for name, tensor, init in iter_inits(model):
+        shape = tuple(tensor.shape)
+        tensor.copy_(draw(init, seed, name, shape, (0,) * tensor.dim(), shape))
+
+
+def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return what a checkpoint stores, by name: parameters, a tied one once, and persistent buffers."""
+    stored = model.state_dict(keep_vars=True).items()
+    return {
+        **dict(model.named_parameters()),
+        **{name: tensor for name, tensor in stored if not isinstance(tensor, nn.Parameter)},
+    }
+
+
+@torch.no_grad()
+def initialise_buffers(model: nn.Module) -> None:
+    """Set the buffers of a whole model, as they begin; most are not stored with it, but follow from the config."""
+    for _, tensor, init in iter_inits(model):
+        if not isinstance(tensor, nn.Parameter):
+            shape = tuple(tensor.shape)
+            tensor.copy_(draw(init, 0, "", shape, (0,) * len(shape), shape))
+
+
+def iter_inits(model: nn.Module) -> Iterator[tuple[str, Tensor, InitDistribution]]:
+    """Name, tensor and initial value of every parameter and buffer, from the `initial` of the modules."""
+    for path, module in model.named_modules():
+        for key, init in getattr(module, "initial", {}).items():
+            yield f"{path}.{key}", getattr(module, key), init
+
+
+EMBEDDING_ROLES = ("embedding", "position", "segment", "relative", "head")
+
+
+class Narrower:
+    """An initialiser under muP: hidden matrices start smaller by √ratio, and learn more slowly by `ratio`; tables and
+    the output head, whose width is the vocabulary, don't.
+
+    plain: the initialiser that a config names. ratio: base width / width.
+    """
+
+    def __init__(self, plain: Callable[[Any, int, int], InitDistribution], name: str, ratio: float) -> None:
+        self.plain, self.name, self.ratio = plain, name, ratio
+
+    def __call__(self, role: Any, d_in: int, d_out: int) -> InitDistribution:
+        """Raises UsageError for an initialisation that depends on the width already."""
+        initial = self.plain(role, d_in, d_out)
+        if role in EMBEDDING_ROLES:
+            return initial
+        if not isinstance(initial, Normal | TruncatedNormal):
+            raise UsageError(
+                f"model.mup does not go with model.init.name = {self.name!r}, which follows the width by itself: "
+                "choose gpt2, normal or bert"
+            )
+        return replace(initial, std=initial.std * self.ratio**0.5, width_ratio=self.ratio)
+
+
+def with_fixed_inputs(
+    initial: Callable[[Any, int, int], InitDistribution],
+) -> Callable[[Any, int, int], InitDistribution]:
+    """Return the initialiser of matrices whose inputs are as many at every width of the model, which muP leaves as they
+    are."""
+    return initial.plain if isinstance(initial, Narrower) else initial
+
+
+Role = Literal[
+    "embedding", "position", "segment", "relative",  # tables
+    "query", "key", "value", "out",  # attention
+    "ffn_in", "ffn_gate", "ffn_out",
+    "dense",  # poolers, transforms, projections of embeddings
+    "head",
+]  # fmt: skip
+"""Purpose of a matrix."""
+
+StackKind = Literal["encoder", "decoder"]
+
+Initialiser = Callable[[Role, int, int], InitDistribution]
+"""(role, d_in, d_out) → how the matrix starts; for a table d_in is its number of rows and d_out its width."""
+
+INITIALISATIONS: Registry[Callable[[ModelConfig, StackKind], Initialiser]] = Registry(
+    "initialisation (model.init)"
+)
+
+
+def initialiser(config: ModelConfig, stack_kind: StackKind = "decoder") -> Initialiser:
+    """The one that a config names, for one of its stacks."""
+    initial = INITIALISATIONS.get(config.init.name)(config, stack_kind)
+    if config.mup is None:
+        return initial
+    return Narrower(initial, config.init.name, config.mup.base_width / config.d_model)
+
+
+def depth(config: ModelConfig, stack: StackKind) -> int:
+    """Blocks of a stack."""
+    return config.encoder_layers if stack == "encoder" else config.n_layers
+
+
+@INITIALISATIONS.register("normal")
+def normal(config: ModelConfig, stack: StackKind) -> Initialiser:
+    """N(0, std²)."""
+    std = require_variant(config.init, NormalInitSection, "model.init").std
+    return lambda role, d_in, d_out: Normal(std)
+
+
+@INITIALISATIONS.register("bert")
+def bert(config: ModelConfig, stack: StackKind) -> Initialiser:
+    """N(0, std²) within two standard deviations."""
+    std = require_variant(config.init, NormalInitSection, "model.init").std
+    return lambda role, d_in, d_out: TruncatedNormal(std)
+
+
+@INITIALISATIONS.register("gpt2")
+def gpt2(config: ModelConfig, stack: StackKind) -> Initialiser:
+    """N(0, std²); the projections back to the residual stream by 1/√(2 depth) smaller."""
+    std = require_variant(config.init, NormalInitSection, "model.init").std
+    smaller = (2 * depth(config, stack)) ** -0.5
+
+    def initial(role: Role, d_in: int, d_out: int) -> Normal:
+        residual = role in ("out", "ffn_out")
+        return Normal(std * smaller if residual else std)
+
+    return initial
+
+
+@INITIALISATIONS.register("t5")
+def t5(config: ModelConfig, stack: StackKind) -> Initialiser:
+    """Standard deviations: token embedding 1, queries (d_model · head_dim)^−½, other matrices d_in^−½."""
+
+    def initial(role: Role, d_in: int, d_out: int) -> Normal:
+        match role:
+            case "embedding":
+                return Normal(1.0)
+            case "query":
+                return Normal((d_in * config.head_width) ** -0.5)
+            case "position" | "segment" | "relative":
+                return Normal(config.d_model**-0.5)
+            case _:
+                return Normal(d_in**-0.5)
+
+    return initial
+
+
+def xavier_uniform(d_in: int, d_out: int, gain: float = 1.0) -> Uniform:
+    """Uniform within gain · √(6 / (d_in + d_out))."""
+    return Uniform(gain * (6 / (d_in + d_out)) ** 0.5)
+
+
+@INITIALISATIONS.register("xavier")
+def xavier(config: ModelConfig, stack: StackKind) -> Initialiser:
+    """Matrices by fan-in and fan-out; tables and the output head N(0, 1/d_model)."""
+
+    def initial(role: Role, d_in: int, d_out: int) -> InitDistribution:
+        if role in ("embedding", "position", "segment", "relative", "head"):
+            return Normal(config.d_model**-0.5)
+        return xavier_uniform(d_in, d_out)
+
+    return initial
+
+
+def deepnorm_constants(config: ModelConfig, stack: StackKind) -> tuple[float, float]:
+    """Factor on the residual stream, and factor on the initial weights, of a stack's layers."""
+    if config.family != "encoder_decoder":
+        return (2 * config.n_layers) ** 0.25, (8 * config.n_layers) ** -0.25
+    n, m = config.encoder_layers, config.n_layers
+    if stack == "encoder":
+        return 0.81 * (n**4 * m) ** (1 / 16), 0.87 * (n**4 * m) ** (-1 / 16)
+    return (3 * m) ** 0.25, (12 * m) ** -0.25
+
+
+@INITIALISATIONS.register("deepnorm")
+def deepnorm(config: ModelConfig, stack: StackKind) -> Initialiser:
+    """Xavier with the gain β on feed-forward, value and output projections."""
+    plain, beta = xavier(config, stack), deepnorm_constants(config, stack)[1]
+
+    def initial(role: Role, d_in: int, d_out: int) -> InitDistribution:
+        if role in ("value", "out", "ffn_in", "ffn_gate", "ffn_out"):
+            return xavier_uniform(d_in, d_out, beta)
+        return plain(role, d_in, d_out)
+
+    return initial

@@ -1,0 +1,381 @@
+"""Routers: they choose each token's experts and the weights of their outputs."""
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig, require_variant
+from megatfm.config.ffn import (
+    DeepSeekV2RouterConfig,
+    DeepSeekV3RouterConfig,
+    MoEConfig,
+    NoisyTopKRouterConfig,
+    SwitchRouterConfig,
+    TopKRouterConfig,
+)
+from megatfm.errors import UsageError
+from megatfm.layers.dropout import Dropout
+from megatfm.layers.initialisation import Constant, Initialiser
+from megatfm.layers.sequence import SequenceMetadata
+from megatfm.ops import keyed_random as keyed
+from megatfm.registry import Registry
+
+# B batch, T tokens, D model width, E experts, K chosen experts, G groups of experts
+
+
+class RouterOutput(NamedTuple):
+    """A router's choices for each token.
+
+    expert_indices [B, T, K]: the best first, or their number for none; expert_weights [B, T, K]: of what they make.
+    logits [B, T, E], probabilities [B, T, E]: of which terms of the loss are made; the latter add up to 1. balanced:
+    numbers [B, T, E] by the name of a term of the loss that keeps their sums over the batch even.
+    """
+
+    expert_indices: Tensor
+    expert_weights: Tensor
+    logits: Tensor
+    probabilities: Tensor
+    balanced: Mapping[str, Tensor] = MappingProxyType({})
+
+
+class RowSeam(nn.Module):
+    """Numbers of tokens, or of the rows that these are of: the same where rows are whole."""
+
+    def forward(self, x: Tensor, sequence: SequenceMetadata) -> Tensor:
+        return x
+
+
+class Router(nn.Module):
+    """Logits for each expert, in float32 at least; subclasses choose by them."""
+
+    def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
+        super().__init__()
+        options = require_variant(config.ffn, MoEConfig, "model.ffn")
+        n_experts, d, self.top_k = options.n_experts, config.d_model, options.top_k
+        self.weight = nn.Parameter(torch.empty(n_experts, d))
+        self.initial = {"weight": initial("dense", d, n_experts)}
+
+    def logits(self, x_BTD: Tensor) -> Tensor:
+        """[B, T, E]: bfloat16 would decide near ties by rounding (Fedus et al. 2022, section 2.4)."""
+        precise = torch.promote_types(x_BTD.dtype, torch.float32)
+        return F.linear(x_BTD.to(precise), self.weight.to(precise))
+
+    def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> RouterOutput:
+        """Choose. Raises NotImplementedError: subclasses say how."""
+        raise NotImplementedError
+
+    def update(self, load_E: Tensor, means: Mapping[str, Tensor]) -> None:
+        """After each step, take how often each expert was chosen in it, and the means of what is `balanced`, over the
+        global batch."""
+
+
+ROUTERS: Registry[Callable[[ModelConfig, Initialiser], Any]] = Registry("router (model.ffn.router)")
+"""Made: modules that are called with x [B, T, D] and sequence, and have `top_k` and `update` as a Router has."""
+
+
+def stable_topk(scores: Tensor, k: int) -> Tensor:
+    """The places [..., k] of the k highest scores, the highest first; of equal ones the first.
+
+    torch.topk leaves open which of equal scores it takes, and takes others in tensors of another size.
+    """
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+@ROUTERS.register("top_k")
+class TopKRouter(Router):
+    """Weights are the probabilities of the chosen, normalised among them (Mixtral, Qwen3) or as they are (OLMoE)."""
+
+    def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
+        super().__init__(config, initial)
+        options = require_variant(config.ffn, MoEConfig, "model.ffn")
+        router = require_variant(options.router, TopKRouterConfig, "model.ffn.router")
+        self.normalise = router.norm_topk_prob
+        self.bias = nn.Parameter(torch.empty(options.n_experts)) if router.bias else None
+        if router.bias:
+            self.initial["bias"] = Constant(0.0)
+
+    def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> RouterOutput:
+        logits_BTE = self.logits(x_BTD)
+        if self.bias is not None:
+            logits_BTE = logits_BTE + self.bias
+        shares_BTE = logits_BTE.softmax(-1)
+        choices_BTK = stable_topk(shares_BTE, self.top_k)
+        weights_BTK = shares_BTE.gather(-1, choices_BTK)
+        if self.normalise:
+            weights_BTK = weights_BTK / weights_BTK.sum(-1, keepdim=True)
+        return RouterOutput(choices_BTK, weights_BTK.to(x_BTD.dtype), logits_BTE, shares_BTE)
+
+
+class Jitter(Dropout):
+    """Multiply by numbers in [1 − rate, 1 + rate] in training, keyed as dropout is."""
+
+    purpose = "the switch router's jitter"
+
+    def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> Tensor:
+        if not self.active:
+            return x_BTD
+        draws_BTD = keyed.uniform(self.token_rng_keys(sequence), x_BTD.shape[-1])
+        return x_BTD * (1 + self.rate * (2 * draws_BTD - 1)).to(x_BTD.dtype)
+
+
+@ROUTERS.register("switch")
+class SwitchRouter(Router):
+    """Its weight is its probability."""
+
+    tp_plan = (("jitter", "local_token_dropout"),)
+
+    def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
+        super().__init__(config, initial)
+        options = require_variant(config.ffn, MoEConfig, "model.ffn")
+        jitter = require_variant(options.router, SwitchRouterConfig, "model.ffn.router").jitter
+        self.jitter = Jitter(jitter, "router jitter")
+
+    def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> RouterOutput:
+        logits_BTE = self.logits(self.jitter(x_BTD, sequence))
+        shares_BTE = logits_BTE.softmax(-1)
+        choices_BT1 = stable_topk(shares_BTE, 1)
+        return RouterOutput(
+            choices_BT1, shares_BTE.gather(-1, choices_BT1).to(x_BTD.dtype), logits_BTE, shares_BTE
+        )
+
+
+class Noise(Dropout):
+    """Standard normal numbers [B, T, width] in training, keyed as dropout is; 0 otherwise."""
+
+    purpose = "the noisy_top_k router's noise"
+
+    def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> Tensor:
+        if not self.training:
+            return torch.zeros_like(x_BTD)
+        draws_BTX = keyed.uniform(self.token_rng_keys(sequence), 2 * x_BTD.shape[-1])
+        sizes_BTD, turns_BTD = draws_BTX.chunk(2, dim=-1)  # Box and Muller 1958
+        return ((-2 * sizes_BTD.log()).sqrt() * (2 * torch.pi * turns_BTD).cos()).to(x_BTD.dtype)
+
+
+@ROUTERS.register("noisy_top_k")
+class NoisyTopKRouter(Router):
+    """Weights are the softmax over the chosen. How strong the noise is follows from the token.
+
+    Evened out are the experts' weights (importance), and how probably noise alone would have them chosen (load).
+    """
+
+    tp_plan = (("noise", "local_token_dropout"),)
+
+    def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
+        super().__init__(config, initial)
+        options = require_variant(config.ffn, MoEConfig, "model.ffn")
+        router = require_variant(options.router, NoisyTopKRouterConfig, "model.ffn.router")
+        self.noise, self.n_experts = Noise(0.0, "router noise"), options.n_experts
+        self.noise_weight = nn.Parameter(torch.empty(options.n_experts, config.d_model))
+        # From 0 on, it learns as the other matrix that reads the same.
+        self.initial["noise_weight"] = Constant(0.0, width_ratio=self.initial["weight"].width_ratio)
+        self.evens = [name for name in router.evens if getattr(router, f"{name}_loss_coef")]
+        for name in self.evens:
+            self.register_buffer(name, torch.empty(options.n_experts), persistent=True)
+            self.initial[name] = Constant(1 / options.n_experts)
+
+    def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> RouterOutput:
+        clean_BTE = self.logits(x_BTD)
+        scale_BTE = F.softplus(F.linear(x_BTD.to(clean_BTE.dtype), self.noise_weight.to(clean_BTE.dtype)))
+        logits_BTE = clean_BTE + self.noise(clean_BTE, sequence) * scale_BTE
+        best_BTX = stable_topk(logits_BTE, self.top_k + 1)
+        choices_BTK = best_BTX[..., : self.top_k]
+        weights_BTK = logits_BTE.gather(-1, choices_BTK).softmax(-1)
+        evened: dict[str, Tensor] = {}
+        if "importance" in self.evens:
+            evened["importance"] = torch.zeros_like(logits_BTE).scatter(-1, choices_BTK, weights_BTK)
+        if "load" in self.evens:
+            last_BT2 = logits_BTE.gather(-1, best_BTX[..., self.top_k - 1 :])
+            chosen_BTE = torch.zeros_like(logits_BTE).scatter(-1, choices_BTK, 1.0).bool()
+            # What an expert must exceed is the best that the others leave for it.
+            bar_BTE = last_BT2[..., 1:].where(chosen_BTE, last_BT2[..., :1])
+            evened["load"] = torch.special.ndtr((clean_BTE - bar_BTE) / scale_BTE)
+        return RouterOutput(
+            choices_BTK, weights_BTK.to(x_BTD.dtype), logits_BTE, logits_BTE.softmax(-1), evened
+        )
+
+    def update(self, load_E: Tensor, means: Mapping[str, Tensor]) -> None:
+        for name, means_E in means.items():
+            self.get_buffer(name).copy_(means_E)
+
+
+class SecondExpertSampling(Dropout):
+    """Boolean [B, T]: whether a token goes to its second expert; in training by chance, twice as likely as its weight.
+
+    Keyed as dropout is, so that every layout draws the same.
+    """
+
+    purpose = "the gshard router's sampling of second experts"
+
+    def forward(self, weights_BT: Tensor, sequence: SequenceMetadata) -> Tensor:
+        if not self.training:
+            return weights_BT > 0
+        return 2 * weights_BT > keyed.uniform(self.token_rng_keys(sequence), 1)[..., 0]
+
+
+@ROUTERS.register("gshard")
+class GShardRouter(Router):
+    """Weights are the two probabilities, made to add up to 1 whether or not the second expert is gone to."""
+
+    tp_plan = (("second", "local_token_dropout"),)
+
+    def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
+        super().__init__(config, initial)
+        self.n_experts = require_variant(config.ffn, MoEConfig, "model.ffn").n_experts
+        self.second = SecondExpertSampling(0.0, "second expert")
+
+    def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> RouterOutput:
+        logits_BTE = self.logits(x_BTD)
+        shares_BTE = logits_BTE.softmax(-1)
+        choices_BT2 = stable_topk(shares_BTE, 2)
+        weights_BT2 = shares_BTE.gather(-1, choices_BT2)
+        weights_BT2 = weights_BT2 / weights_BT2.sum(-1, keepdim=True)
+        uses_second_BT = self.second(weights_BT2[..., 1].detach(), sequence)
+        second_BT = choices_BT2[..., 1].where(uses_second_BT, self.n_experts)
+        choices_BT2 = torch.stack([choices_BT2[..., 0], second_BT], dim=-1)
+        return RouterOutput(choices_BT2, weights_BT2.to(x_BTD.dtype), logits_BTE, shares_BTE)
+
+
+class TokenHash(nn.Module):
+    """Numbers [B, T, width] between 0 and 1 that depend on the token and on nothing else."""
+
+    def forward(self, sequence: SequenceMetadata, width: int) -> Tensor:
+        return keyed.uniform(self.token_rng_keys(sequence), width)
+
+    def token_rng_keys(self, sequence: SequenceMetadata) -> Tensor:
+        """int64 [B, T]. Raises UsageError where the model reads no tokens."""
+        if sequence.tokens is None:
+            raise UsageError(
+                "model.ffn.router.name = 'hash' chooses by tokens, and the model reads none: choose another"
+            )
+        return keyed.fold_in(sequence.tokens.long(), 1)
+
+
+@ROUTERS.register("hash")
+class HashRouter(nn.Module):
+    """Nothing is learned: each expert that a token has counts alike."""
+
+    tp_plan = (("hashed", "local_token_dropout"),)
+
+    def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
+        super().__init__()
+        options = require_variant(config.ffn, MoEConfig, "model.ffn")
+        self.top_k, self.n_experts, self.hashed = options.top_k, options.n_experts, TokenHash()
+
+    def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> RouterOutput:
+        scores_BTE = self.hashed(sequence, self.n_experts)
+        choices_BTK = stable_topk(scores_BTE, self.top_k)
+        weights_BTK = torch.full(choices_BTK.shape, 1 / self.top_k, dtype=x_BTD.dtype, device=x_BTD.device)
+        chosen_BTE = torch.zeros_like(scores_BTE).scatter(-1, choices_BTK, 1 / self.top_k)
+        return RouterOutput(choices_BTK, weights_BTK, torch.zeros_like(scores_BTE), chosen_BTE)
+
+    def update(self, load_E: Tensor, means: Mapping[str, Tensor]) -> None:
+        """Nothing to remember."""
+
+
+@ROUTERS.register("expert_choice")
+class ExpertChoiceRouter(Router):
+    """Each expert takes those ⌈top_k · T / experts⌉ tokens of a row that are most probably its own; `top_k` is what a
+    token has on average, and it may have none or all. Weights are the probabilities."""
+
+    tp_plan = (("whole", "gather_output_replicated"), ("own", "split_output"))
+
+    def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
+        super().__init__(config, initial)
+        self.n_experts = require_variant(config.ffn, MoEConfig, "model.ffn").n_experts
+        # Where ranks that have a part of a row each get all of it, and keep their own.
+        self.whole, self.own = nn.Identity(), nn.Identity()
+        # The same where ranks cut rows for attention, too.
+        self.row, self.part = RowSeam(), RowSeam()
+
+    def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> RouterOutput:
+        logits_BTE = self.logits(x_BTD)
+        shares_BTE = logits_BTE.softmax(-1)
+        of_row_BSE = self.row(self.whole(shares_BTE.detach()), sequence)
+        of_row_BSE = self._taken(of_row_BSE, sequence.full_non_padding_mask)
+        taken_BTE = self.own(self.part(of_row_BSE, sequence))
+        # Those who chose a token first, and as many columns as the token with most has, on every rank.
+        order_BTE = stable_topk(taken_BTE.to(torch.int8), self.n_experts)
+        width = max(int(of_row_BSE.sum(-1).max()), 1)
+        choices_BTK = order_BTE[..., :width]
+        weights_BTK = shares_BTE.gather(-1, choices_BTK)
+        choices_BTK = choices_BTK.where(taken_BTE.gather(-1, choices_BTK), self.n_experts)
+        return RouterOutput(choices_BTK, weights_BTK.to(x_BTD.dtype), logits_BTE, shares_BTE)
+
+    def _taken(self, shares_BSE: Tensor, real_BS: Tensor) -> Tensor:
+        S = shares_BSE.shape[1]
+        places = min(math.ceil(self.top_k * S / self.n_experts), S)
+        scores_BES = shares_BSE.masked_fill(~real_BS[..., None], -1).transpose(1, 2)
+        taken_BES = torch.zeros_like(scores_BES, dtype=torch.bool)
+        taken_BES.scatter_(-1, stable_topk(scores_BES, places), True)
+        return taken_BES.transpose(1, 2) & real_BS[..., None]
+
+
+@ROUTERS.register("deepseek_v2")
+class DeepSeekV2Router(Router):
+    """Weights are the probabilities times `scale`, as they are. A group is as good as its best expert."""
+
+    def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
+        super().__init__(config, initial)
+        options = require_variant(config.ffn, MoEConfig, "model.ffn")
+        self.options = require_variant(options.router, DeepSeekV2RouterConfig, "model.ffn.router")
+
+    def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> RouterOutput:
+        logits_BTE = self.logits(x_BTD)
+        shares_BTE = logits_BTE.softmax(-1)
+        n, best = self.options.n_group, self.options.topk_group
+        scores_BTGx = shares_BTE.detach().unflatten(-1, (n, -1))
+        groups_BTG = stable_topk(scores_BTGx.max(-1).values, best)
+        allowed_BTG = torch.zeros(scores_BTGx.shape[:-1], dtype=torch.bool, device=x_BTD.device)
+        allowed_BTG.scatter_(-1, groups_BTG, True)
+        scores_BTE = scores_BTGx.masked_fill(~allowed_BTG[..., None], -1).flatten(-2)
+        choices_BTK = stable_topk(scores_BTE, self.top_k)
+        weights_BTK = (shares_BTE.gather(-1, choices_BTK) * self.options.routed_scaling_factor).to(
+            x_BTD.dtype
+        )
+        return RouterOutput(choices_BTK, weights_BTK, logits_BTE, shares_BTE)
+
+
+@ROUTERS.register("deepseek_v3")
+class DeepSeekV3Router(Router):
+    """The bias has a say in the choice alone: weights are scores. After each step it rises where less was chosen than
+    the mean, and falls where more was, without a loss (Wang et al. 2024)."""
+
+    def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
+        super().__init__(config, initial)
+        options = require_variant(config.ffn, MoEConfig, "model.ffn")
+        self.options = require_variant(options.router, DeepSeekV3RouterConfig, "model.ffn.router")
+        self.register_buffer("bias", torch.empty(options.n_experts), persistent=True)
+        self.bias: Tensor
+        self.initial |= {"bias": Constant(0.0)}
+
+    def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> RouterOutput:
+        logits_BTE = self.logits(x_BTD)
+        scores_BTE = logits_BTE.sigmoid()
+        choices_BTK = stable_topk(self._in_best_groups(scores_BTE.detach() + self.bias), self.top_k)
+        weights_BTK = scores_BTE.gather(-1, choices_BTK)
+        if self.options.norm_topk_prob:
+            weights_BTK = weights_BTK / (weights_BTK.sum(-1, keepdim=True) + 1e-20)
+        probabilities_BTE = scores_BTE / scores_BTE.sum(-1, keepdim=True)
+        weights_BTK = (weights_BTK * self.options.routed_scaling_factor).to(x_BTD.dtype)
+        return RouterOutput(choices_BTK, weights_BTK, logits_BTE, probabilities_BTE)
+
+    def _in_best_groups(self, scores_BTE: Tensor) -> Tensor:
+        """Without the experts of all but the groups whose two best scores together are highest."""
+        n, best = self.options.n_group, self.options.topk_group
+        if best == n:
+            return scores_BTE
+        grouped_BTGx = scores_BTE.unflatten(-1, (n, -1))
+        ranks_BTG = grouped_BTGx.sort(-1, descending=True).values[..., :2].sum(-1)
+        allowed_BTG = torch.zeros_like(ranks_BTG, dtype=torch.bool)
+        allowed_BTG.scatter_(-1, stable_topk(ranks_BTG, best), True)
+        return grouped_BTGx.masked_fill(~allowed_BTG[..., None], float("-inf")).flatten(-2)
+
+    def update(self, load_E: Tensor, means: Mapping[str, Tensor]) -> None:
+        load_E = load_E.to(self.bias.dtype)
+        self.bias += self.options.bias_update_rate * (load_E.mean() - load_E).sign()

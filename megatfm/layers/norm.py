@@ -1,0 +1,74 @@
+"""Normalisation layers: LayerNorm (Ba et al. 2016) and RMSNorm (Zhang & Sennrich 2019)."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig
+from megatfm.layers.initialisation import Constant
+from megatfm.registry import Registry
+
+NORMS: Registry[Callable[..., nn.Module]] = Registry("norm")
+"""Made as `NORMS.get(name)(width, eps)`; a norm's further options come as named arguments."""
+
+
+def make_norm(config: ModelConfig, width: int | None = None) -> nn.Module:
+    """Make a norm of the model's kind; width: that of the residual stream unless given."""
+    options = config.norm
+    return NORMS.get(options.name)(width or config.d_model, options.eps, **options.options)
+
+
+@NORMS.register("layer_norm")
+class LayerNorm(nn.Module):
+    """(x − mean) / √(variance + eps) · weight + bias over the last dim."""
+
+    def __init__(self, d_model: int, eps: float, *, bias: bool = True) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(d_model))
+        self.bias = nn.Parameter(torch.empty(d_model)) if bias else None
+        self.initial = {"weight": Constant(1.0), **({"bias": Constant(0.0)} if bias else {})}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+@NORMS.register("rms_norm")
+class RMSNorm(nn.Module):
+    """x / √(mean(x²) + eps) · weight over the last dim (equation 4).
+
+    zero_centered: the weight is stored less 1, so that values near 1 keep their precision, and weight decay pulls to 1
+    (Gemma).
+    """
+
+    def __init__(self, d_model: int, eps: float, *, zero_centered: bool = False) -> None:
+        super().__init__()
+        self.eps, self.zero_centered = eps, zero_centered
+        self.weight = nn.Parameter(torch.empty(d_model))
+        self.initial = {"weight": Constant(0.0 if zero_centered else 1.0)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.zero_centered:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        precise = torch.promote_types(x.dtype, torch.float32)
+        return F.rms_norm(x.to(precise), self.weight.shape, 1 + self.weight.to(precise), self.eps).to(x.dtype)
+
+
+class ShardedRMSNorm(nn.Module):
+    """RMSNorm over channels of which each rank may hold a part; `total` sums over the parts."""
+
+    tp_plan = (("", "shard_last_dim"), ("total", "sum_over_shards"))
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.width, self.eps = width, eps
+        self.weight = nn.Parameter(torch.empty(width))
+        self.initial = {"weight": Constant(1.0)}
+        self.total = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        precise = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = self.total(precise.square().sum(-1, keepdim=True))
+        return (precise * (squares / self.width + self.eps).rsqrt()).to(x.dtype) * self.weight

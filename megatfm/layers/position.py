@@ -1,0 +1,189 @@
+"""Position encodings, which act on the embeddings, on queries and keys, or on the scores (see `PositionEncoding`).
+
+Those that need an attention of their own stand beside it: `attention/shaw.py` and `attention/deberta.py`.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatfm.config import LearnedPositionConfig, ModelConfig, T5PositionConfig, require_variant
+from megatfm.errors import UsageError
+from megatfm.layers.initialisation import FixedValues, Initialiser
+from megatfm.layers.rope import Rope, frequencies
+from megatfm.layers.sequence import SequenceMetadata
+from megatfm.registry import Registry
+
+Make = Callable[[ModelConfig, Initialiser], nn.Module]
+
+
+@dataclass(frozen=True)
+class PositionEncoding:
+    """Makes the modules of an encoding; what it does not do is None.
+
+    absolute: made once a stack, (sequence) → [B or 1, T, D], added to the embeddings.
+    rotary: made in every self-attention, (q, k, sequence) → (q, k).
+    score_bias: made once a stack and shared by its layers, (sequence, causal) → [N, T + S − 1] by distance
+    (`megatfm.ops.attention.relative_bias`) or [1, N, T, S], added to the scores.
+    attention: made in every self-attention in place of the plain core; see `layers.attention.dot_product`.
+    """
+
+    absolute: Make | None = None
+    rotary: Make | None = None
+    score_bias: Make | None = None
+    attention: Callable[..., nn.Module] | None = None
+
+
+POSITIONS: Registry[PositionEncoding] = Registry("position")
+
+# A causal decoder without position encoding can still count (Kazemnejad et al. 2023).
+
+NONE = POSITIONS.register("none")(PositionEncoding())
+ROPE = POSITIONS.register("rope")(PositionEncoding(rotary=Rope))
+
+# Learned absolute positions (Gehring et al. 2017), as in BERT and GPT.
+
+
+class LearnedPositions(nn.Module):
+    """Rows of a table; the first `position.offset` rows are never used (RoBERTa's padding and its neighbour)."""
+
+    def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
+        super().__init__()
+        options = require_variant(config.position, LearnedPositionConfig, "model.position")
+        self.limit, self.offset = options.max_positions, options.offset
+        rows = self.limit + self.offset
+        self.weight = nn.Parameter(torch.empty(rows, config.embedding_width))
+        self.initial = {"weight": initial("position", rows, config.embedding_width)}
+        self.roles = {"weight": "embedding"}
+
+    def forward(self, sequence: SequenceMetadata) -> Tensor:
+        """[B, T, D]. Raises UsageError where a row could be longer than the table."""
+        length = sequence.cached_length + sequence.positions.shape[1]
+        if length > self.limit and sequence.documents is None:
+            raise UsageError(
+                f"a sequence of {length} tokens, but model.position.max_positions = {self.limit}: shorten it, or train "
+                "more positions"
+            )
+        return F.embedding(sequence.positions + self.offset, self.weight)
+
+
+LEARNED = POSITIONS.register("learned")(PositionEncoding(absolute=LearnedPositions))
+
+# Sinusoidal positions (Vaswani et al. 2017, section 3.5).
+
+
+class SinusoidalPositions(nn.Module):
+    """sin and cos of position · 10000^(−2i/D) in channels 2i and 2i + 1, as the paper has them."""
+
+    def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
+        super().__init__()
+        self.width = config.embedding_width
+
+    def forward(self, sequence: SequenceMetadata) -> Tensor:
+        """[B, T, D] in float64."""
+        positions_BT1 = sequence.positions[..., None].double()
+        angles_BTH = positions_BT1 * frequencies(self.width + self.width % 2, 10_000.0, positions_BT1.device)
+        table_BTD = torch.stack((angles_BTH.sin(), angles_BTH.cos()), dim=-1).flatten(-2)
+        return table_BTD[..., : self.width]
+
+
+SINUSOIDAL = POSITIONS.register("sinusoidal")(PositionEncoding(absolute=SinusoidalPositions))
+
+# Attention with linear biases (Press et al. 2022).
+
+
+def alibi_slopes(n_heads: int) -> tuple[float, ...]:
+    """2^(−8i/n) for a power of two; else those of the power below, then every other one of the next power's."""
+    power = 2 ** (n_heads.bit_length() - 1)
+    slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
+    between = [2 ** (-4 * i / power) for i in range(1, 2 * (n_heads - power), 2)]
+    return (*slopes, *between)
+
+
+class Alibi(nn.Module):
+    """−slope · |query − key|; the slopes are a buffer with a heads dimension."""
+
+    tp_plan = (("", "shard_last_dim"),)
+
+    def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
+        super().__init__()
+        self.slopes: Tensor
+        self.register_buffer("slopes", torch.empty(config.attention.n_heads), persistent=False)
+        self.initial = {"slopes": FixedValues(alibi_slopes(config.attention.n_heads))}
+
+    def forward(self, sequence: SequenceMetadata, causal: bool) -> Tensor:
+        """For each distance, [N, T + S − 1] (`SequenceMetadata.unique_relative_positions`)."""
+        return -self.slopes[:, None] * sequence.unique_relative_positions().abs()
+
+
+ALIBI = POSITIONS.register("alibi")(PositionEncoding(score_bias=Alibi))
+
+# T5's relative position biases (Raffel et al. 2020, section 2.1; the bucketing is in its released code).
+
+
+def relative_position_bucket(distances: Tensor, n_buckets: int, farthest: int, *, causal: bool) -> Tensor:
+    """The bucket of each distance key − query, int64 of the same shape.
+
+    Half of the buckets (of each direction) stand for one distance each, the others for ranges that grow
+    exponentially up to `farthest`. Causal: later keys share bucket 0, all buckets are for earlier ones.
+    """
+    if causal:
+        bucket, distances = torch.zeros_like(distances), (-distances).clamp(min=0)
+    else:
+        n_buckets //= 2
+        bucket, distances = (distances > 0) * n_buckets, distances.abs()
+    exact = n_buckets // 2
+    # In float32 and in this order, as the released code computes it: 2 of 128 distances depend on it.
+    ranges = (
+        torch.log(distances.clamp(min=1).float() / exact) / math.log(farthest / exact) * (n_buckets - exact)
+    )
+    far = (exact + ranges.long()).clamp(max=n_buckets - 1)
+    return bucket + torch.where(distances < exact, distances, far)
+
+
+class RelativeBias(nn.Module):
+    """A learned number for each bucket and head, shared by all layers of a stack."""
+
+    tp_plan = (("", "shard_last_dim"),)
+
+    def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
+        super().__init__()
+        options = require_variant(config.position, T5PositionConfig, "model.position")
+        self.n_buckets, self.farthest = options.buckets, options.max_distance
+        self.weight = nn.Parameter(torch.empty(self.n_buckets, config.attention.n_heads))
+        self.initial = {"weight": initial("relative", self.n_buckets, config.attention.n_heads)}
+        self.roles = {"weight": "vector"}  # numbers, not rows: it doesn't decay
+
+    def forward(self, sequence: SequenceMetadata, causal: bool) -> Tensor:
+        """For each distance, [N, T + S − 1] (`SequenceMetadata.unique_relative_positions`)."""
+        bucket = relative_position_bucket(
+            sequence.unique_relative_positions(), self.n_buckets, self.farthest, causal=causal
+        )
+        return F.embedding(bucket, self.weight).movedim(-1, 0)
+
+
+T5 = POSITIONS.register("t5")(PositionEncoding(score_bias=RelativeBias))
+
+# Relative positions as sinusoids (Dai et al. 2019, section 3.3); `attention = "two_stream"` reads them.
+
+
+class RelativeSinusoids(nn.Module):
+    """A vector [D] for every distance query − key, the longest negative one first: all sines, then all cosines."""
+
+    def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
+        super().__init__()
+        self.width = config.d_model
+
+    def forward(self, sequence: SequenceMetadata, causal: bool) -> Tensor:
+        """[R, D] in float64."""
+        farthest, device = sequence.length - 1, sequence.positions.device
+        distances_R = torch.arange(-farthest, farthest + 1, dtype=torch.float64, device=device)
+        angles_RH = distances_R[:, None] * frequencies(self.width + self.width % 2, 10_000.0, device)
+        return torch.cat((angles_RH.sin(), angles_RH.cos()), dim=-1)[:, : self.width]
+
+
+TRANSFORMER_XL = POSITIONS.register("transformer_xl")(PositionEncoding(score_bias=RelativeSinusoids))

@@ -1,0 +1,110 @@
+"""Norm placements: how a sublayer S is joined to the residual stream x, `add(x, S(input_norm(x)))`."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig
+from megatfm.layers.dropout import Dropout, DropPath
+from megatfm.layers.initialisation import StackKind, deepnorm_constants
+from megatfm.layers.norm import make_norm
+from megatfm.layers.sequence import SequenceMetadata
+from megatfm.registry import Registry
+
+
+class Residual(Protocol):
+    """A module around one sublayer; it holds the sublayer's norms."""
+
+    def input_norm(self, x_BTD: Tensor) -> Tensor:
+        """The sublayer's input."""
+
+    def add(self, x_BTD: Tensor, y_BTD: Tensor, sequence: SequenceMetadata) -> Tensor:
+        """The residual stream after the sublayer's output y."""
+
+
+RESIDUALS: Registry[Callable[[ModelConfig, str, StackKind], Residual]] = Registry("norm position")
+"""Made as `RESIDUALS.get(name)(config, place, stack)`; `place` names the sublayer, for its dropout."""
+
+
+class ResidualDropout(nn.Module):
+    """Dropout and stochastic depth on a sublayer's output, before it is added."""
+
+    tp_plan = (("dropout", "local_token_dropout"),)
+
+    def __init__(self, config: ModelConfig, place: str) -> None:
+        super().__init__()
+        self.dropout = Dropout(config.dropout, place)
+        self.drop_path = DropPath(place)
+
+    def forward(self, y_BTD: Tensor, sequence: SequenceMetadata) -> Tensor:
+        return self.drop_path(self.dropout(y_BTD, sequence), sequence)
+
+
+@RESIDUALS.register("none")
+class NoNorm(nn.Module):
+    """x + S(x), without a norm; the base of the others."""
+
+    def __init__(self, config: ModelConfig, place: str, stack: StackKind) -> None:
+        super().__init__()
+        self.branch = ResidualDropout(config, place)
+
+    def input_norm(self, x_BTD: Tensor) -> Tensor:
+        return x_BTD
+
+    def add(self, x_BTD: Tensor, y_BTD: Tensor, sequence: SequenceMetadata) -> Tensor:
+        return x_BTD + self.branch(y_BTD, sequence)
+
+
+@RESIDUALS.register("pre")
+class PreNorm(NoNorm):
+    """x + S(N(x)) (Xiong et al. 2020)."""
+
+    tp_plan: tuple[tuple[str, str], ...] = (("norm", "sequence_parallel"),)
+
+    def __init__(self, config: ModelConfig, place: str, stack: StackKind) -> None:
+        super().__init__(config, place, stack)
+        self.norm = make_norm(config)
+
+    def input_norm(self, x_BTD: Tensor) -> Tensor:
+        return self.norm(x_BTD)
+
+
+@RESIDUALS.register("post")
+class PostNorm(NoNorm):
+    """N(x + S(x)) (Vaswani et al. 2017)."""
+
+    tp_plan = (("norm", "sequence_parallel"),)
+
+    def __init__(self, config: ModelConfig, place: str, stack: StackKind) -> None:
+        super().__init__(config, place, stack)
+        self.norm = make_norm(config)
+
+    def add(self, x_BTD: Tensor, y_BTD: Tensor, sequence: SequenceMetadata) -> Tensor:
+        return self.norm(x_BTD + self.branch(y_BTD, sequence))
+
+
+@RESIDUALS.register("sandwich")
+class SandwichNorm(PreNorm):
+    """x + N(S(N(x))) (Ding et al. 2021, section 2.2)."""
+
+    tp_plan = (("norm", "sequence_parallel"), ("norm_out", "sequence_parallel"))
+
+    def __init__(self, config: ModelConfig, place: str, stack: StackKind) -> None:
+        super().__init__(config, place, stack)
+        self.norm_out = make_norm(config)
+
+    def add(self, x_BTD: Tensor, y_BTD: Tensor, sequence: SequenceMetadata) -> Tensor:
+        return x_BTD + self.branch(self.norm_out(y_BTD), sequence)
+
+
+@RESIDUALS.register("deepnorm")
+class DeepNorm(PostNorm):
+    """N(α x + S(x)) (Wang et al. 2022): α grows with the depth; goes with `init.name = "deepnorm"`."""
+
+    def __init__(self, config: ModelConfig, place: str, stack: StackKind) -> None:
+        super().__init__(config, place, stack)
+        self.alpha = deepnorm_constants(config, stack)[0]
+
+    def add(self, x_BTD: Tensor, y_BTD: Tensor, sequence: SequenceMetadata) -> Tensor:
+        return self.norm(self.alpha * x_BTD + self.branch(y_BTD, sequence))

@@ -1,0 +1,101 @@
+"""Rotary positions (Su et al. 2021), turning halves as Hugging Face checkpoints do, and scaled to longer contexts."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig, RopeConfig, RopeScaling, require_variant
+from megatfm.config.position import LinearScaling, Llama3Scaling, NtkScaling, YarnScaling
+from megatfm.layers.initialisation import Initialiser
+from megatfm.layers.sequence import SequenceMetadata
+
+
+def frequencies(head_dim: int, theta: float, device: torch.device | None = None) -> Tensor:
+    """Angles per position theta^(−2i/H) of the pairs of channels, [H/2] in float64. Made on the device: a copy to it
+    would have the host wait."""
+    return theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim)
+
+
+def rotary_table(positions_BT: Tensor, frequencies_H: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [B, 1, T, H/2] of position · frequency, in float64.
+
+    In float32 the angle of position 10⁶ would be off by a tenth of a radian.
+    """
+    angles_B1TH = positions_BT[:, None, :, None].double() * frequencies_H
+    return angles_B1TH.cos(), angles_B1TH.sin()
+
+
+def rotate(x_BNTH: Tensor, cos_B1TH: Tensor, sin_B1TH: Tensor) -> Tensor:
+    """Turn each pair of channels (i, i + H/2) by its angle; in float32 at least, returned in x's dtype."""
+    dtype = torch.promote_types(x_BNTH.dtype, torch.float32)
+    first, second = x_BNTH.to(dtype).chunk(2, dim=-1)
+    cos, sin = cos_B1TH.to(dtype), sin_B1TH.to(dtype)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BNTH.dtype)
+
+
+# B batch, N query heads, K key-value heads, T tokens, H head width
+
+
+class Rope(nn.Module):
+    """Turns queries and keys by their positions; any number of heads."""
+
+    def __init__(self, config: ModelConfig, initial: Initialiser, width: int | None = None) -> None:
+        super().__init__()
+        options = require_variant(config.position, RopeConfig, "model.position")
+        self.width, self.theta, self.scaling = width or config.head_width, options.theta, options.scaling
+        self.key = f"rope {self.width} {self.theta} {self.scaling}"
+
+    def forward(self, q_BNTH: Tensor, k_BKTH: Tensor, sequence: SequenceMetadata) -> tuple[Tensor, Tensor]:
+        dtype = torch.promote_types(q_BNTH.dtype, torch.float32)
+        cos, sin = sequence.cached((self.key, dtype), lambda: self._table(sequence, dtype))
+        return rotate(q_BNTH, cos, sin), rotate(k_BKTH, cos, sin)
+
+    def _table(self, sequence: SequenceMetadata, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """One for all layers, in the type in which they turn: half of float64's bytes, and no layer converts it."""
+        positions = sequence.positions
+        angles, factor = scaled_frequencies(self.width, self.theta, self.scaling, positions.device)
+        cos, sin = rotary_table(positions, angles)
+        return (cos * factor).to(dtype), (sin * factor).to(dtype)
+
+
+def scaled_frequencies(
+    width: int, theta: float, scaling: RopeScaling | None, device: torch.device | None = None
+) -> tuple[Tensor, float]:
+    """Angles per position [H/2] in float64, and the factor on rotated queries and keys."""
+    plain = frequencies(width, theta, device)
+    match scaling:
+        case LinearScaling():
+            return plain / scaling.factor, 1.0
+        case NtkScaling():
+            return frequencies(width, theta * scaling.factor ** (width / (width - 2)), device), 1.0
+        case YarnScaling():
+            return _yarn(plain, width, theta, scaling)
+        case Llama3Scaling():
+            return _llama3(plain, scaling), 1.0
+    return plain, 1.0
+
+
+def _yarn(plain: Tensor, width: int, theta: float, scaling: YarnScaling) -> tuple[Tensor, float]:
+    """Peng et al. 2023, section 3.2: channel i turns original_length · frequency / 2π times."""
+
+    def channel(turns: float) -> float:
+        return width * math.log(scaling.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = channel(scaling.beta_fast), channel(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, width - 1)
+    ramp = (torch.arange(width // 2, dtype=torch.float64, device=plain.device) - first) / max(
+        last - first, 0.001
+    )
+    slowed = ramp.clamp(0, 1)
+    factor = scaling.attention_factor or (0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0)
+    return plain / scaling.factor * slowed + plain * (1 - slowed), factor
+
+
+def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
+    turns = scaling.original_length * plain / (2 * math.pi)
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = kept.clamp(0, 1)
+    return plain * kept + plain / scaling.factor * (1 - kept)

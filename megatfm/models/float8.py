@@ -1,0 +1,70 @@
+"""Matrix multiplications in 8-bit floats: which ones of a model, and how they are switched to it.
+
+They are those of the blocks' matrices (attention's and feed-forward's), where both dims are multiples of 16; not those
+of the first and the last block of a stack, which are the most sensitive to rounding, nor embeddings, heads, routers,
+experts and attention itself.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from torch import nn
+
+from megatfm.errors import UsageError
+from megatfm.layers.linear import Linear
+from megatfm.ops.fp8 import ALIGNMENT, fp8_linear
+
+BLOCK = re.compile(r"(?P<stack>(?:.*\.)?layers)\.(?P<number>\d+)\.")
+
+
+def fp8_linears(model: nn.Module) -> dict[str, Linear]:
+    """Return the linear layers to run in float8, by path. Call it before the model is cut into shards or stages."""
+    found: dict[str, tuple[str, int, Linear]] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, Linear) and (block := BLOCK.match(path)):
+            found[path] = block["stack"], int(block["number"]), module
+    last: dict[str, int] = {}
+    for stack, number, _ in found.values():
+        last[stack] = max(number, last.get(stack, 0))
+    return {
+        path: module
+        for path, (stack, number, module) in found.items()
+        if 0 < number < last[stack] and not any(dim % ALIGNMENT for dim in module.weight.shape)
+    }
+
+
+def convert_to_fp8(model: nn.Module, *, rowwise: bool) -> dict[str, Linear]:
+    """Switch these linear layers to float8, and return them by path. Raises UsageError where there are none."""
+    linears = fp8_linears(model)
+    if not linears:
+        raise UsageError(
+            "train.precision = 'fp8' multiplies in the blocks between a stack's first and last, in matrices whose dims "
+            f"are multiples of {ALIGNMENT}, and this model has none: set train.precision = 'bf16'"
+        )
+    for module in linears.values():
+        module.matmul = partial(fp8_linear, rowwise=rowwise)
+    return linears
+
+
+def check_sharded_shapes(
+    linears: Mapping[str, Linear], full_shapes: Mapping[str, Sequence[int]], ranks: int
+) -> None:
+    """After tensor parallelism has cut the matrices. full_shapes: the shapes they had, by parameter.
+
+    Raises UsageError for parts that are no multiples of 16, and for a matrix that is whole on each rank, which would
+    round its own share of a gradient.
+    """
+    for path, matrix in linears.items():
+        part, shape = tuple(matrix.weight.shape), tuple(full_shapes[f"{path}.weight"])
+        if part == shape:
+            raise UsageError(
+                f"train.precision = 'fp8': {path} stays whole on each of parallel.tp = {ranks} ranks, so that parts of "
+                "one gradient would be rounded: take a parallel.tp that divides its heads, or train.precision = 'bf16'"
+            )
+        if any(dim % ALIGNMENT for dim in part):
+            raise UsageError(
+                f"train.precision = 'fp8': parallel.tp = {ranks} leaves {list(part)} of {path} {list(shape)}, and "
+                f"products in 8 bits take multiples of {ALIGNMENT}: take a smaller parallel.tp, other sizes, or "
+                "train.precision = 'bf16'"
+            )

@@ -1,0 +1,210 @@
+"""Collectives of Python objects, and local work that succeeds on all ranks or fails on all with the same reason.
+
+Each function is a collective of the process group that it takes (None: the default one, or no others at all). A save
+in the background has a group of its own, so that its messages never mix with those of training.
+"""
+
+import pickle
+import socket
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from megatfm.errors import MegatfmError
+
+T = TypeVar("T")
+Group = dist.ProcessGroup | None
+Failure = tuple[str, str]
+"""Host, and the one line that it says."""
+
+
+def is_distributed() -> bool:
+    """Return whether this process is in a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank(group: Group = None) -> int:
+    """Return this process's rank, 0 without a process group."""
+    return dist.get_rank(group) if is_distributed() else 0
+
+
+def world_size(group: Group = None) -> int:
+    """Return the number of processes of a group, 1 without one."""
+    return dist.get_world_size(group) if is_distributed() else 1
+
+
+def run_on_all_ranks(action: str, work: Callable[[], T], group: Group = None) -> T:
+    """Do local work on every rank; where it fails on any, raise the first failed one's reason on all."""
+    result, cause, reason = _try(work)
+    reasons: list[Failure | None] = [reason]
+    if is_distributed():
+        reasons *= dist.get_world_size(group)
+        with collective_errors(action):
+            dist.all_gather_object(reasons, reasons[0], group)
+    _raise_if(action, reasons, cause)
+    return cast(T, result)
+
+
+def run_and_gather(action: str, work: Callable[[], T], group: Group = None) -> list[T]:
+    """Run `work` on every rank and gather the results on rank 0 (the others get none); raise on all if any failed."""
+    if not is_distributed():
+        return [run_on_all_ranks(action, work, group)]
+    result, cause, reason = _try(lambda: pickle.dumps(work()))
+    first = rank(group) == 0
+    answers: list[Any] | None = [None] * dist.get_world_size(group) if first else None
+    with collective_errors(action):
+        dist.gather_object((result, reason), answers, group=group, group_dst=0)
+        reasons = [[reason for _, reason in answers] if answers else None]
+        dist.broadcast_object_list(reasons, group=group, group_src=0)
+    _raise_if(action, reasons[0] or [], cause)
+    return [pickle.loads(result) for result, _ in answers or ()]
+
+
+def all_gather(mine: T, group: Group = None) -> list[T]:
+    """All-gather an object: a list by rank."""
+    if not is_distributed():
+        return [mine]
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    with collective_errors("the ranks can't compare what they have"):
+        dist.all_gather_object(gathered, mine, group)
+    return gathered
+
+
+def broadcast_each(mine: T, holders: int, group: Group = None) -> list[T]:
+    """Broadcast the objects of ranks 0 … `holders` − 1 to all ranks: a list by rank."""
+    objects: list[Any] = []
+    for holder in range(holders):
+        slot = [mine]
+        with collective_errors("the ranks can't tell each other what they have read"):
+            dist.broadcast_object_list(slot, group=group, group_src=holder)
+        objects += slot
+    return objects
+
+
+def gather_errors(mine: Sequence[str]) -> dict[str, list[str]]:
+    """All-gather problems as "rank 3 on HOST" → problems; empty if no rank has any. The same on all ranks."""
+    per_rank = all_gather((socket.gethostname(), list(mine)))
+    return {f"rank {rank} on {host}": problems for rank, (host, problems) in enumerate(per_rank) if problems}
+
+
+def machine() -> str:
+    """Return a name that tells this machine, or container, from others of a run: several may be called localhost."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()} {boot}"
+
+
+def unique_on_host(mine: Collection[str], group: Group = None) -> set[str]:
+    """Return those items that no other rank on this rank's machine has."""
+    host, me = machine(), rank(group)
+    others: set[str] = set()
+    for other, (other_host, items) in enumerate(all_gather((host, list(mine)), group)):
+        if other_host == host and other != me:
+            others.update(items)
+    return set(mine) - others
+
+
+def run_on_rank_0(action: str, work: Callable[[], T], group: Group = None) -> T:
+    """Run `work` on rank 0 and broadcast its result; raise its reason on all ranks."""
+    if not is_distributed():
+        return run_on_all_ranks(action, work, group)
+    answer: list[Any] = [None]
+    cause = None
+    if rank(group) == 0:
+        result, cause, reason = _try(lambda: pickle.dumps(work()))
+        answer = [(result, reason)]
+    with collective_errors(action):
+        dist.broadcast_object_list(answer, group=group, group_src=0)
+    result, reason = answer[0]
+    _raise_if(action, [reason], cause)
+    return cast(T, pickle.loads(result))
+
+
+def run_on_rank_0_raising(work: Callable[[], T]) -> T:
+    """Run `work` on rank 0 and broadcast its result; raise its own exception on all ranks, if that can be pickled."""
+    if not is_distributed():
+        return work()
+    answer: list[Any] = [None, None]
+    if rank() == 0:
+        try:
+            answer = [pickle.dumps(work()), None]
+        except Exception as error:  # broadcast, so that all ranks end with it
+            answer = [None, _for_others(error)]
+    with collective_errors("rank 0 can't say what it found"):
+        dist.broadcast_object_list(answer)
+    result, failure = answer
+    if failure is not None:
+        raise failure
+    return cast(T, pickle.loads(result))
+
+
+def scatter(action: str, parts: list[T], group: Group = None) -> T:
+    """Scatter rank 0's parts, one to each rank (the others' parts are ignored)."""
+    if not is_distributed():
+        return parts[0]
+    mine: list[Any] = [None]
+    with collective_errors(action):
+        dist.scatter_object_list(mine, parts if rank(group) == 0 else None, group=group, group_src=0)
+    return cast(T, mine[0])
+
+
+def any_rank(action: str, mine: bool, group: Group = None) -> bool:
+    """Return whether a condition holds on any rank."""
+    if not is_distributed():
+        return mine
+    flag = torch.tensor([int(mine)])
+    with collective_errors(action):
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group)
+    return bool(flag)
+
+
+@contextmanager
+def collective_errors(action: str) -> Iterator[None]:
+    """Turn what a collective raises when a rank is gone into a MegatfmError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise MegatfmError(f"{action}: the ranks lost each other: {one_line(error)}") from error
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error's first line (torch adds stacks to its own); the type says more where it isn't ours."""
+    text = str(error).strip().split("\n", 1)[0]
+    return text if isinstance(error, MegatfmError) else f"{type(error).__name__}: {text}"
+
+
+def _for_others(error: Exception) -> Exception:
+    """Return an error as other processes can raise it: itself where pickle gives it back, else its type and text."""
+    try:
+        again = pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever its constructor or its values do
+        return MegatfmError(one_line(error))
+    same = type(again) is type(error) and str(again) == str(error)
+    return error if same else MegatfmError(one_line(error))
+
+
+def _try(work: Callable[[], T]) -> tuple[T | None, Exception | None, Failure | None]:
+    try:
+        return work(), None, None
+    except Exception as error:
+        return None, error, (socket.gethostname(), one_line(error))
+
+
+def _raise_if(action: str, reasons: list[Failure | None], cause: Exception | None) -> None:
+    if failures := {rank: reason for rank, reason in enumerate(reasons) if reason is not None}:
+        raise _failure(action, failures) from cause
+
+
+def _failure(action: str, reasons: Mapping[int, Failure]) -> MegatfmError:
+    """The error that every rank raises: the lowest failed rank's reason, and who failed besides."""
+    first, *others = sorted(reasons)
+    host, text = reasons[first]
+    where = f"rank {first} on {host}: " if is_distributed() else ""
+    besides = f" (also failed: rank {', '.join(map(str, others))})" if others else ""
+    return MegatfmError(f"{action}: {where}{text}{besides}")

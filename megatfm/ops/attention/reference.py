@@ -1,0 +1,133 @@
+"""Attention written out in matrix products (Vaswani et al. 2017; Ainslie et al. 2023): the reference, and in chunks."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from megatfm.ops.attention.mask import FULL_MASK, AttentionMask
+from megatfm.ops.attention.relative_bias import expand
+from megatfm.ops.keyed_random import dropout
+from megatfm.ops.log_once import constant_when_compiled
+
+# B batch, N query heads, K key-value heads, T queries, S keys, H head width, V value width
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """Options of attention.
+
+    scale: of the scores; None: H^−1/2. softcap: scores s become c·tanh(s/c). dropout: rate of dropped probabilities,
+    which needs keys int64 [B, N, T].
+    """
+
+    scale: float | None = None
+    softcap: float | None = None
+    dropout: float = 0.0
+
+
+def attention_reference(
+    q_BNTH: Tensor,
+    k_BKSH: Tensor,
+    v_BKSV: Tensor,
+    seen: AttentionMask = FULL_MASK,
+    bias: Tensor | None = None,
+    variant: AttentionOptions = AttentionOptions(),
+    rng_keys_BNT: Tensor | None = None,
+    sinks_N: Tensor | None = None,
+) -> Tensor:
+    """softmax(q kᵀ · scale + bias) v over what is seen, written out; [B, N, T, V].
+
+    bias broadcasts to [B, N, T, S], or has a number for each distance (`megatfm.ops.attention.relative_bias`); it is
+    added after the soft cap. sinks: a score for each head that takes part in the softmax, but has no key (Agarwal et
+    al. 2025, gpt-oss). A query that sees no key gets 0.
+    """
+    if (groups := q_BNTH.shape[1] // k_BKSH.shape[1]) > 1:
+        k_BKSH, v_BKSV = (x.repeat_interleave(groups, dim=1) for x in (k_BKSH, v_BKSV))
+    scale = q_BNTH.shape[-1] ** -0.5 if variant.scale is None else variant.scale
+    # Scaling the queries costs less than scaling the scores.
+    scores_BNTS = (q_BNTH * scale) @ k_BKSH.transpose(-1, -2)
+    if variant.softcap:
+        scores_BNTS = variant.softcap * torch.tanh(scores_BNTS / variant.softcap)
+    if bias is not None:
+        scores_BNTS = scores_BNTS + expand(bias.to(scores_BNTS.dtype), k_BKSH.shape[2])
+    mask = seen.mask()
+    if seen.builtin_mask == "causal":
+        queries, keys = scores_BNTS.shape[-2:]
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=q_BNTH.device).tril(keys - queries)
+    shares_BNTS = probabilities(scores_BNTS, mask, variant.dropout, rng_keys_BNT, sinks_N)
+    return unless_blind(shares_BNTS @ v_BKSV, mask, seen)
+
+
+def probabilities(
+    scores_BNTS: Tensor,
+    mask_B1TS: Tensor | None,
+    rate: float = 0.0,
+    rng_keys_BNT: Tensor | None = None,
+    sinks_N: Tensor | None = None,
+) -> Tensor:
+    """softmax of scores under a mask, dropped at `rate` where there are keys; the scores may be overwritten.
+
+    Of a query that sees no key it is the same for all keys: what is made of that goes through `unless_blind`."""
+    if mask_B1TS is not None:
+        # The lowest number and not −∞: a row that sees nothing, as padding may, must not turn into NaN.
+        lowest = torch.finfo(scores_BNTS.dtype).min
+        if scores_BNTS.dtype == torch.float16:  # of which the lowest and a score would be −∞
+            scores_BNTS = scores_BNTS.masked_fill_(~mask_B1TS, lowest)
+        else:  # added it costs half, and nothing in the backward pass (docs/LOG.md, 2026-11-22)
+            hidden_B1TS = torch.full_like(mask_B1TS, lowest, dtype=scores_BNTS.dtype).masked_fill_(
+                mask_B1TS, 0
+            )
+            scores_BNTS = scores_BNTS.add_(hidden_B1TS)
+    if sinks_N is None:
+        probabilities_BNTS = scores_BNTS.softmax(-1)
+    else:
+        sinks_BNT1 = sinks_N.to(scores_BNTS.dtype)[:, None, None].expand(*scores_BNTS.shape[:3], 1)
+        probabilities_BNTS = torch.cat([scores_BNTS, sinks_BNT1], -1).softmax(-1)[..., :-1]
+    return probabilities_BNTS if rng_keys_BNT is None else dropout(probabilities_BNTS, rate, rng_keys_BNT)
+
+
+def unless_blind(heads_BNTV: Tensor, mask_B1TS: Tensor | None, seen: AttentionMask = FULL_MASK) -> Tensor:
+    """Attention's output with 0 where a query sees no key, and nothing that goes back from there.
+
+    seen: whose mask it is; layers that see the same then share which queries these are."""
+    if mask_B1TS is None:
+        return heads_BNTV
+    blind_B1T1 = seen.cached("blind", lambda: ~mask_B1TS.any(-1, keepdim=True))
+    return heads_BNTV.masked_fill(blind_B1T1, 0)
+
+
+MAX_SCORES = 2**26
+"""So many scores are held at once; those of more are computed again in the backward pass."""
+
+log = logging.getLogger("megatfm")
+
+
+def attend_in_chunks(attend: Callable[[slice], Tensor], q_BNTH: Tensor, keys: int, kind: str) -> Tensor:
+    """[B, N, T, V] of `attend`, which gives it for some of the queries. keys: of a row. kind: as the log calls it."""
+    queries = q_BNTH.shape[2]
+    step = max(1, MAX_SCORES // (q_BNTH.shape[:2].numel() * keys))
+    at_once = step >= queries or torch.compiler.is_compiling()
+    log_once(kind, at_once, q_BNTH.device.type, q_BNTH.dtype)
+    if at_once:
+        return attend(slice(0, queries))
+    parts = [slice(at, min(at + step, queries)) for at in range(0, queries, step)]
+    if not torch.is_grad_enabled():
+        return torch.cat([attend(rows) for rows in parts], 2)
+    outputs = [checkpoint(attend, rows, use_reentrant=False, preserve_rng_state=False) for rows in parts]
+    return torch.cat(outputs, 2)
+
+
+@constant_when_compiled
+def log_once(kind: str, at_once: bool, device: str, dtype: torch.dtype) -> None:
+    """Log once how attention of a kind is computed."""
+    if (told := (kind, at_once, device, dtype)) not in _LOGGED:
+        _LOGGED.add(told)
+        how = "all queries at once" if at_once else "some queries at a time, and again in the backward pass"
+        log.info("attention %s, on %s in %s: kernel products, %s", kind, device, str(dtype)[6:], how)
+
+
+_LOGGED: set[tuple[str, bool, str, torch.dtype]] = set()

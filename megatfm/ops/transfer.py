@@ -1,0 +1,85 @@
+"""Placement of tensors: aligned in memory as torch's own, and copied to a device without a stall of the host.
+
+Aligned tensors lie row by row, from a multiple of 64 bytes on. Kernels (of BLAS, LAPACK and others) may add up in
+another order where a tensor begins elsewhere, or lies by columns: what was loaded would then give other bits than what
+was computed here. So all code that brings tensors into a model, an optimizer or a batch passes them through here.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatfm.ops.torch_private import weak_dictionary
+
+LINE_BYTES = 64
+"""A processor's cache line and its widest register, at a multiple of which torch's memory begins."""
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """Whether a tensor lies row by row from a multiple of 64 bytes on."""
+    return tensor.data_ptr() % LINE_BYTES == 0 and tensor.is_contiguous()
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """The tensor itself where it lies so, else a copy that does."""
+    return tensor if is_aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def align_all(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Each of them aligned. Where a part of a buffer is not, none of its parts stays there, so that it can go."""
+    left = {_buffer(tensor) for tensor in tensors.values() if not is_aligned(tensor)}
+    return {
+        name: tensor.clone(memory_format=torch.contiguous_format) if _buffer(tensor) in left else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def aligned_bytes(size: int, line: int = LINE_BYTES) -> NDArray[np.uint8]:
+    """So much memory from a multiple of `line` on, not yet set. NumPy asks the kernel for huge pages, torch doesn't."""
+    memory = np.empty(size + line, np.uint8)
+    start = -memory.ctypes.data % line
+    return memory[start : start + size]
+
+
+def _buffer(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+_HOST_COPIES: Any = weak_dictionary()
+"""Host copies of tensors on a device, by tensor, with the tensor's version when it was copied."""
+
+
+def moved(values: Tensor, device: torch.device) -> Tensor:
+    """The values on the device. Copies to a GPU are from memory that stays where it is (pinned): from any other the
+    host would wait for them, and for all that the GPU has still to do before. `on_host` gives that memory back."""
+    if values.device.type != "cpu" or device.type == "cpu" or not values.numel():
+        return values.to(device)
+    pinned = values.pin_memory()
+    return remember_host_copy(pinned.to(device, non_blocking=True), pinned)
+
+
+def remember_host_copy(there: Tensor, here: Tensor) -> Tensor:
+    """A tensor of which the host has a copy that nobody writes."""
+    if not there.is_inference():
+        _HOST_COPIES[there] = here, there._version
+    return there
+
+
+def is_on_host(tensor: Tensor) -> bool:
+    """Whether the host reads a tensor in its own memory."""
+    return tensor.device.type == "cpu"
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """The values in the host's memory: the tensor itself, or the copy from which it was moved. Of others, of those
+    that were written since, and in compiled code, the host asks the device, and waits."""
+    if is_on_host(tensor):
+        return tensor
+    if torch.compiler.is_compiling():
+        return tensor.cpu()
+    here, version = _HOST_COPIES.get(tensor, (None, 0))
+    return tensor.cpu() if here is None or tensor._version != version else here

@@ -1,0 +1,263 @@
+"""Optimizers that need no matrix: AdamW, schedule-free AdamW, Adafactor, LAMB and Lion.
+
+LAMB and Lion are our own: the libraries' LAMB differs from the paper in decay and clamps, and libraries with Lion take
+seconds to import.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from schedulefree import AdamWScheduleFree
+from torch import Tensor
+from torch.optim import Adafactor, AdamW
+from torch.optim.adamw import adamw as torch_adamw
+
+from megatfm import rng
+from megatfm.config import AdafactorConfig, AdamWConfig, LambConfig, LionConfig, ScheduleFreeConfig
+from megatfm.engines.interface import OptimizerGroup, ShardLocation
+from megatfm.ops.keyed_random import element_hashes, stochastic_round
+from megatfm.optim.parameters import OPTIMIZERS, Parameters, lr_scales, stacked_names, weight_decays
+
+CHUNK_ELEMENTS = 2**24
+"""Elements whose moments are in full precision at a time: what they take beside the state stays small."""
+FLOOR = 1e-15
+"""torch clamps second moments at its square, 1e-30, the paper's ε₁; its default is so large that it would show."""
+
+
+@OPTIMIZERS.register("adamw")
+def adamw(config: AdamWConfig, parameters: Parameters) -> list[OptimizerGroup]:
+    """AdamW (Loshchilov & Hutter 2019), from torch: one group, decay by role."""
+    options, rates = weight_decays(parameters, config.weight_decay), lr_scales(parameters)
+    if config.moments_dtype == "bf16":
+        make_bf16_state = partial(BF16StateAdamW, lr=config.lr, betas=config.betas, eps=config.eps)
+        return [
+            OptimizerGroup(
+                list(parameters),
+                "elementwise",
+                make_bf16_state,
+                options,
+                rates,
+                ("step",),
+                state_dtype=torch.bfloat16,
+            )
+        ]
+
+    def make(groups: list[dict[str, Any]]) -> AdamW:
+        return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+    return [OptimizerGroup(list(parameters), "elementwise", make, options, rates)]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Rows of a weight, of its gradient and moments, and where they are in the full tensor."""
+
+    weight: Tensor
+    gradient: Tensor
+    mean: Tensor
+    square: Tensor
+    location: ShardLocation
+
+
+class BF16StateAdamW(torch.optim.Optimizer):
+    """AdamW whose moments are kept in bfloat16: half the state. Its arithmetic is torch's fused AdamW, in the weights'
+    own precision. New moments are rounded stochastically: with round-to-nearest, an update smaller than half a bfloat16
+    ulp of the running mean would always be lost. Moments are rounded by hashes of the step, the parameter's name and
+    the element: as a rank that holds another part of the tensor would round them. Of a step that `found_inf` spoils,
+    only the count moves: moments in bfloat16 are rounded to themselves."""
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, "step": 0})
+        self._locations: dict[Tensor, ShardLocation] = {}
+        self._step_supports_amp_scaling = True
+
+    def set_shard_locations(self, locations: Mapping[Tensor, ShardLocation]) -> None:
+        """Set where weights are in the full tensors; one without a location is a full one without a name."""
+        self._locations = dict(locations)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] += 1
+            chunk: list[Slice] = []
+            for piece in self._pieces(group["params"]):
+                if chunk and sum(p.weight.numel() for p in chunk) + piece.weight.numel() > CHUNK_ELEMENTS:
+                    self._update(chunk, group)
+                    chunk = []
+                chunk.append(piece)
+            if chunk:
+                self._update(chunk, group)
+
+    def _pieces(self, weights: list[Tensor]) -> Iterator[Slice]:
+        for weight in weights:
+            if weight.grad is None or not weight.numel():
+                continue
+            state = self.state[weight]
+            if not state:
+                for key in ("exp_avg", "exp_avg_sq"):
+                    state[key] = torch.zeros_like(weight, dtype=torch.bfloat16)
+            shape = tuple(weight.shape)
+            shard = self._locations.get(weight, ShardLocation("", shape, (0,) * len(shape)))
+            tensors = weight, weight.grad, state["exp_avg"], state["exp_avg_sq"]
+            rows = max(1, CHUNK_ELEMENTS * shape[0] // weight.numel())
+            for first in range(0, shape[0], rows):
+                w, g, mean, square = (tensor[first : first + rows] for tensor in tensors)
+                offsets = (shard.offsets[0] + first, *shard.offsets[1:])
+                yield Slice(w, g, mean, square, ShardLocation(shard.name, shard.shape, offsets))
+
+    def _update(self, pieces: list[Slice], group: dict[str, Any]) -> None:
+        weights = [piece.weight for piece in pieces]
+        means = [piece.mean.to(piece.weight.dtype) for piece in pieces]
+        squares = [piece.square.to(piece.weight.dtype) for piece in pieces]
+        before = torch.full((), group["step"] - 1, dtype=torch.float32, device=weights[0].device)
+        torch_adamw(
+            weights, [piece.gradient for piece in pieces], means, squares, [], [before.clone() for _ in pieces],
+            fused=True, amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
+            weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+            found_inf=getattr(self, "found_inf", None),
+        )  # fmt: skip
+        for piece, mean, square in zip(pieces, means, squares, strict=True):
+            location = piece.location
+            key = int(rng.random_uint64(1, "moments", location.name, group["step"])[0] >> 1)
+            random = element_hashes(key, location.shape, location.offsets, tuple(mean.shape), mean.device)
+            piece.mean.copy_(stochastic_round(mean.float(), random))
+            piece.square.copy_(stochastic_round(square.float(), random >> 16))
+
+
+@OPTIMIZERS.register("schedule_free_adamw")
+def schedule_free(config: ScheduleFreeConfig, parameters: Parameters) -> list[OptimizerGroup]:
+    """Schedule-free AdamW (Defazio et al. 2024), from the authors' package: one group, decay by role.
+
+    The model's parameters hold y, the point at which gradients are taken; what is evaluated and saved is x, the
+    average. Warm-up is the schedule's, as for all optimizers."""
+
+    def make(groups: list[dict[str, Any]]) -> AdamWScheduleFree:
+        optimizer = AdamWScheduleFree(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+        optimizer.train()  # for good: its eval() moves the weights there and back, and not to the last bit
+        return optimizer
+
+    return [
+        OptimizerGroup(
+            list(parameters),
+            "elementwise",
+            make,
+            weight_decays(parameters, config.weight_decay),
+            lr_scales(parameters),
+            counters=("k", "weight_sum", "lr_max"),
+            averaged=evaluation_weights,
+        )
+    ]
+
+
+def evaluation_weights(block: Tensor, state: Mapping[str, Tensor], options: Mapping[str, Any]) -> Tensor:
+    """x, from y = (1 − β₁)z + β₁x."""
+    return block.lerp(state["z"], 1 - 1 / options["betas"][0])
+
+
+@OPTIMIZERS.register("adafactor")
+def adafactor(config: AdafactorConfig, parameters: Parameters) -> list[OptimizerGroup]:
+    """Adafactor (Shazeer & Stern 2018), from torch: no momentum, second moments of matrices as rows and columns.
+
+    One group of whole tensors: the update depends on means over rows, columns and all elements.
+    """
+
+    def make(groups: list[dict[str, Any]]) -> Adafactor:
+        return Adafactor(
+            groups,
+            lr=config.lr,
+            beta2_decay=-config.beta2_decay,
+            eps=(FLOOR, config.eps2),
+            d=config.clip_threshold,
+        )
+
+    options = weight_decays(parameters, config.weight_decay)
+    names, rates, stacked = list(parameters), lr_scales(parameters), stacked_names(parameters)
+    return [OptimizerGroup(names, "whole_tensor", make, options, rates, stacked_names=stacked)]
+
+
+@OPTIMIZERS.register("lamb")
+def lamb(config: LambConfig, parameters: Parameters) -> list[OptimizerGroup]:
+    """LAMB (You et al. 2020, algorithm 2): one group of whole tensors; those that don't decay aren't scaled either, as
+    in the paper's BERT."""
+
+    def make(groups: list[dict[str, Any]]) -> Lamb:
+        return Lamb(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+
+    decays = weight_decays(parameters, config.weight_decay)
+    options = {name: {**decays[name], "scaled": p.decays} for name, p in parameters.items()}
+    names, rates, stacked = list(parameters), lr_scales(parameters), stacked_names(parameters)
+    return [
+        OptimizerGroup(names, "whole_tensor", make, options, rates, counters=("step",), stacked_names=stacked)
+    ]
+
+
+class Lamb(torch.optim.Optimizer):
+    """w ← w − lr·‖w‖/‖u‖·u with u = m̂/(√v̂ + ε) + λw of Adam's m̂ and v̂; the ratio is 1 where a norm is 0."""
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, "scaled": True, "step": 0}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] += 1
+            for weight in group["params"]:
+                update = self._update(weight, group)
+                if group["scaled"]:
+                    norms = weight.norm(), update.norm()
+                    ratio = norms[0] / norms[1]
+                    # As a tensor: to look at the norms here would wait for the device, once for each weight.
+                    update.mul_(torch.where((norms[0] > 0) & (norms[1] > 0), ratio, torch.ones_like(ratio)))
+                weight.add_(update, alpha=-group["lr"])
+
+    def _update(self, weight: Tensor, group: dict[str, Any]) -> Tensor:
+        beta1, beta2 = group["betas"]
+        state = self.state[weight]
+        if not state:
+            state.update(exp_avg=torch.zeros_like(weight), exp_avg_sq=torch.zeros_like(weight))
+        assert weight.grad is not None
+        state["exp_avg"].lerp_(weight.grad, 1 - beta1)
+        state["exp_avg_sq"].mul_(beta2).addcmul_(weight.grad, weight.grad, value=1 - beta2)
+        mean = state["exp_avg"] / (1 - beta1 ** group["step"])
+        root = (state["exp_avg_sq"] / (1 - beta2 ** group["step"])).sqrt_()
+        return mean.div_(root.add_(group["eps"])).add_(weight, alpha=group["weight_decay"])
+
+
+@OPTIMIZERS.register("lion")
+def lion(config: LionConfig, parameters: Parameters) -> list[OptimizerGroup]:
+    """One group, decay by role."""
+
+    def make(groups: list[dict[str, Any]]) -> Lion:
+        return Lion(groups, lr=config.lr, betas=config.betas)
+
+    options = weight_decays(parameters, config.weight_decay)
+    return [OptimizerGroup(list(parameters), "elementwise", make, options, lr_scales(parameters))]
+
+
+class Lion(torch.optim.Optimizer):
+    """w ← w − lr·(sign(β₁m + (1−β₁)g) + λw), then m ← β₂m + (1−β₂)g."""
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float]) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            weights = [weight for weight in group["params"] if weight.grad is not None]
+            if not weights:
+                continue
+            gradients = [weight.grad for weight in weights]
+            for weight in weights:
+                if not self.state[weight]:
+                    self.state[weight]["exp_avg"] = torch.zeros_like(weight)
+            momenta = [self.state[weight]["exp_avg"] for weight in weights]
+            updates = torch._foreach_lerp(momenta, gradients, 1 - beta1)
+            torch._foreach_sign_(updates)
+            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(weights, updates, alpha=-group["lr"])
+            torch._foreach_lerp_(momenta, gradients, 1 - beta2)

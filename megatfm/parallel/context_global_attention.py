@@ -1,0 +1,172 @@
+"""Global attention under context parallelism: queries that see all keys (Longformer, BigBird) go to the keys.
+
+All ranks get the few global queries. Each computes their attention to its own keys, and the results are merged by the
+logarithms of the sums (Dao et al. 2022). What is sent does not grow with the row.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatfm.ops.attention import block_sparse
+from megatfm.ops.attention.tile import BlockAttentionPlan, merge_partial
+from megatfm.ops.transfer import moved, to_host
+from megatfm.parallel.collectives import all_gather, all_reduce_no_grad, copy_to_group, reduce_from_group
+from megatfm.parallel.context_parallel import ContextParallel
+from megatfm.parallel.ring_attention import (
+    bias_gradient_buffer,
+    block_attention_plan,
+    partial_attention,
+    partial_attention_backward,
+)
+
+# B batch, N query heads, K key-value heads, T tokens of a rank, G wide queries, H head width, V value width
+
+
+@dataclass(frozen=True)
+class GlobalQueries:
+    """Global queries of all ranks: row_indices of all of them, local_numbers of this rank's among these, and
+    local_indices of this rank's among its tokens."""
+
+    row_indices: Tensor
+    local_numbers: Tensor
+    local_indices: Tensor
+
+    @classmethod
+    def of(cls, core: Any, contexts: ContextParallel, sequence: Any) -> "GlobalQueries | None":
+        """Collect them; None where there are none whose keys are on several ranks."""
+        indices_by_rank: Sequence[Tensor] = contexts.token_indices(sequence.length)
+        row_indices = core.wide(sequence.full_sequence.on_host(), indices_by_rank)
+        if not len(row_indices):
+            return None
+        local = indices_by_rank[contexts.rank]
+        return cls(
+            row_indices,
+            torch.isin(row_indices, local).nonzero()[:, 0],
+            torch.isin(local, row_indices).nonzero()[:, 0],
+        )
+
+
+def add_global_attention(
+    core: Any, out_BNTV: Tensor, q_BNTH: Tensor, k_BKTH: Tensor, v_BKTV: Tensor, bias: Tensor | None, sequence: Any,
+    global_queries: GlobalQueries, contexts: ContextParallel,
+) -> Tensor:  # fmt: skip
+    """[B, N, T, V]: `out` with the global queries' attention to all keys in their places."""
+    device = q_BNTH.device
+    numbers = moved(global_queries.local_numbers, device)
+    local = moved(global_queries.local_indices, device)
+    zeros = q_BNTH.new_zeros(*q_BNTH.shape[:2], len(global_queries.row_indices), q_BNTH.shape[3])
+    local_q = zeros.index_copy(2, numbers, q_BNTH[:, :, local])
+    q_BNGH = copy_to_group(reduce_from_group(local_q, contexts.group), contexts.group)
+    queries = sequence.with_queries_at(("wide", core.pattern), moved(global_queries.row_indices, device))
+    dropout_keys = core.dropout.head_rng_keys(queries, q_BNTH.shape[1])
+    key_indices = contexts.token_indices(sequence.length)[contexts.rank]
+    plan = block_attention_plan(core, queries, ("rank", contexts.rank), key_indices, q_BNGH)
+    sinks = None if core.sinks is None else core.sinks.weight
+    out_BNGV: Tensor = _AllKeysAttention.apply(
+        q_BNGH, k_BKTH, v_BKTV, bias, dropout_keys, sinks, plan, contexts
+    )
+    return out_BNTV.index_copy(2, local, out_BNGV[:, :, numbers])
+
+
+def make_global_forward(core: nn.Module, contexts: ContextParallel) -> Callable[..., Tensor]:
+    """Make the `forward` of a core that is given global queries alone, with keys of their own."""
+
+    def forward(
+        heads_BNTV: Tensor, q_BNGH: Tensor, k_BNTH: Tensor, v_BNTV: Tensor, places_BG: Tensor, found_BG: Tensor,
+        sequence: Any,
+    ) -> Tensor:  # fmt: skip
+        core_: Any = core
+        is_global_BT = _mask_at(places_BG, found_BG, k_BNTH.shape[2])
+        host_mask_BT = _mask_at(to_host(places_BG), to_host(found_BG), k_BNTH.shape[2])
+        index = places_BG[:, None, :, None].expand(q_BNGH.shape)
+        q_BNTH = torch.zeros_like(k_BNTH).scatter(2, index, q_BNGH.where(found_BG[:, None, :, None], 0))
+        out = _attend_to_local_keys(core_, q_BNTH, k_BNTH, v_BNTV, host_mask_BT, sequence, contexts)
+        key = "wide", type(core_), core_.pattern
+        queries = sequence.cached(key, lambda: GlobalQueries.of(core_, contexts, sequence))
+        if queries is not None:
+            out = add_global_attention(core_, out, q_BNTH, k_BNTH, v_BNTV, None, sequence, queries, contexts)
+        return out.where(is_global_BT[:, None, :, None], heads_BNTV)
+
+    return forward
+
+
+def _mask_at(places_BG: Tensor, found_BG: Tensor, tokens: int) -> Tensor:
+    """Boolean [B, T]: the tokens at these places."""
+    return found_BG.new_zeros(len(found_BG), tokens).scatter(1, places_BG, found_BG)
+
+
+def _attend_to_local_keys(
+    core: Any, q_BNTH: Tensor, k_BNTH: Tensor, v_BNTV: Tensor, host_mask_BT: Tensor, sequence: Any,
+    contexts: ContextParallel,
+) -> Tensor:  # fmt: skip
+    """[B, N, T, V]: global queries' attention to this rank's keys, all there is of it where documents are whole.
+    host_mask: boolean [B, T] in the host's memory, which tokens they are."""
+    numbers = host_mask_BT.any(0).nonzero()[:, 0]
+    if not len(numbers):
+        return torch.zeros_like(v_BNTV)
+    key_indices, device = contexts.token_indices(sequence.length)[contexts.rank], q_BNTH.device
+    at = moved(numbers, device)
+    queries = sequence.with_queries_at(("wide here", core.pattern), moved(key_indices[numbers], device))
+    dropout_keys = core.dropout.head_rng_keys(queries, q_BNTH.shape[1])
+    plan = block_attention_plan(core, queries, ("rank", contexts.rank), key_indices, q_BNTH[:, :, at])
+    out: Tensor = _LocalKeysAttention.apply(q_BNTH[:, :, at], k_BNTH, v_BNTV, dropout_keys, plan)
+    return torch.zeros_like(v_BNTV).index_copy(2, at, out)
+
+
+class _LocalKeysAttention(torch.autograd.Function):
+    """Attention to keys of this rank alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, dropout_keys: Tensor | None, plan: BlockAttentionPlan
+    ) -> Tensor:
+        out, lse = partial_attention(q, k, v, None, dropout_keys, plan)
+        ctx.save_for_backward(q, k, v, dropout_keys, out, lse)
+        ctx.plan = plan
+        return out.to(q.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        q, k, v, dropout_keys, out, lse = ctx.saved_tensors
+        dq, dk, dv = partial_attention_backward(g, q, k, v, out, lse, None, dropout_keys, ctx.plan)
+        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None
+
+
+class _AllKeysAttention(torch.autograd.Function):
+    """Queries that all ranks have, and each rank's keys → attention to all keys, on all ranks. Each rank uses, and
+    gives gradients to, other queries, so gradients of queries are partial."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_keys: Tensor | None,
+        sinks: Tensor | None, plan: BlockAttentionPlan, contexts: ContextParallel,
+    ) -> Tensor:  # fmt: skip
+        out, lse = partial_attention(q, k, v, bias, dropout_keys, plan)
+        packed = torch.cat([out.to(lse.dtype), lse], -1)[None]
+        (out, lse), *others = (
+            part.split([v.shape[-1], 1], -1) for part in all_gather(packed, 0, contexts.group)
+        )
+        for other in others:
+            out, lse = merge_partial(out, lse, *other)
+        out, lse = block_sparse.with_sinks(out.to(q.dtype, copy=True), lse, sinks)
+        ctx.save_for_backward(q, k, v, bias, dropout_keys, sinks, out, lse)
+        ctx.plan, ctx.contexts = plan, contexts
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        q, k, v, bias, dropout_keys, sinks, out, lse = ctx.saved_tensors
+        plan: BlockAttentionPlan = ctx.plan
+        contexts: ContextParallel = ctx.contexts
+        bias_grad = bias_gradient_buffer(bias, lse) if ctx.needs_input_grad[3] else None
+        summed_grad = all_reduce_no_grad(g, contexts.group)
+        dq, dk, dv = partial_attention_backward(
+            summed_grad, q, k, v, out, lse, bias, dropout_keys, plan, bias_grad
+        )
+        sinks_grad = block_sparse.gradient_of_sinks(g, out, lse, sinks)
+        bias_grad = None if bias_grad is None else bias_grad.to(bias.dtype)
+        return dq, dk.to(k.dtype), dv.to(v.dtype), bias_grad, None, sinks_grad, None, None

@@ -1,0 +1,286 @@
+"""Context parallelism: how the tokens of rows are split over ranks, and what fetches tokens that other ranks have.
+
+Each rank of the `cp` axis has some tokens of every row: one run of them, or in causal attention, whose cost grows with
+the position, one run from the front and its mirror image from the back (zig-zag). Attention that looks at few tokens
+of other ranks fetches the keys of these (`FetchPlan`); `context_attention.py` says who does so and what others do.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megatfm.errors import UsageError
+from megatfm.ops.transfer import moved, to_host
+from megatfm.parallel.mesh import CONTEXT, TENSOR, Mesh
+
+# B batch, T tokens of a rank, S tokens of the row, M masked tokens, D model width
+
+LENGTHS = 64
+"""Row lengths whose split is cached: a batch schedule has fewer, evaluation one more."""
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """The ranks that share rows, and how these are split.
+
+    is_zigzag: row length → whether a rank has a run from the front and its mirror image from the back, so that causal
+    attention costs all ranks the same; else one run. multiple_of: tokens that stay together, so that sequence
+    parallelism divides them. method: of full attention, "ring", "ulysses", or "auto", whichever sends less.
+    """
+
+    group: ProcessGroup
+    is_zigzag: Callable[[int], bool] = lambda length: False
+    multiple_of: int = 1
+    method: str = "auto"
+
+    @property
+    def size(self) -> int:
+        """How many ranks share a row."""
+        return self.group.size()
+
+    @cached_property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return dist.get_rank(self.group)
+
+    def token_indices(self, length: int) -> list[Tensor]:
+        """By rank, the indices of its tokens in a row of `length`, ascending; some have one unit more than others.
+
+        Raises UsageError if there are not enough for all.
+        """
+        return [*token_indices(length, self.size, self.is_zigzag(length), self.multiple_of)]
+
+
+@lru_cache(LENGTHS)
+def token_indices(length: int, ranks: int, folded: bool, unit: int = 1) -> tuple[Tensor, ...]:
+    """Implements `ContextParallel.token_indices`. folded: zig-zag; unit: tokens that stay together."""
+    runs, units = ranks * (1 + folded), length // unit
+    if units < runs:
+        raise UsageError(
+            f"a row of {length} tokens can't be cut into {runs} runs of at least {unit} for parallel.cp = {ranks}: "
+            "make rows longer, or cp smaller"
+        )
+    bounds = [i * units // runs * unit for i in range(runs)] + [length]
+    run_indices = [torch.arange(bounds[i], bounds[i + 1]) for i in range(runs)]
+    if not folded:
+        return tuple(run_indices)
+    return tuple(torch.cat([run_indices[r], run_indices[-1 - r]]) for r in range(ranks))
+
+
+def build_context_parallel(
+    model: nn.Module, mesh: Mesh, *, sequence_parallel: bool, method: str
+) -> ContextParallel | None:
+    """Decide how the rows of a model are split; None where each rank has them whole."""
+    if mesh.size(CONTEXT) == 1:
+        return None
+    unit = mesh.size(TENSOR) if sequence_parallel else 1
+    return ContextParallel(mesh.group(CONTEXT), folding(model), unit, method)
+
+
+def folding(model: nn.Module) -> Callable[[int], bool]:
+    """Make `is_folded` of a model's patterns, cached by row length."""
+    patterns = dict.fromkeys(
+        pattern for module in model.modules() if (pattern := getattr(module, "pattern", None)) is not None
+    )
+    return lru_cache(LENGTHS)(partial(_grow, [*patterns]))
+
+
+def is_folded(model: nn.Module, length: int) -> bool:
+    """Whether attention costs later tokens of rows of this length more than earlier ones, so that ranks need a zig-zag
+    split: also in windows that are as wide as the row."""
+    return folding(model)(length)
+
+
+def _grow(patterns: Sequence[Any], length: int) -> bool:
+    """Whether the cost grows with the position in any of the patterns, of which a plugin's may not say."""
+    within = (
+        getattr(pattern, "simplify", lambda _, pattern=pattern: pattern)(length) for pattern in patterns
+    )
+    return any(getattr(pattern, "has_uneven_work", False) for pattern in within)
+
+
+SIDES = ("", "encoder_")
+"""Prefixes of the fields of a row."""
+
+OF_ROWS = ("positions", "documents", "prefix", "targets", "order", "segments", "span_left", "span_right")
+"""Fields that every rank keeps of whole rows: which tokens it needs, and which others need, follows from them."""
+
+Batch = dict[str, Tensor]
+
+
+def split_batch(batch: Mapping[str, Tensor], contexts: ContextParallel) -> Batch:
+    """Split a micro-batch: each field at this rank's tokens, and the fields that attention needs of whole rows.
+
+    Raises UsageError for a field that is neither one number a row nor one a token.
+    """
+    split = dict(batch)
+    for side in SIDES:
+        positions = batch.get(f"{side}positions")
+        if positions is None:
+            continue
+        length = positions.shape[1]
+        here = moved(contexts.token_indices(length)[contexts.rank], positions.device)
+        for name, field in batch.items():
+            if field.dim() < 2 or name.startswith("encoder_") != bool(side):
+                continue
+            if field.shape[1] != length:
+                raise UsageError(
+                    f"parallel.cp > 1: the objective's field {name!r} {list(field.shape)} has not one place for each "
+                    f"of {length} tokens, and can't be cut with them: use parallel.cp = 1"
+                )
+            split[name] = field[:, here]
+        split[f"{side}places"] = here
+        for name in OF_ROWS:
+            if side + name in batch:
+                split[f"{side}row_{name}"] = batch[side + name]
+    return split
+
+
+class P2PExchange:
+    """Tensors on their way to and from other ranks; `wait` returns those received."""
+
+    def __init__(
+        self, group: ProcessGroup, sent: Sequence[tuple[int, Tensor]], came: Sequence[tuple[int, Tensor]]
+    ) -> None:
+        """sent, came: (rank, tensor to send) and (rank, tensor to receive into)."""
+        self._send_buffers = [tensor.contiguous() for _, tensor in sent]
+        self._received = [tensor for _, tensor in came]
+        post: Callable[..., Any] = dist.P2POp
+        operations = [
+            post(dist.isend, tensor, group=group, group_peer=peer)
+            for (peer, _), tensor in zip(sent, self._send_buffers, strict=True)
+        ]
+        operations += [post(dist.irecv, tensor, group=group, group_peer=peer) for peer, tensor in came]
+        self._works = dist.batch_isend_irecv(operations) if operations else []
+
+    def wait(self) -> list[Tensor]:
+        """Wait for all transfers; returns the tensors received, in the order in which they were asked for."""
+        for work in self._works:
+            work.wait()
+        self._send_buffers = []
+        return self._received
+
+
+@dataclass(frozen=True)
+class FetchPlan:
+    """Plan for fetching keys, or other values, of tokens that other ranks have.
+
+    send_indices[r]: indices, among this rank's tokens, of those that rank r needs. recv_indices[r]: row indices of the
+    tokens that come from rank r. indices: row indices of all tokens there are after the fetch, sorted. permutation:
+    sorts [local, received from rank 0, 1, …] into `indices`. most: tokens that any rank receives at most. length:
+    tokens of the row.
+    """
+
+    contexts: ContextParallel
+    send_indices: list[Tensor]
+    recv_indices: list[Tensor]
+    indices: Tensor
+    permutation: Tensor
+    most: int
+    length: int
+
+    @classmethod
+    def of(
+        cls,
+        contexts: ContextParallel,
+        indices_by_rank: Sequence[Tensor],
+        needed_indices: Sequence[Tensor],
+    ) -> "FetchPlan":
+        """indices_by_rank[r]: the tokens of rank r; needed_indices[r]: sorted, the tokens that rank r looks at."""
+        me, none = contexts.rank, torch.empty(0, dtype=torch.int64)
+        local, ranks = indices_by_rank[me], range(contexts.size)
+        length = sum(map(len, indices_by_rank))
+        is_needed = torch.zeros(contexts.size, length, dtype=torch.bool)
+        for r in ranks:
+            is_needed[r, needed_indices[r]] = True
+        most = max(len(needed_indices[r]) - int(is_needed[r, indices_by_rank[r]].sum()) for r in ranks)
+        send = [is_needed[r, local].nonzero()[:, 0] if r != me else none for r in ranks]
+        recv = [indices_by_rank[r][is_needed[me, indices_by_rank[r]]] if r != me else none for r in ranks]
+        indices, permutation = torch.cat([local, *recv]).sort()
+        return cls(contexts, send, recv, indices, permutation, most, length)
+
+
+def fetch_all_plan(contexts: ContextParallel, length: int) -> FetchPlan:
+    """Plan a fetch of all tokens of a row to all ranks."""
+    return FetchPlan.of(contexts, contexts.token_indices(length), [torch.arange(length)] * contexts.size)
+
+
+def is_little(indices_by_rank: Sequence[Tensor], needed_indices: Sequence[Tensor]) -> bool:
+    """Whether no rank needs half of the tokens that the others have. needed_indices[r]: row indices of the tokens that
+    rank r looks at, its own among them."""
+    ranks, length = len(indices_by_rank), sum(map(len, indices_by_rank))
+    most = max(
+        len(needed) - len(local) for needed, local in zip(needed_indices, indices_by_rank, strict=True)
+    )
+    return 2 * most * ranks < (ranks - 1) * length
+
+
+def fetch(x_BKTH: Tensor, plan: FetchPlan) -> Tensor:
+    """[B, K, T, ·] of this rank's tokens → those at `plan.indices`. Adjoint: gradients return and are added up."""
+    fetched: Tensor = _Fetch.apply(x_BKTH, plan)
+    return fetched
+
+
+class _Fetch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, plan: FetchPlan) -> Tensor:
+        ctx.plan = plan
+        sent = [(r, x[:, :, moved(at, x.device)]) for r, at in enumerate(plan.send_indices) if len(at)]
+        came = [(r, _empty(x, len(at))) for r, at in enumerate(plan.recv_indices) if len(at)]
+        received = P2PExchange(plan.contexts.group, sent, came).wait()
+        return torch.cat([x, *received], 2)[:, :, moved(plan.permutation, x.device)]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        plan: FetchPlan = ctx.plan
+        sizes = [len(at) for at in plan.recv_indices]
+        by_source = torch.empty_like(g)
+        by_source[:, :, moved(plan.permutation, g.device)] = g
+        local_grad, *received_grads = by_source.split([g.shape[2] - sum(sizes), *sizes], 2)
+        sent = [(r, part) for r, part in enumerate(received_grads) if sizes[r]]
+        users = [(r, at) for r, at in enumerate(plan.send_indices) if len(at)]
+        came = [(r, _empty(g, len(at))) for r, at in users]
+        returned = P2PExchange(plan.contexts.group, sent, came).wait()
+        local_grad = local_grad.clone()
+        for (_, at), part in zip(users, returned, strict=True):
+            local_grad.index_add_(2, moved(at, g.device), part)
+        return local_grad, None
+
+
+def _empty(like: Tensor, tokens: int) -> Tensor:
+    return like.new_empty(*like.shape[:2], tokens, *like.shape[3:])
+
+
+def make_span_boundary_forward(
+    around: nn.Module, contexts: ContextParallel
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Make the `forward` of a module that looks up the tokens around spans, by their distances."""
+
+    def forward(
+        hidden_BTD: Tensor, left_BT: Tensor, right_BT: Tensor, row_left_BS: Tensor, row_right_BS: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        indices_by_rank = contexts.token_indices(row_left_BS.shape[1])
+        row = to_host(row_left_BS), to_host(row_right_BS)
+        needed = [span_boundary_indices(*row, indices) for indices in indices_by_rank]
+        plan = FetchPlan.of(contexts, indices_by_rank, needed)
+        x_BLD = fetch(hidden_BTD[:, None], plan)[:, 0]
+        local, fetched = (moved(x, left_BT.device) for x in (indices_by_rank[contexts.rank], plan.indices))
+        rows, columns = (left_BT > 0).nonzero(as_tuple=True)
+        left_M, right_M = local[columns] - left_BT[rows, columns], local[columns] + right_BT[rows, columns]
+        at_left, at_right = (torch.searchsorted(fetched, at) for at in (left_M, right_M))
+        return x_BLD[rows, at_left], x_BLD[rows, at_right]
+
+    return forward
+
+
+def span_boundary_indices(left_BS: Tensor, right_BS: Tensor, masked_at: Tensor) -> Tensor:
+    """Row indices, sorted, of the tokens around spans that masked tokens at `masked_at` look up in any of the rows."""
+    rows, columns = (left_BS[:, masked_at] > 0).nonzero(as_tuple=True)
+    at = masked_at[columns]
+    return torch.cat([at - left_BS[rows, at], at + right_BS[rows, at]]).unique()

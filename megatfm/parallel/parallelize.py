@@ -1,0 +1,328 @@
+"""Laying parallelism over a model: tensor and expert parallelism by its plan, context parallelism by what parts say.
+
+**`tp_plan`**: a module's class says how it and the modules in it are cut, in rows of (pattern relative to the module,
+"" for itself; name of a style), such as `tp_plan = (("", "gather_input"), ("w[qkv]", "colwise"), ("wo",
+"rowwise"))`. They are
+strings, so that layers know nothing of parallelism. A pattern matches names segment by segment: `*` stays within one
+segment, `**` stands for any number of segments. A row that matches nothing is for a part that not every model has.
+
+**`cp_plan`**: a module's class says how it computes on some tokens of rows. A module without it is refused.
+
+| `cp_plan` | The module | Under context parallelism |
+|---|---|---|
+| alone | takes each token by itself, or consists of parts that say it themselves | runs as it is |
+| core | attends with queries to keys and values | fetches keys, sends them round a ring, or divides heads |
+| latents | attends to keys and values that are made of something narrower | the same, of what is narrower |
+| wide | attends with the few queries that see all keys | the queries go to the keys |
+| keys | is given keys and values that its own attention needs whole | gathers them |
+| around | looks up the tokens around spans | fetches them |
+| sums | gives `summed` sums over tokens | adds them up over ranks |
+| experts | takes capacity, expert choice or balance by whole rows | gathers the numbers that these follow from |
+| slots | makes means of all tokens, which go to experts | adds means up, and divides slots among ranks |
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megatfm.errors import UsageError
+from megatfm.parallel.collectives import TensorParallelGroup, copy_to_group, reduce_from_group
+from megatfm.parallel.context_attention import (
+    make_attention_forward,
+    make_gather_kv_forward,
+    make_latent_forward,
+)
+from megatfm.parallel.context_global_attention import make_global_forward
+from megatfm.parallel.context_parallel import (
+    ContextParallel,
+    build_context_parallel,
+    make_span_boundary_forward,
+)
+from megatfm.parallel.expert_parallel import install_moe, install_soft_moe
+from megatfm.parallel.layout import ModelLayout, Shard, TensorLayout, replace_forward, transformer_blocks
+from megatfm.parallel.mesh import TENSOR, Mesh
+from megatfm.parallel.styles import STYLES, ParallelStyle
+
+UNPLANNED = ParallelStyle("no row")
+"""Style of a module that no row names, in a model that nothing cuts."""
+GENERIC_PACKAGES = (
+    "torch.",
+    "megatfm.layers.linear",
+    "megatfm.layers.linear",
+    "megatfm.layers.norm",
+    "megatfm.layers.dropout",
+)
+"""Packages whose modules are used in many roles: the module around them says how they are cut."""
+
+
+def parallelize(
+    model: nn.Module, mesh: Mesh, *, sequence_parallel: bool, context: str = "auto"
+) -> ModelLayout:
+    """Cut the model's parameters (still on the meta device) and install the communication. Returns the layout table.
+
+    Raises UsageError when a module has two styles, when one has none and there are several tensor-parallel ranks, or
+    when these do not divide a dim.
+    """
+    parts = mesh.size(TENSOR)
+    ranks = TensorParallelGroup(mesh.group(TENSOR), sequence_parallel) if parts > 1 else None
+    rows_by_module = _rows_by_module(model)
+    styles = _match(model, rows_by_module, complete=parts > 1)
+    local: dict[Tensor, tuple[TensorLayout, Tensor]] = {}
+    buffers: dict[str, TensorLayout] = {}
+    state: list[str] = []
+    for path, planned in styles.items():
+        module = model.get_submodule(path)
+        style = styles[path] = planned.resolve(module, parts, mesh.expert_tp)
+        layouts: dict[str, TensorLayout] = {}
+        for key, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            layouts[key] = placement = _place(
+                f"{path}.{key}".lstrip("."), tensor, style, mesh, sequence_parallel
+            )
+            shard = torch.empty(placement.region[1], dtype=tensor.dtype, device=tensor.device)
+            if not isinstance(tensor, nn.Parameter):
+                buffers[placement.name] = placement
+                if is_stored := key not in module._non_persistent_buffers_set:
+                    state.append(placement.name)
+                module.register_buffer(key, shard, persistent=is_stored)
+                continue
+            if tensor not in local:
+                local[tensor] = placement, nn.Parameter(shard, requires_grad=tensor.requires_grad)
+            elif not local[tensor][0].has_same_shards(placement):
+                raise UsageError(
+                    f"{placement.name} is tied to {local[tensor][0].name}, but their plan rows cut different dims: "
+                    "give both the same cut, or untie them"
+                )
+            setattr(module, key, local[tensor][1])
+        if style.apply_expert_parallel:
+            style.apply_expert_parallel(module, mesh, layouts)
+        if ranks and style.apply:
+            style.apply(module, ranks, layouts)
+    contexts = build_context_parallel(model, mesh, sequence_parallel=sequence_parallel, method=context)
+    if contexts:
+        install_context_parallel(model, contexts)
+    placements = {placement.name: placement for placement, _ in local.values()}
+    return ModelLayout(
+        placements, _table(model, rows_by_module, styles, placements, mesh), buffers, state, contexts
+    )
+
+
+def _place(
+    name: str, tensor: Tensor, style: ParallelStyle, mesh: Mesh, sequence_parallel: bool
+) -> TensorLayout:
+    """A tensor with fewer dims than the style cuts, e.g. the bias of a row-cut matrix, stays whole.
+
+    Raises UsageError where its gradient would then be each rank's own share and the style takes it for complete.
+    """
+    shape, parts = tuple(tensor.shape), mesh.size(TENSOR)
+    shard_experts = style.shard_experts or _unchanged
+    if parts == 1:
+        return shard_experts(TensorLayout(name, shape), mesh)
+    dim = style.cut_dim(name.rpartition(".")[2], len(shape))
+    if dim is not None:
+        cut = Shard(TENSOR, dim, mesh.rank(TENSOR), parts, style.allows_uneven)
+        return shard_experts(TensorLayout(name, shape, (cut,)), mesh)
+    if style.cut_dim(name.rpartition(".")[2], MOST_DIMS) is not None and style.gradient == "replicated":
+        raise UsageError(
+            f"{name} has {len(shape)} dims, too few for the plan's style {style.name!r} to cut over parallel.tp = "
+            f"{parts}: its gradient would be each rank's own share. Move it to a module with a style such as "
+            "'shared by heads', which adds these shares up"
+        )
+    partial = style.gradient == "partial" or (style.gradient == "partial_with_sp" and sequence_parallel)
+    return shard_experts(TensorLayout(name, shape, partial_axes=(TENSOR,) if partial else ()), mesh)
+
+
+def _unchanged(layout: TensorLayout, mesh: Mesh) -> TensorLayout:
+    return layout
+
+
+MOST_DIMS = 8
+"""More than any parameter has."""
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Row of a plan, with the module whose class has it. owner_path: that module's path, its numbers as *."""
+
+    owner_path: str
+    owner_class: str
+    pattern: str
+    style: str
+
+    def __str__(self) -> str:
+        return f"{self.style!r} of {self.owner_class}"
+
+    @property
+    def modules(self) -> str:
+        return ".".join(filter(None, (self.owner_path, self.pattern)))
+
+
+def match(model: nn.Module, *, complete: bool = True) -> dict[str, ParallelStyle]:
+    """Module name → style, in the order of the model's modules, from the rows that their classes bring.
+
+    Raises UsageError for a style that there is not, for two styles of one module and, where `complete`, for a module
+    that owns parameters or buffers and has none.
+    """
+    return _match(model, _rows_by_module(model), complete)
+
+
+def _match(
+    model: nn.Module, rows_by_module: Mapping[nn.Module, list[_Row]], complete: bool
+) -> dict[str, ParallelStyle]:
+    styles: dict[str, ParallelStyle] = {}
+    for path, module in model.named_modules():
+        rows = rows_by_module.get(module, [])
+        for row in rows[1:]:
+            if row.style != rows[0].style:
+                raise UsageError(
+                    f"{path} has two styles in plans, {rows[0]} and {row}: keep one of these rows"
+                )
+        if rows:
+            styles[path] = STYLES.get(rows[0].style)
+        elif tensors := [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            if complete:
+                raise UsageError(_missing(model, path, tensors[0][0]))
+            styles[path] = UNPLANNED
+    return styles
+
+
+def _rows_by_module(model: nn.Module) -> dict[nn.Module, list[_Row]]:
+    """Collect the rows of the plans of a model's modules that match each module."""
+    rows_by_module: dict[nn.Module, list[_Row]] = {}
+    for path, owner in model.named_modules():
+        for pattern, style in getattr(type(owner), "tp_plan", ()):
+            row = _Row(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path), type(owner).__name__, pattern, style)
+            for inner, module in owner.named_modules():
+                if matches(inner, pattern):
+                    rows_by_module.setdefault(module, []).append(row)
+    return rows_by_module
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a module's name matches a pattern segment by segment: `*`, `?` and `[…]` stay within a segment, and `**`
+    stands for any number of segments, also none."""
+    return _matches_segments(name.split(".") if name else [], pattern.split(".") if pattern else [])
+
+
+def _matches_segments(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    if not patterns:
+        return not names
+    first, *others = patterns
+    if first == "**":
+        return any(_matches_segments(names[i:], others) for i in range(len(names) + 1))
+    return bool(names) and fnmatchcase(names[0], first) and _matches_segments(names[1:], others)
+
+
+def _missing(model: nn.Module, path: str, key: str) -> str:
+    """Say how to give a module a style: by a row in its class, or in that of the first module around it that is no mere
+    layer."""
+    owner, inner = path, ""
+    while owner and type(model.get_submodule(owner)).__module__.startswith(GENERIC_PACKAGES):
+        owner, _, last = owner.rpartition(".")
+        inner = f"{last}.{inner}" if inner else last
+    name = type(model.get_submodule(owner)).__name__
+    return (
+        f"{f'{path}.{key}'.lstrip('.')} has no style, and several tensor-parallel ranks need one: give the class "
+        f'{name} a row for it, tp_plan = (("{inner}", STYLE),), with one of: {", ".join(STYLES.names())}'
+    )
+
+
+def _table(
+    model: nn.Module,
+    rows_by_module: Mapping[nn.Module, list[_Row]],
+    styles: dict[str, ParallelStyle],
+    placements: dict[str, TensorLayout],
+    mesh: Mesh,
+) -> str:
+    rows: dict[tuple[str, ParallelStyle], list[str]] = {}
+    for path, style in styles.items():
+        plan_rows = rows_by_module.get(model.get_submodule(path))
+        rows.setdefault((plan_rows[0].modules if plan_rows else path, style), []).append(path)
+    width = 2 + max(len(shown) for shown, _ in rows)
+    lines = [
+        f"mesh  {mesh.describe()}",
+        "",
+        f"{'modules':<{width}}{'style':<24}{'parameters':<40}partial gradient",
+    ]
+    for (shown, style), paths in rows.items():
+        tensors = [p for p in placements.values() if p.name.rpartition(".")[0] in paths]
+        if not (tensors or style.is_listed):
+            continue
+        shapes = dict.fromkeys(
+            f"{list(p.shape)} → {list(p.region[1])}" if p.shards else str(list(p.shape)) for p in tensors
+        )
+        partial = ", ".join(dict.fromkeys(axis for p in tensors for axis in p.partial_axes))
+        shown_shapes = f"{f'{len(tensors)} × ' if tensors else ''}{', '.join(shapes):<36}"
+        lines.append(f"{shown:<{width}}{style.name:<24}{shown_shapes}{partial}".rstrip())
+    return "\n".join(lines) + "\n"
+
+
+FORWARDS: dict[str, Callable[[nn.Module, ContextParallel], Callable[..., Any]]] = {
+    "attention": make_attention_forward,
+    "latent_attention": make_latent_forward,
+    "global_queries": make_global_forward,
+    "gather_kv": make_gather_kv_forward,
+    "span_boundary": make_span_boundary_forward,
+}
+"""`cp_plan` → what makes a module's replaced `forward`."""
+
+
+def install_context_parallel(model: nn.Module, contexts: ContextParallel) -> None:
+    """Have each module work on this rank's tokens as its `cp_plan` says. Raises UsageError for one that has none."""
+    refuse(model)
+    for module in model.modules():
+        plan = getattr(module, "cp_plan", None)
+        if plan in FORWARDS:
+            replace_forward(module, FORWARDS[plan](module, contexts))
+        elif plan == "all_reduce":
+            replace_forward(module.get_submodule("summed"), partial(_summed, group=contexts.group))
+        elif plan == "moe":
+            install_moe(module, contexts)
+        elif plan == "soft_moe":
+            install_soft_moe(module, contexts)
+
+
+def disable_compile_of_attention(block: nn.Module) -> None:
+    """Exclude attention from a block that is compiled: its communication, and the blocks of keys that it visits, depend
+    on the batch. Modules that set `eager_when_long`, which look at long rows in pieces, are excluded, too."""
+    for module in block.modules():
+        if getattr(module, "cp_plan", None) in FORWARDS or getattr(module, "eager_when_long", False):
+            replace_forward(module, torch.compiler.disable(module.forward))
+
+
+def _summed(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Sums over this rank's tokens → over all tokens, used otherwise on each rank. Adjoint: the same."""
+    return copy_to_group(reduce_from_group(x, group), group)
+
+
+def refuse(model: nn.Module) -> None:
+    """Raise UsageError that names the first part without a `cp_plan`."""
+    for path, module in _parts(model):
+        if getattr(module, "cp_plan", None) is None:
+            name = f"{type(module).__name__}{f' ({path})' if path else ''}"
+            raise UsageError(
+                f"parallel.cp > 1: {name} needs whole rows, or does not say how it computes on parts of them "
+                "(`cp_plan`): use parallel.cp = 1 with dp_shard, tp or pp, or another part"
+            )
+
+
+def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the model, modules beside its stacks, and of each block attention, its core, and the feed-forward
+    network."""
+    yield "", model
+    in_blocks = {module for block in transformer_blocks(model) for module in block.modules()}
+    for path, module in model.named_modules():
+        name = path.rpartition(".")[2]
+        if module in in_blocks:
+            if name in ("attn", "cross", "ffn", "core", "wide"):
+                yield path, module
+        elif ("." not in path and path and not type(module).__module__.startswith("torch.")) or (
+            path.startswith("future.") and path.count(".") == 1
+        ):
+            yield path, module

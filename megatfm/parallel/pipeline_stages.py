@@ -1,0 +1,293 @@
+"""Pipeline stages: where a model is cut, which rank holds what, and pruning a rank's model to its own stages.
+
+A model is known here by its list of split points (`megatfm.split_points`). A rank keeps the modules of its own stages;
+a parameter that stages of several ranks use is held by each of these, under its one name.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from torch import nn
+
+from megatfm.cost import ENCODER_TOKENS, TokenCounts, total_cost
+from megatfm.errors import UsageError
+from megatfm.parallel.pipeline_schedule import stage_to_rank
+from megatfm.split_points import CarrySpec, SplitPoint, Splittable, live_fields
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A slice of a model's split points. inputs, outputs: the parts of the carry that come in and go out."""
+
+    index: int
+    rank: int
+    split_points: Sequence[SplitPoint]
+    inputs: Mapping[str, CarrySpec]
+    outputs: Mapping[str, CarrySpec]
+    produced: frozenset[str]
+    """The outputs that its split points write; the others only pass through."""
+    inputs_with_grad: frozenset[str]
+    """The inputs that depend on weights that are trained, so that their gradients go back."""
+    outputs_with_grad: frozenset[str]
+    """Likewise of the outputs."""
+    cost: float
+    """Cost of a row, in multiply-accumulates."""
+
+
+@dataclass(frozen=True)
+class StageOutput:
+    """The part of a model's output that an objective reads, from one stage or all."""
+
+    losses: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """All stages of a model, and on which pipeline ranks each parameter is."""
+
+    schedule: str
+    ranks: int
+    stages_per_rank: int
+    stages: Sequence[Stage]
+    parameter_ranks: Mapping[str, tuple[int, ...]]
+    sequence_shards: int = 1
+    """Ranks that share a sequence between blocks."""
+    module_ranks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Pipeline ranks of each module with buffers."""
+    frozen: frozenset[str] = frozenset()
+    """Parameters that are not trained."""
+
+    @property
+    def stage_to_rank(self) -> list[int]:
+        """Pipeline rank of each stage; one rank holds several in an interleaved schedule."""
+        return [stage.rank for stage in self.stages]
+
+    def stages_of(self, rank: int) -> list[Stage]:
+        """The stages that a pipeline rank holds, in the order in which a micro-batch meets them."""
+        return [stage for stage in self.stages if stage.rank == rank]
+
+    def table(self) -> str:
+        """The stages as a table, for people."""
+        total = sum(stage.cost for stage in self.stages)
+        lines = [f"pipeline  {self.schedule}, {len(self.stages)} stages on {self.ranks} ranks", ""]
+        lines.append(f"{'stage':<7}{'rank':<6}{'of the cost':<13}{'from':<34}{'to':<34}carries on")
+        for stage in self.stages:
+            first, last = stage.split_points[0].name, stage.split_points[-1].name
+            share = f"{100 * stage.cost / total:.1f} %"
+            line = f"{stage.index:<7}{stage.rank:<6}{share:<13}{first:<34}{last:<34}"
+            lines.append((line + ", ".join(stage.outputs)).rstrip())
+        shared = {name: ranks for name, ranks in self.parameter_ranks.items() if len(ranks) > 1}
+        if shared:
+            lines += ["", "held by several ranks, which sum its gradients:"]
+            lines += [f"{name:<60}{', '.join(map(str, ranks))}" for name, ranks in shared.items()]
+        return "\n".join(lines) + "\n"
+
+
+def split_into_stages(
+    model: nn.Module,
+    schedule: str,
+    ranks: int,
+    virtual: int,
+    *,
+    lengths: Mapping[str, int],
+    predicted: float | None = None,
+    at: Sequence[str] | None = None,
+    sequence_parts: int = 1,
+) -> Pipeline:
+    """Cut a whole model (on the meta device) into the stages of a schedule.
+
+    lengths: tokens of each input, to weigh encoder against decoder. predicted: the share of them that the objective
+    predicts, where that is known. at: the names of the split points with which all stages but the first begin; left
+    out, cuts are where the costs of stages are most equal. Raises UsageError for a model without split points, and for
+    more stages than it can be cut into.
+    """
+    if not hasattr(model, "split_points"):
+        raise UsageError(
+            f"parallel.pp = {ranks}: this model family is not cut into pipeline stages: set parallel.pp = 1 and use "
+            "parallel.dp_shard"
+        )
+    points = cast(Splittable, model).split_points
+    rank_of = stage_to_rank(schedule, ranks, virtual)
+    costs = [cost(model, point, lengths, predicted) for point in points]
+    starts = [0, *(i for i, point in enumerate(points) if i and _may_begin(point, costs[i]))]
+    if not at and len(starts) < len(rank_of):
+        raise UsageError(
+            f"{len(rank_of)} pipeline stages (parallel.pp = {ranks}, {virtual} on each rank), but the model can be "
+            f"cut into {len(starts)} at most: choose {_fewer(schedule, ranks, virtual, len(starts))}"
+        )
+    trained = _trained(model, points)
+    frozen = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
+    bounds = _named_cuts(points, at, len(rank_of)) if at else _balanced(starts, costs, len(rank_of))
+    stages = []
+    for index, (first, last) in enumerate(zip([0, *bounds], [*bounds, len(points)], strict=True)):
+        stages.append(
+            Stage(
+                index,
+                rank_of[index],
+                points[first:last],
+                live_fields(points, first),
+                live_fields(points, last),
+                frozenset(name for point in points[first:last] for name in point.writes),
+                trained[first] & frozenset(live_fields(points, first)),
+                trained[last] & frozenset(live_fields(points, last)),
+                sum(costs[first:last]),
+            )
+        )
+    return Pipeline(
+        schedule,
+        ranks,
+        virtual,
+        stages,
+        _holders(model, stages),
+        sequence_parts,
+        _module_holders(model, stages),
+        frozen,
+    )
+
+
+def cost(
+    model: nn.Module, point: SplitPoint, lengths: Mapping[str, int], predicted: float | None = None
+) -> float:
+    """Cost of a split point for all tokens of a row: multiply-accumulates with matrices, and of attention."""
+    tokens = TokenCounts(lengths.get(point.token_field, 1), lengths.get(ENCODER_TOKENS, 0), predicted)
+    total = total_cost((model.get_submodule(path) for path in point.modules), tokens)
+    return total.matmul_macs + total.attention_macs
+
+
+def _trained(model: nn.Module, points: Sequence[SplitPoint]) -> list[frozenset[str]]:
+    """The parts of the carry that depend on weights that are trained, before each split point and after the last."""
+    trained = [frozenset[str]()]
+    for point in points:
+        trains = any(
+            p.requires_grad for path in point.modules for p in model.get_submodule(path).parameters()
+        )
+        depends = trains or bool(trained[-1].intersection(point.reads))
+        now = {name for name, field in point.writes.items() if depends and field.d_model is not None}
+        trained.append((trained[-1] - frozenset(point.writes)) | now)
+    return trained
+
+
+def _named_cuts(points: Sequence[SplitPoint], at: Sequence[str], stages: int) -> list[int]:
+    names = [point.name for point in points]
+    unknown = [name for name in at if name not in names[1:]]
+    if unknown:
+        raise UsageError(
+            f"parallel.pp_split_points: no split point is called {unknown[0]!r} after the first; there are "
+            f"{', '.join(names[1:])}"
+        )
+    bounds = [names.index(name) for name in at]
+    if len(bounds) != stages - 1 or bounds != sorted(set(bounds)):
+        raise UsageError(
+            f"parallel.pp_split_points = {list(at)}: {stages} stages need {stages - 1} different names in the "
+            f"model's order"
+        )
+    return bounds
+
+
+def _fewer(schedule: str, ranks: int, virtual: int, most: int) -> str:
+    """The nearest layout of at most so many stages."""
+    if schedule.startswith("interleaved") and most // ranks > 1:
+        return f"parallel.virtual_stages = {most // ranks}"
+    if most // virtual > 1:
+        return f"parallel.pp = {most // virtual}"
+    return f"parallel.pp = {min(ranks, most)} and parallel.pp_schedule = '1f1b'"
+
+
+def _balanced(starts: Sequence[int], costs: Sequence[float], stages: int) -> list[int]:
+    """Find where stages 1, 2, … begin, so that the sum of the stages' squared costs is least. starts: where they
+    may."""
+    ends = [*starts[1:], len(costs)]
+    pieces = [sum(costs[a:b]) for a, b in zip(starts, ends, strict=True)]
+    sums = [0.0]
+    for piece in pieces:
+        sums.append(sums[-1] + piece)
+    best: list[list[tuple[float, int]]] = [[(0.0, 0)] + [(float("inf"), 0)] * len(pieces)]
+    for _ in range(stages):
+        row = [(float("inf"), 0)]
+        for end in range(1, len(pieces) + 1):
+            row.append(
+                min((best[-1][start][0] + (sums[end] - sums[start]) ** 2, start) for start in range(end))
+            )
+        best.append(row)
+    bounds, end = list[int](), len(pieces)
+    for row in reversed(best[1:]):
+        end = row[end][1]
+        bounds.append(starts[end])
+    return bounds[::-1][1:]
+
+
+def _may_begin(point: SplitPoint, cost: float) -> bool:
+    """Whether a stage may begin here: at something that costs, or at a stack, never at an embedding's neighbour or a
+    norm."""
+    return cost > 0 or point.name.endswith("embedding")
+
+
+def _holders(model: nn.Module, stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    ranks_by_name: dict[str, set[int]] = {name: set() for name in names.values()}
+    for stage in stages:
+        for parameter in _used(model, [stage]):
+            ranks_by_name[names[parameter]].add(stage.rank)
+    if unused := [name for name, ranks in ranks_by_name.items() if not ranks]:
+        raise UsageError(
+            f"{unused[0]} is used by no split point of the model, so no pipeline stage would hold it"
+        )
+    return {name: tuple(sorted(ranks)) for name, ranks in ranks_by_name.items()}
+
+
+def _module_holders(model: nn.Module, stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
+    used = {stage.rank: set[nn.Module]() for stage in stages}
+    for stage in stages:
+        for path in {path for point in stage.split_points for path in point.modules}:
+            used[stage.rank].update(model.get_submodule(path).modules())
+    return {
+        path: tuple(sorted(rank for rank, modules in used.items() if module in modules))
+        for path, module in model.named_modules()
+        if next(module.buffers(recurse=False), None) is not None
+    }
+
+
+def _used(model: nn.Module, stages: Sequence[Stage]) -> set[nn.Parameter]:
+    paths = {path for stage in stages for point in stage.split_points for path in point.modules}
+    return {parameter for path in paths for parameter in model.get_submodule(path).parameters()}
+
+
+def prune_to_stages(model: nn.Module, stages: Sequence[Stage]) -> None:
+    """Remove from a model all modules that these stages don't use.
+
+    A module that owns a parameter which a kept one shares stays too, for the parameter's name.
+    """
+    used = _used(model, stages)
+    paths = {path for stage in stages for point in stage.split_points for path in point.modules}
+    kept = {module for path in paths for module in model.get_submodule(path).modules()}
+    owners = {name.rpartition(".")[0] for name, parameter in model.named_parameters() if parameter in used}
+
+    def prune(module: nn.Module, path: str) -> None:
+        if path in owners and module not in kept:
+            for key, parameter in module.named_parameters(recurse=False):
+                if parameter not in used:
+                    setattr(module, key, None)
+        for key, child in list(module.named_children()):
+            inner = f"{path}.{key}" if path else key
+            if child in kept:
+                continue
+            if any(other == inner or other.startswith(f"{inner}.") for other in (*owners, *paths)):
+                prune(child, inner)
+            else:
+                vars(module)["_modules"][key] = None
+
+    prune(model, "")
+
+
+def activation_shape(
+    field: CarrySpec, batch: Mapping[str, torch.Tensor], sequence_parts: int
+) -> tuple[int, ...]:
+    """Shape of a part of the carry on a rank that holds one of `sequence_parts` parts of the sequence."""
+    rows, length = batch[field.shape_of].shape[:2]
+    if field.length_of is not None:
+        length = field.length_of(batch)
+    if field.d_model is None:
+        return rows, length
+    return rows, length // sequence_parts, field.d_model

@@ -1,0 +1,244 @@
+"""Attention of this rank's queries to the keys of a row, block by block: one part of the keys, and a ring of parts.
+
+Ring attention (Liu et al. 2023): keys and values, or the latents that they are made of, pass from rank to rank, one
+part of the row a step, and the outputs of the parts are merged by the logarithms of their sums. `core` and `sequence`
+are `layers.attention.core.DotProductAttention` and `layers.part.SequenceShard`, which this room knows by their methods.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatfm.ops.attention import block_sparse
+from megatfm.ops.attention.block_plan import BlockGrid, plan_blocks
+from megatfm.ops.attention.block_sparse import padded
+from megatfm.ops.attention.tile import BlockAttentionPlan, merge_partial
+from megatfm.ops.transfer import moved
+from megatfm.parallel.context_parallel import ContextParallel, P2PExchange
+from megatfm.parallel.pipeline_schedule import current_part
+
+# B batch, N query heads, K key-value heads, T tokens of a rank, S keys, H head width, V value width
+
+
+def block_attention_plan(
+    core: Any, sequence: Any, key: Hashable, key_indices: Tensor, q_BNTH: Tensor
+) -> BlockAttentionPlan:
+    """Plan which blocks of the keys at `key_indices` of the row are visited. key: under which all layers share it."""
+    key_indices = moved(key_indices, q_BNTH.device)
+    batch, n_heads, queries, width = q_BNTH.shape
+    shard = sequence.with_keys_at(key, key_indices)
+    seen = core.seen(shard, n_heads)
+    size = min(block_sparse.block_size(seen), -(-max(queries, len(key_indices)) // 4) * 4)
+    grid = BlockGrid(batch, queries, len(key_indices), size)
+    visits = seen.cached(
+        ("pieces", size), lambda: plan_blocks(seen, grid, core.seen(shard.on_host(), n_heads), q_BNTH.device)
+    )
+    return BlockAttentionPlan.build(
+        visits,
+        size,
+        width,
+        core.variant,
+        zero=sequence.length - 1,
+        places=key_indices,
+        q_places=sequence.indices,
+    )
+
+
+def partial_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    dropout_keys: Tensor | None,
+    plan: BlockAttentionPlan,
+) -> tuple[Tensor, Tensor]:
+    """Output and logarithm of the sums over some keys. bias: by distance in the row."""
+    queries = q.shape[2]
+    dropout_keys = None if dropout_keys is None else F.pad(dropout_keys, (0, -queries % plan.size))
+    q, k, v = (padded(x, plan.size) for x in (q, k, v))
+    out, lse = block_sparse.forward(q, k, v, dropout_keys, plan, bias)
+    return out[:, :, :queries], lse[:, :, :queries]
+
+
+def partial_attention_backward(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None,
+    dropout_keys: Tensor | None, plan: BlockAttentionPlan, bias_grad: Tensor | None = None,
+) -> Sequence[Tensor]:  # fmt: skip
+    """Gradients of q and, in the dtype of `lse`, of these k and v; `out` and `lse` are over all keys. The gradient of a
+    bias that learns is added to `bias_grad`."""
+    sizes = q.shape[2], k.shape[2], v.shape[2]
+    dropout_keys = None if dropout_keys is None else F.pad(dropout_keys, (0, -sizes[0] % plan.size))
+    g, q, k, v, out, lse = (padded(x, plan.size) for x in (g, q, k, v, out, lse))
+    gradients = block_sparse.backward(g, q, k, v, out, lse, dropout_keys, plan, bias, bias_grad)
+    return [x[:, :, :size] for x, size in zip(gradients, sizes, strict=True)]
+
+
+def bias_gradient_buffer(bias: Tensor, lse: Tensor) -> Tensor:
+    """Zeros to add gradients of a bias up in."""
+    return bias.new_zeros(bias.shape, dtype=lse.dtype)
+
+
+class KeyValueFormat(Protocol):
+    """How keys and values are made of what is sent."""
+
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        """Weights that take part."""
+
+    def heads(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values."""
+
+    def backward(self, kv: Tensor, weights: Sequence[Tensor], dk: Tensor, dv: Tensor) -> Sequence[Tensor]:
+        """Gradients of what is sent, in the dtype of `dk`, and of the weights."""
+
+
+@dataclass(frozen=True)
+class KeyValues:
+    """Keys and values, sent concatenated along the last dim. k_width, v_width: of a head."""
+
+    k_width: int
+    v_width: int
+    weights: tuple[Tensor, ...] = ()
+
+    def heads(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values."""
+        k, v = kv.split([self.k_width, self.v_width], -1)
+        return k, v
+
+    def backward(self, kv: Tensor, weights: Sequence[Tensor], dk: Tensor, dv: Tensor) -> Sequence[Tensor]:
+        """Gradient of what is sent."""
+        return (torch.cat([dk, dv], -1),)
+
+
+@dataclass(frozen=True)
+class LatentKeyValues:
+    """Latents, of which every rank that needs keys and values makes them. make: of latents and the weights."""
+
+    make: Callable[..., tuple[Tensor, Tensor]]
+    weights: tuple[Tensor, ...]
+
+    def heads(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values."""
+        return self.make(kv, *self.weights)
+
+    def backward(self, kv: Tensor, weights: Sequence[Tensor], dk: Tensor, dv: Tensor) -> Sequence[Tensor]:
+        """Gradient of the latents in the dtype of `dk`, and of the weights."""
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() for x in (kv, *weights)]
+            k, v = self.make(*inputs)
+        kv_grad, *weight_grads = torch.autograd.grad((k, v), inputs, (dk.to(k.dtype), dv.to(v.dtype)))
+        return kv_grad.to(dk.dtype), *weight_grads
+
+
+class RingStep(NamedTuple):
+    """Keys that are attended to in one step: under which key all layers share their plan, and their row indices."""
+
+    key: Hashable
+    key_indices: Tensor
+
+
+def ring_attention(
+    core: Any, q: Tensor, kv: Tensor, kv_format: KeyValueFormat, bias: Tensor | None, sequence: Any,
+    steps: Sequence[RingStep], contexts: ContextParallel,
+) -> Tensor:  # fmt: skip
+    """[B, N, T, V]. kv: what the keys of the first step are made of; that of each further step comes from the rank
+    before."""
+    dropout_keys = core.dropout.head_rng_keys(sequence, q.shape[1])
+    plans = [block_attention_plan(core, sequence, step.key, step.key_indices, q) for step in steps]
+    sinks = None if core.sinks is None else core.sinks.weight
+    out: Tensor = _RingAttention.apply(
+        q, kv, bias, dropout_keys, sinks, plans, contexts, kv_format, *kv_format.weights
+    )
+    return out
+
+
+class _WeightGradients(NamedTuple):
+    """Gradients that a backward pass in two parts keeps for its second part."""
+
+    bias: Tensor | None
+    sinks: Tensor | None
+    weights: Sequence[Tensor]
+
+
+class _RingAttention(torch.autograd.Function):
+    """Keys and values pass from rank to rank; in the backward pass their gradients follow one step behind and arrive at
+    their owner after the last step. The transfer of the next step is under way while a part is computed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        kv: Tensor,
+        bias: Tensor | None,
+        dropout_keys: Tensor | None,
+        sinks: Tensor | None,
+        plans: Sequence[BlockAttentionPlan],
+        contexts: ContextParallel,
+        kv_format: KeyValueFormat,
+        *weights: Tensor,
+    ) -> Tensor:
+        current, flight = kv, _shift(kv, contexts, plans[1:2])
+        out, lse = partial_attention(q, *kv_format.heads(kv), bias, dropout_keys, plans[0])
+        for step, plan in enumerate(plans[1:], 1):
+            (current,) = flight.wait()
+            flight = _shift(current, contexts, plans[step + 1 : step + 2])
+            part = partial_attention(q, *kv_format.heads(current), bias, dropout_keys, plan)
+            out, lse = merge_partial(out, lse, *part)
+        out, lse = block_sparse.with_sinks(out.to(q.dtype), lse, sinks)
+        ctx.save_for_backward(q, kv, bias, dropout_keys, sinks, out, lse, *weights)
+        ctx.plans, ctx.contexts, ctx.kv_format = plans, contexts, kv_format
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        saved = vars(ctx).pop("weight_gradients", None) if current_part() == "weights" else None
+        if saved is not None:  # computed with the gradients of inputs: nothing is sent again
+            return None, None, saved.bias, None, saved.sinks, None, None, None, *saved.weights
+        q, kv, bias, dropout_keys, sinks, out, lse, *weights = ctx.saved_tensors
+        plans: Sequence[BlockAttentionPlan] = ctx.plans
+        contexts: ContextParallel = ctx.contexts
+        kv_format: KeyValueFormat = ctx.kv_format
+        bias_grad = bias_gradient_buffer(bias, lse) if ctx.needs_input_grad[2] else None
+
+        def gradients_of(current: Tensor, plan: BlockAttentionPlan) -> tuple[Tensor, ...]:
+            k, v = kv_format.heads(current)
+            dq, dk, dv = partial_attention_backward(g, q, k, v, out, lse, bias, dropout_keys, plan, bias_grad)
+            return dq, *kv_format.backward(current, weights, dk, dv)
+
+        current, keys_in_flight, grads_in_flight = kv, _shift(kv, contexts, plans[1:2]), None
+        dq, kv_grad, *weight_grads = gradients_of(kv, plans[0])
+        dq, *weight_grads = (x.to(lse.dtype) for x in (dq, *weight_grads))  # rounded once, not once a part
+        for step, plan in enumerate(plans[1:], 1):
+            (current,) = keys_in_flight.wait()
+            keys_in_flight = _shift(current, contexts, plans[step + 1 : step + 2])
+            dq_part, kv_part, *weight_parts = gradients_of(current, plan)
+            dq = dq + dq_part
+            weight_grads = [total + x for total, x in zip(weight_grads, weight_parts, strict=True)]
+            if grads_in_flight is not None:
+                kv_part = grads_in_flight.wait()[0] + kv_part
+            grads_in_flight = _shift(kv_part, contexts, [plans[(step + 1) % len(plans)]])
+        if grads_in_flight is not None:
+            kv_grad = kv_grad + grads_in_flight.wait()[0]
+        weight_grads = [x.to(weight.dtype) for x, weight in zip(weight_grads, weights, strict=True)]
+        bias_grad = None if bias_grad is None else bias_grad.to(bias.dtype)
+        sinks_grad = block_sparse.gradient_of_sinks(g, out, lse, sinks)
+        if current_part() == "inputs":
+            ctx.weight_gradients = _WeightGradients(bias_grad, sinks_grad, weight_grads)
+        kv_grad = kv_grad.to(kv.dtype)
+        return dq.to(q.dtype), kv_grad, bias_grad, None, sinks_grad, None, None, None, *weight_grads
+
+
+def _shift(x: Tensor, contexts: ContextParallel, next_plans: Sequence[BlockAttentionPlan]) -> P2PExchange:
+    """Start to send x to the next rank, and to receive from the one before the tokens that the next step attends to.
+    Sends nothing if there is no next step."""
+    if not next_plans:
+        return P2PExchange(contexts.group, [], [])
+    (plan,) = next_plans
+    assert plan.places is not None
+    after, before = (contexts.rank + 1) % contexts.size, (contexts.rank - 1) % contexts.size
+    came = x.new_empty(*x.shape[:2], len(plan.places), x.shape[3])
+    return P2PExchange(contexts.group, [(after, x)], [(before, came)])

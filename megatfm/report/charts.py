@@ -1,0 +1,195 @@
+"""Charts as data: curves thinned and smoothed for the page, whose script draws them (report.js)."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Literal
+
+from megatfm.report.run import Curve
+
+MAX_POINTS = 1500
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve to draw: `raw` data lie behind their `smooth` curve; `dots` marks each point.
+
+    `other` is another run's, behind this one's.
+    """
+
+    name: str
+    curve: Curve
+    colour: int = 1
+    kind: Literal["line", "raw", "smooth", "dots", "other"] = "line"
+    run: int = 0
+    """Which of a page's runs it is of."""
+
+
+@dataclass(frozen=True)
+class Tick:
+    """A number written at an axis."""
+
+    at: float
+    """Percent of the width from the left, or of the height from the top."""
+    label: str
+
+
+@dataclass(frozen=True)
+class ReferenceLine:
+    """A horizontal line to compare with."""
+
+    name: str
+    value: float
+
+
+@dataclass(frozen=True)
+class EventLine:
+    """Something that happened to the run: a vertical line."""
+
+    step: int
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart: what the template writes around it, and the data that the page's script draws."""
+
+    title: str
+    unit: str
+    lines: Sequence[Line]
+    levels: Sequence[ReferenceLine]
+    summary: str
+    """The chart in words, for those who can't see it."""
+    n_nonfinite: int
+    is_log: bool
+    from_zero: bool = False
+    events: Sequence[EventLine] = ()
+
+    @property
+    def legend(self) -> list[Line]:
+        """Lines to name beside the chart: raw data lie behind a smooth curve of the same name."""
+        return [line for line in self.lines if line.kind != "raw"]
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """First and last step."""
+        return min(line.curve.steps[0] for line in self.lines), max(
+            line.curve.steps[-1] for line in self.lines
+        )
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """JSON for report.js. `steps`: each step's distance to the one before; `values`: null where not finite."""
+        return {
+            "log": self.is_log,
+            "zero": self.from_zero,
+            "lines": [_line_data(line) for line in self.lines],
+            "levels": [[level.name, level.value, format_number(level.value)] for level in self.levels],
+            "events": [[event.step, event.kind, event.text] for event in self.events],
+        }
+
+
+def _line_data(line: Line) -> dict[str, Any]:
+    curve = downsample(line.curve)
+    steps, values = list(curve.steps), [float(f"{value:.7g}") for value in curve.values]
+    return {
+        "name": line.name,
+        "colour": line.colour,
+        "kind": line.kind,
+        "run": line.run,
+        "steps": [step - before for before, step in zip([0, *steps], steps, strict=False)],
+        "values": [value if math.isfinite(value) else None for value in values],
+    }
+
+
+def chart(
+    title: str,
+    unit: str,
+    lines: Sequence[Line],
+    *,
+    levels: Sequence[ReferenceLine] = (),
+    from_zero: bool = False,
+) -> Chart | None:
+    """A chart of lines; None when there is nothing finite to draw. The y axis turns logarithmic for a wide range."""
+    lines = [line for line in lines if line.curve.finite]
+    if not lines:
+        return None
+    values = [value for line in lines for value in line.curve.finite] + [level.value for level in levels]
+    return Chart(
+        title=title,
+        unit=unit,
+        lines=lines,
+        levels=levels,
+        summary="; ".join(_summarize(line) for line in lines if line.kind != "raw"),
+        n_nonfinite=sum(
+            len(line.curve.values) - len(line.curve.finite) for line in lines if line.kind != "smooth"
+        ),
+        is_log=not from_zero and min(values) > 0 and max(values) / min(values) > 50,
+        from_zero=from_zero,
+    )
+
+
+def smooth(curve: Curve) -> Curve:
+    """Mean over about 4 % of the steps around each; what is not finite is stepped over.
+
+    The window is centred, and narrow at the start: a moving average of the past would lag behind a falling loss
+    and look worse than it is.
+    """
+    count = len(curve.values)
+    sums = [0.0, *accumulate(value if math.isfinite(value) else 0.0 for value in curve.values)]
+    counts = [0, *accumulate(int(math.isfinite(value)) for value in curve.values)]
+    smoothed = []
+    for i, value in enumerate(curve.values):
+        reach = min(count // 50, i)
+        low, high = i - reach, min(i + reach + 1, count)
+        smoothed.append(
+            (sums[high] - sums[low]) / (counts[high] - counts[low]) if math.isfinite(value) else value
+        )
+    return Curve(curve.steps, smoothed)
+
+
+def downsample(curve: Curve, limit: int = MAX_POINTS) -> Curve:
+    """At most `limit` points that look the same: of each stretch its lowest and its highest, so spikes stay."""
+    count = len(curve.steps)
+    if count <= limit:
+        return curve
+    chosen: list[int] = []
+    stretches = limit // 2
+    for stretch in range(stretches):
+        part = range(stretch * count // stretches, (stretch + 1) * count // stretches)
+        finite = [i for i in part if math.isfinite(curve.values[i])]
+        key = curve.values.__getitem__
+        chosen += sorted({min(finite, key=key), max(finite, key=key)}) if finite else [part[0]]
+    return Curve([curve.steps[i] for i in chosen], [curve.values[i] for i in chosen])
+
+
+def format_number(value: float) -> str:
+    """A number as people write it: 0.003, 1.25, 12,500, 3.2 M."""
+    if not math.isfinite(value):
+        return str(value)
+    size = abs(value)
+    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if size >= limit:
+            return f"{value / limit:.3g} {unit}"
+    if size >= 1000:
+        return f"{value:,.0f}"
+    if size and size < 1e-3:
+        mantissa, exponent = f"{value:.2e}".split("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
+    return f"{value:.4g}"
+
+
+def _summarize(line: Line) -> str:
+    points = [(s, v) for s, v in zip(line.curve.steps, line.curve.values, strict=True) if math.isfinite(v)]
+    (first, start), (last, end) = points[0], points[-1]
+    return f"{line.name}: {format_number(start)} at step {first:,}, {format_number(end)} at step {last:,}"
+
+
+def round_ticks(low: float, high: float, about: int) -> list[float]:
+    """Round numbers between two limits, 1, 2 or 5 times a power of ten apart."""
+    rough = (high - low) / about
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
+    return [float(f"{i * step:.12g}") for i in range(math.ceil(low / step), math.floor(high / step) + 1)]

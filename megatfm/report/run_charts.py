@@ -1,0 +1,376 @@
+"""Charts of a run: its curves, where a step's time goes, its layers, and how its experts are loaded.
+
+A heat map is a PNG of one pixel for each expert and stretch of steps, which the page stretches: of 256 experts as small
+as of 8, and the page stays one file.
+"""
+
+import base64
+import math
+import re
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TypeVar
+
+from megatfm.report.charts import (
+    Chart,
+    EventLine,
+    Line,
+    ReferenceLine,
+    Tick,
+    chart,
+    format_number,
+    round_ticks,
+    smooth,
+)
+from megatfm.report.run import Curve, Run
+
+MAX_EVENTS = 200
+"""The last so many are shown."""
+EVENT_KINDS = ("stopped", "resumed", "skipped", "rolled back", "spike", "failed")
+GIB = 2**30
+STEP_PARTS = {
+    "passes": "forward and backward",
+    "optimizer": "optimizer",
+    "data": "waiting for data",
+    "other": "checks and the like",
+}
+"""Key of `step_parts` in metrics.jsonl → its name."""
+BETWEEN_STEPS = {"evaluation_seconds": "evaluation", "save_seconds": "saving"}
+MAX_LAYERS, MAX_LEGEND = 12, 6
+"""Layers that are drawn, evenly spread, and those among them that get a colour and a place in the legend; the others
+are thin lines."""
+RMS = "root mean square"
+KINDS = {
+    "gradient": ("Gradients", RMS),
+    "activation": ("Activations", RMS),
+    "weight": ("Weights", RMS),
+    "load_max": ("Busiest expert", "tokens, as a multiple of the mean"),
+    "dropped": ("Choices dropped by capacity", "share of all"),
+    "entropy": ("Router's entropy", "nats a token"),
+}
+COLUMNS = 160
+"""Stretches of steps, at most."""
+COLOUR_STOPS = (
+    (-2.0, (18, 45, 112)),
+    (-1.0, (92, 141, 227)),
+    (0.0, (228, 230, 233)),
+    (1.0, (226, 125, 32)),
+    (2.0, (130, 36, 8)),
+)
+"""By the logarithm to base 2 of the load; beyond the ends, as at them."""
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class TimeShare:
+    """Seconds of a run that went to one thing, their share of all (0 to 1), and a colour."""
+
+    name: str
+    seconds: float
+    share: float
+    colour: int
+
+
+def charts(run: Run, others: Mapping[str, Run] | None = None) -> list[Chart]:
+    """The curves that the run has, the loss first. others: name → a run whose curves lie behind."""
+    others = others or {}
+
+    def behind(*path: str, name: str = "", is_smooth: bool = False) -> list[Line]:
+        curves = [(other, run.curve(*path)) for other, run in others.items()]
+        return [
+            Line(other + name, smooth(curve) if is_smooth else curve, 6 - i % 5, "other", i + 1)
+            for i, (other, curve) in enumerate(curves)
+        ]
+
+    def evaluated(key: str) -> list[Line]:
+        lines = [
+            Line(name, run.curve("evaluation", name, key), 2 + i % 5, "dots")
+            for i, name in enumerate(run.evaluated)
+        ]
+        return lines + [
+            line for name in run.evaluated for line in behind("evaluation", name, key, name=f", {name}")
+        ]
+
+    def smoothed(name: str, key: str) -> list[Line]:
+        curve = run.curve(key)
+        return [
+            Line(name, curve, kind="raw"),
+            Line(name, smooth(curve), kind="smooth"),
+            *behind(key, is_smooth=True),
+        ]
+
+    terms = [Line(name, smooth(run.curve("terms", name)), 1 + i % 6) for i, name in enumerate(run.terms)]
+    levels = [level for name in run.evaluated for level in baselines(run, name)]
+    drawn = (
+        chart("Loss", "nats per token", [*smoothed("training", "loss"), *evaluated("loss")]),
+        chart("Terms of the loss", "mean over their targets", terms),
+        chart("Bits per byte", "held-out text", evaluated("bits_per_byte"), levels=levels),
+        *position_charts(run),
+        chart("Gradient norm", "before clipping", smoothed("gradient norm", "grad_norm")),
+        chart("Learning rate", "", [Line("learning rate", run.curve("lr")), *behind("lr")], from_zero=True),
+        chart("Speed", "tokens per second", smoothed("speed", "tokens_per_second"), from_zero=True),
+        chart(
+            "Utilization (MFU)",
+            f"% of {run.environment.get('peak', 'what the devices could do')}",
+            [
+                Line("with all of attention", smooth(scale(run.curve("mfu"), 100)), kind="smooth"),
+                Line("without its masked half", smooth(scale(run.curve("mfu_causal"), 100)), 2, "smooth"),
+            ],
+            from_zero=True,
+        ),
+        step_time_chart(run),
+        chart("Memory", "GiB", [Line("memory", scale(run.curve("memory_bytes"), 1 / GIB))], from_zero=True),
+        mixture_chart(run),
+        *layer_charts(run),
+    )
+    return [replace(drawing, events=event_lines(run, *drawing.steps)) for drawing in drawn if drawing]
+
+
+def event_lines(run: Run, first: int, last: int) -> list[EventLine]:
+    """Events to mark: where the run was stopped or resumed, went back or skipped a step."""
+    lines: dict[tuple[str, int], EventLine] = {}
+    for event in run.events:
+        step, kind = event.get("step"), event.get("event")
+        if isinstance(step, int) and kind in EVENT_KINDS and first <= step <= last:
+            lines[str(kind), step] = EventLine(step, str(kind), str(event.get("detail", "")))
+    return list(lines.values())[-MAX_EVENTS:]
+
+
+def mixture_chart(run: Run) -> Chart | None:
+    """Which part of the rows each corpus of a mixture has, over the steps."""
+    data, tokens = run.config.get("data", {}), run.curve("tokens")
+    sources = data.get("mixture")
+    if not isinstance(sources, Mapping) or not tokens.steps:
+        return None
+    phases = [(0.0, {name: float(source["weight"]) for name, source in sources.items()})]
+    phases += [(float(change["tokens"]), change["weights"]) for change in data.get("mixture_schedule", [])]
+
+    def share(name: str, seen: float) -> float:
+        weights = [weights for begins, weights in phases if begins <= seen][-1]
+        return 100 * float(weights.get(name, 0)) / sum(map(float, weights.values()))
+
+    def curve(name: str) -> Curve:
+        return Curve(tokens.steps, [share(name, seen) for seen in tokens.values])
+
+    lines = [Line(name, curve(name), 1 + i % 6) for i, name in enumerate(sources)]
+    return chart("Mixture", "% of the rows", lines, from_zero=True)
+
+
+def position_charts(run: Run) -> list[Chart | None]:
+    """Loss on stretches of the row, a chart for each validation set (see `evaluate.position_buckets`)."""
+    length = run.config.get("data", {}).get("sequence_length", 1)
+    drawn = []
+    for name in run.evaluated:
+        n_buckets = sum(path[:3] == ("evaluation", name, "loss_by_position") for path in run.curves)
+        edges = [-(-length * i // n_buckets) for i in range(n_buckets + 1)] if n_buckets else []
+        lines = [
+            Line(
+                f"tokens {first + 1:,} to {end:,}",
+                run.curve("evaluation", name, "loss_by_position", str(i)),
+                1 + i % 6,
+                "dots",
+            )
+            for i, (first, end) in enumerate(pairwise(edges))
+        ]
+        drawn.append(chart("Loss by position in the row", f"nats per token, {name}", lines))
+    return drawn
+
+
+def step_time_chart(run: Run) -> Chart | None:
+    """Parts of each step's time; of a run that recorded none, the wait for data alone."""
+    if not run.curve("step_parts", "passes").steps:
+        wait = _share_of_step(run, "data_wait_seconds")
+        lines = [Line("wait", wait, kind="raw"), Line("wait", smooth(wait), kind="smooth")]
+        return chart("Waiting for data", "% of the step", lines, from_zero=True)
+    lines = [
+        Line(name, smooth(_share_of_step(run, "step_parts", key)), 1 + i, "smooth")
+        for i, (key, name) in enumerate(STEP_PARTS.items())
+    ]
+    return chart("Where a step's time goes", "% of the step", lines, from_zero=True)
+
+
+def time_shares(run: Run) -> list[TimeShare]:
+    """Seconds of the whole run by what they went to, as far as it recorded them; nothing for a run that did not."""
+    seconds = {name: sum(run.curve("step_parts", key).finite) for key, name in STEP_PARTS.items()}
+    seconds |= {name: sum(run.curve(key).finite) for key, name in BETWEEN_STEPS.items()}
+    total = sum(seconds.values())
+    if not run.curve("step_parts", "passes").steps or not total:
+        return []
+    return [
+        TimeShare(name, part, part / total, 1 + i) for i, (name, part) in enumerate(seconds.items()) if part
+    ]
+
+
+def _share_of_step(run: Run, *path: str) -> Curve:
+    """A part of each step's seconds in percent."""
+    part, steps = run.curve(*path), run.curve("step_seconds")
+    seconds = dict(zip(steps.steps, steps.values, strict=True))
+    shares = [
+        (s, 100 * v / seconds[s]) for s, v in zip(part.steps, part.values, strict=True) if seconds.get(s)
+    ]
+    return Curve([step for step, _ in shares], [share for _, share in shares])
+
+
+def scale(curve: Curve, factor: float) -> Curve:
+    """The curve in another unit: `factor` is how many of that make one of its own."""
+    return Curve(curve.steps, [value * factor for value in curve.values])
+
+
+def baselines(run: Run, name: str) -> list[ReferenceLine]:
+    """Bits per byte of other compressors on a validation set."""
+    table = run.baselines.get(name)
+    return [ReferenceLine(key, value) for key, value in table.items()] if isinstance(table, Mapping) else []
+
+
+# --- layers ---------------------------------------------------------------------------------------------------------
+
+
+def layer_charts(run: Run) -> list[Chart | None]:
+    """One chart for each kind; None where the run has recorded none (see `log.layer_stats_every`)."""
+    return [_layer_chart(run, kind, *said) for kind, said in KINDS.items()]
+
+
+def _layer_chart(run: Run, kind: str, title: str, unit: str) -> Chart | None:
+    paths = [path for path in run.curves if path[0] == "norms" and len(path) == 3 and path[2] == kind]
+    paths.sort(key=lambda path: natural_key(path[1]))
+    drawn = evenly_spaced(paths, MAX_LAYERS)
+    colours = {path: 1 + i for i, path in enumerate(evenly_spaced(drawn, MAX_LEGEND))}
+    lines, colour = [], 1
+    for path in drawn:
+        colour = colours.get(path, colour)
+        lines.append(
+            Line(short_name(path[1]), run.curve(*path), colour, "line" if path in colours else "raw")
+        )
+    some = f", {len(drawn)} of {len(paths)} layers" if len(drawn) < len(paths) else ""
+    return chart(f"{title} by layer", f"{unit}{some}", lines, from_zero=kind == "dropped")
+
+
+def evenly_spaced(paths: Sequence[Item], most: int) -> list[Item]:
+    """At most so many, evenly spread, the first and the last among them."""
+    if len(paths) <= most:
+        return list(paths)
+    return [paths[round(i * (len(paths) - 1) / (most - 1))] for i in range(most)]
+
+
+def natural_key(layer: str) -> list[tuple[int, str]]:
+    """Layer 2 before layer 10."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", layer)]
+
+
+def short_name(layer: str) -> str:
+    """As a chart names it."""
+    return layer.replace(".layers.", " ")
+
+
+# --- experts --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """All that the template needs to draw one."""
+
+    title: str
+    unit: str
+    picture: str
+    """A data URI."""
+    x_ticks: list[Tick]
+    y_ticks: list[Tick]
+    summary: str
+    """The map in words."""
+
+
+def expert_load_maps(run: Run) -> list[HeatMap]:
+    """One for each layer with experts, or for some of many, evenly spread (see `log.layer_stats_every`)."""
+    layers = {path[1] for path in run.curves if path[0] == "norms" and len(path) == 4 and path[2] == "load"}
+    drawn = evenly_spaced(sorted(layers, key=natural_key), MAX_LAYERS)
+    some = f" · {len(drawn)} of {len(layers)} layers" if len(drawn) < len(layers) else ""
+    return [_map(run, layer, some) for layer in drawn]
+
+
+def _map(run: Run, layer: str, some: str) -> HeatMap:
+    keys = sorted(
+        (path for path in run.curves if path[:3] == ("norms", layer, "load")), key=lambda path: int(path[3])
+    )
+    curves = [run.curve(*key) for key in keys]
+    first, last = curves[0].steps[0], curves[0].steps[-1]
+    columns = min(COLUMNS, len(curves[0].steps))
+
+    def across(step: float) -> float:
+        return (columns - 1) * (step - first) / max(last - first, 1)
+
+    rows = [_means(curve, columns, [round(across(step)) for step in curve.steps]) for curve in curves]
+    height = len(rows)
+    named = range(0, height, max(1, math.ceil(height / 8)))
+    steps = [
+        step for step in round_ticks(first, max(last, first + 1), 6) if step == int(step) and step <= last
+    ]
+    return HeatMap(
+        title=f"Load of experts, {short_name(layer)}",
+        unit=f"choices, as a multiple of the mean{some}",
+        picture=png([[colour(value) for value in row] for row in rows]),
+        x_ticks=[Tick(100 * (across(step) + 0.5) / columns, format_number(step)) for step in steps],
+        y_ticks=[Tick(100 * (place + 0.5) / height, str(place)) for place in named],
+        summary=_summarize_loads(curves),
+    )
+
+
+def _means(curve: Curve, columns: int, places: Sequence[int]) -> list[float]:
+    """Mean of the values in each column."""
+    sums, counts = [0.0] * columns, [0] * columns
+    for place, value in zip(places, curve.values, strict=True):
+        if math.isfinite(value):
+            sums[place] += value
+            counts[place] += 1
+    return [total / count if count else math.nan for total, count in zip(sums, counts, strict=True)]
+
+
+def _summarize_loads(curves: Sequence[Curve]) -> str:
+    def said(which: str, value: float, expert: int, step: int) -> str:
+        return f"{which}: expert {expert} with {format_number(value)} at step {step:,}"
+
+    every = [
+        (value, expert, step)
+        for expert, curve in enumerate(curves)
+        for step, value in zip(curve.steps, curve.values, strict=True)
+        if math.isfinite(value)
+    ]
+    if not every:
+        return "nothing finite"
+    return "; ".join((said("Busiest", *max(every)), said("idlest", *min(every))))
+
+
+def colour(load: float) -> tuple[int, int, int, int]:
+    """Colour of a load: blue below the mean, grey at it, orange above; transparent where it is not known."""
+    if not math.isfinite(load):
+        return 0, 0, 0, 0
+    power = (
+        min(max(math.log2(load), COLOUR_STOPS[0][0]), COLOUR_STOPS[-1][0]) if load > 0 else COLOUR_STOPS[0][0]
+    )
+    for (low, dark), (high, light) in pairwise(COLOUR_STOPS):
+        if power <= high:
+            share = (power - low) / (high - low)
+            red, green, blue = (round(a + share * (b - a)) for a, b in zip(dark, light, strict=True))
+            return red, green, blue, 255
+    raise AssertionError("a load is within the colours' ends")
+
+
+def png(pixels: Sequence[Sequence[tuple[int, int, int, int]]]) -> str:
+    """Rows of red, green, blue and opacity as a data URI (ISO/IEC 15948, colour type 6)."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+        )
+
+    header = struct.pack(">IIBBBBB", len(pixels[0]), len(pixels), 8, 6, 0, 0, 0)
+    rows = b"".join(b"\0" + bytes(value for pixel in row for value in pixel) for row in pixels)
+    file = (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(rows, 9))
+        + chunk(b"IEND", b"")
+    )
+    return f"data:image/png;base64,{base64.b64encode(file).decode()}"

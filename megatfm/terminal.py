@@ -1,0 +1,74 @@
+"""Output for people: characters that the encoding lacks are spelled, tables that are too wide become lists."""
+
+import codecs
+import io
+import os
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.style import StyleType
+    from rich.table import Table
+
+SPELLINGS = {
+    "→": "->", "←": "<-", "×": "x", "·": "*", "•": "*", "–": "-", "—": "-", "−": "-", "…": "...", "≤": "<=", "≥": ">=",
+    "≠": "!=", "≈": "~", "±": "+-", "²": "2", "₀": "0", "₁": "1", "‘": "'", "’": "'", "“": '"', "”": '"',
+    "α": "alpha", "β": "beta", "μ": "mu", "µ": "u", "σ": "sigma", "Σ": "sum",
+}  # fmt: skip
+"""Characters of our messages, as ASCII has them. Others become a question mark."""
+
+_SPELLED = "megatfm.spelled"
+
+
+def spell_unencodable() -> None:
+    """Have stdout and stderr spell what their encoding lacks, as under LC_ALL=C, instead of raising UnicodeEncodeError.
+
+    The bytes of a file name that is no text in this locale are written as they are.
+    """
+    codecs.register_error(_SPELLED, _spell)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=_SPELLED)
+
+
+def _spell(error: UnicodeError) -> tuple[bytes, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    unencodable = error.object[error.start : error.end]
+    return b"".join(map(_spell_character, unencodable)), error.end
+
+
+def _spell_character(character: str) -> bytes:
+    if "\udc80" <= character <= "\udcff":  # a byte of a file name (os.fsdecode)
+        return bytes([ord(character) - 0xDC00])
+    return SPELLINGS.get(character, "?").encode("ascii")
+
+
+def print_table(table: "Table", console: "Console | None" = None) -> None:
+    """Print a table; where it is wider than the terminal (or COLUMNS), as a list of rows, so that no cell is cut."""
+    if console is None:
+        from rich.console import Console
+
+        console = Console(highlight=False, markup=False)
+    width = table.__rich_measure__(console, console.options.update(max_width=10**6)).maximum
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = max(width, console.width)
+    if width <= console.width:
+        console.print(table)
+        return
+
+    def show(text: str, style: "StyleType | None" = None) -> None:
+        console.print(text, style=style, markup=False, soft_wrap=True)
+
+    if table.title:
+        show(str(table.title))
+    headings = [str(column.header) for column in table.columns]
+    for row, cells in zip(
+        table.rows, zip(*(column.cells for column in table.columns), strict=True), strict=True
+    ):
+        first, *others = map(str, cells)
+        show(f"{headings[0]}: {first}" if headings[0] else first, row.style)
+        for heading, text in zip(headings[1:], others, strict=True):
+            if text:
+                show(f"  {heading}: {text}" if heading else f"  {text}", row.style)

@@ -1,0 +1,312 @@
+"""Train a tokenizer: a SentencePiece model (BPE, unigram), byte-level BPE or WordPiece. Deterministic and silent."""
+
+import io
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import sentencepiece
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.tokenizers.base import ROLES, reserved_names
+from megatfm.tokenizers.sentence_piece import as_varint, read_varint
+
+# No piece is learnt across these: line breaks with the indentation after them, a word or a run of punctuation with
+# the space before it. Longer pieces give fewer tokens but are harder to predict; docs/LOG.md has the comparison.
+# The model itself encodes whole texts.
+_SEGMENT = re.compile(r"\n[\n\t ]*| ?\w+| ?[^\w\s]+|\s+")
+# The trainer separates segments by tabs, so no piece could hold one, and lets none but an all-space piece end in a
+# space, so no piece could be a line break with its indentation. Both are therefore learnt as characters of private
+# use, and put back into the pieces, where a space is U+2581; the model then spells all of them exactly.
+_SPACE_MARK, _TAB_MARK = "\ue020", "\ue009"
+_MARKS_TO_TEXT = str.maketrans({_SPACE_MARK: " ", _TAB_MARK: "\t"})
+_MARKS_TO_PIECE = {_SPACE_MARK: "\u2581", _TAB_MARK: "\t"}
+# For training alone, characters with a meaning of their own count as spaces: the marks, the space of pieces, and
+# U+2585, SentencePiece's mark for unknown characters, for which it would skip the whole sentence without a word.
+_TEXT_TO_MARKS = str.maketrans(
+    {" ": _SPACE_MARK, "\t": _TAB_MARK, "\u2581": _SPACE_MARK, "\u2585": _SPACE_MARK, _TAB_MARK: _SPACE_MARK}
+)
+# Longer sentences would be skipped too; a text is one sentence.
+_MAX_SENTENCE_BYTES = 2**30
+_FIELD_1 = 0x0A  # protobuf's tag of field 1 as a byte string
+_TOO_LARGE = re.compile(r"Vocabulary size too high \(\d+\)\. Please set it to a value <= (\d+)")
+_TOO_SMALL = re.compile(r"Vocabulary size is smaller than required_chars\. \d+ vs (\d+)")
+
+
+def train_sentencepiece(
+    texts: Iterable[str],
+    *,
+    vocab_size: int,
+    sentinels: int = 32,
+    modes: bool = False,
+    model_type: Literal["bpe", "unigram"] = "bpe",
+) -> bytes:
+    """The model (the bytes of a `tokenizer.model`) of `vocab_size` pieces for `texts`.
+
+    The vocabulary holds <unk>, <s>, </s>, <pad>, <mask>, <cls>, <sep>, `sentinels` sentinels, UL2's mode tokens if
+    `modes`, 256 bytes and the pieces learnt. The same texts in the same order give the same bytes. Raises UsageError
+    if the texts are too few for the vocabulary.
+    """
+    model = io.BytesIO()
+    failures: list[BaseException] = []
+    model_options: dict[str, Any] = {
+        "sentence_iterator": _record_errors(_sentences(texts), failures),
+        "pretokenizer": _segments,
+        "allow_inconsistent_pretokenization": True,  # pieces respect the segments, encoding needn't know them
+    }
+    if model_type == "unigram":
+        # It learns from the segments themselves, each once with its count; docs/LOG.md has the comparison.
+        model_options = {
+            "sentence_iterator": _record_errors(_counted_segments(texts), failures),
+            "input_format": "tsv",
+        }
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            model_writer=model,
+            model_type=model_type,
+            vocab_size=vocab_size,
+            unk_id=0,
+            bos_id=1,
+            eos_id=2,
+            pad_id=3,
+            unk_surface="\ufffd",
+            control_symbols=reserved_names(sentinels, modes, without=("bos", "eos", "pad")),
+            byte_fallback=True,
+            character_coverage=0.9999,  # rarer characters are spelled in bytes and take no piece
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            split_by_whitespace=False,
+            split_by_unicode_script=False,
+            split_by_number=False,
+            max_sentencepiece_length=32,
+            max_sentence_length=_MAX_SENTENCE_BYTES,
+            num_threads=1,  # the number is written into the model, so it must not follow the machine
+            minloglevel=2,
+            **model_options,
+        )
+    except RuntimeError as error:
+        if failures:
+            raise failures[0] from None
+        raise _readable(error, vocab_size) from error
+    return _with_spaces(model.getvalue())
+
+
+def _with_spaces(model: bytes) -> bytes:
+    """The model with spaces and tabs instead of their marks in its pieces.
+
+    A model is a protobuf message whose fields are all byte strings; field 1, repeated, is a piece, whose own field 1
+    is its text and stands first. So this needs no protobuf package, whose version would have to fit SentencePiece's.
+    """
+    changed, at = bytearray(), 0
+    while at < len(model):
+        tag = model[at]
+        size, start = read_varint(model, at + 1)
+        at = start + size
+        payload = model[start:at]
+        if tag == _FIELD_1:
+            text_size, text_start = read_varint(payload, 1)
+            text = payload[text_start : text_start + text_size]
+            for mark, spelled in _MARKS_TO_PIECE.items():
+                text = text.replace(mark.encode(), spelled.encode())
+            payload = bytes([_FIELD_1, *as_varint(len(text)), *text, *payload[text_start + text_size :]])
+        changed += bytes([tag, *as_varint(len(payload))]) + payload
+    return bytes(changed)
+
+
+def _segments(sentence: str) -> list[str]:
+    segments = _SEGMENT.findall(sentence.translate(_MARKS_TO_TEXT))
+    return [segment.translate(_TEXT_TO_MARKS) for segment in segments]
+
+
+def _sentences(texts: Iterable[str]) -> Iterator[str]:
+    for text in texts:
+        yield text.translate(_TEXT_TO_MARKS)
+
+
+def _counted_segments(texts: Iterable[str]) -> Iterator[str]:
+    """Each segment with its count, the most frequent first."""
+    counts = Counter[str]()
+    for text in texts:
+        counts.update(_SEGMENT.findall(text))
+    for segment, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
+        yield f"{segment.translate(_TEXT_TO_MARKS)}\t{count}"
+
+
+def _record_errors(sentences: Iterator[str], failures: list[BaseException]) -> Iterator[str]:
+    """What to train on. SentencePiece turns what goes wrong here into a RuntimeError of its own, even a Ctrl-C,
+    so the cause is kept in `failures`."""
+    try:
+        yield from sentences
+    except BaseException as error:
+        failures.append(error)
+        raise
+
+
+def _readable(error: RuntimeError, vocab_size: int) -> MegatfmError:
+    message = str(error)
+    if most := _TOO_LARGE.search(message):
+        return UsageError(
+            f"tokenizer.vocab_size = {vocab_size}: too large for this little text, which gives at most {most[1]} "
+            f"pieces: set tokenizer.vocab_size={most[1]} or less, or add text"
+        )
+    if least := _TOO_SMALL.search(message):
+        return UsageError(
+            f"tokenizer.vocab_size = {vocab_size}: too small for the characters of this text: set "
+            f"tokenizer.vocab_size={least[1]} or more"
+        )
+    if "sentences_.empty()" in message:
+        return UsageError("no text to train a tokenizer on: every document is empty")
+    return MegatfmError(f"SentencePiece could not train a tokenizer: {' '.join(message.split())}")
+
+
+Pattern = Literal["gpt2", "llama3"]
+# Llama 3's and GPT-4's way to cut words: numbers into groups of three digits, breaks with the spaces before them.
+_LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_LLAMA3 = _LETTERS + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+MIN_FREQUENCY = 2  # what stands in the text only once makes no piece
+CHARACTER_COVERAGE = 0.9999  # rarer characters get no piece, as in our SentencePiece models
+CONTINUING_PREFIX = "##"
+_WORDPIECE_NAMES = {usual[0]: usual[1] for role, usual in ROLES.items() if role not in ("bos", "eos")}
+
+
+def train_byte_bpe(
+    texts: Iterable[str],
+    *,
+    vocab_size: int,
+    sentinels: int = 32,
+    modes: bool = True,
+    pattern: Pattern = "gpt2",
+) -> bytes:
+    """A lossless byte-level BPE (Radford et al. 2019, section 2.2): the bytes of a `tokenizer.json`.
+
+    The vocabulary holds <s>, </s>, <pad>, <mask>, <cls>, <sep>, `sentinels` sentinels, UL2's mode tokens if `modes`,
+    256 bytes and the pieces learnt. The same texts in the same order give the same bytes. Raises UsageError if the
+    texts are too few for the vocabulary.
+    """
+    reserved = reserved_names(sentinels, modes)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE())
+    pre_tokenizer: pre_tokenizers.PreTokenizer = pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=pattern == "gpt2"
+    )
+    if pattern == "llama3":
+        pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Split(Regex(_LLAMA3), "isolated"), pre_tokenizer]
+        )
+    tokenizer.pre_tokenizer = pre_tokenizer
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=MIN_FREQUENCY,
+        show_progress=False,
+        special_tokens=reserved,
+        initial_alphabet=alphabet,
+    )
+    _train(tokenizer, trainer, texts, vocab_size, least=len(reserved) + len(alphabet))
+    return tokenizer.to_str(pretty=True).encode()
+
+
+def train_wordpiece(
+    texts: Iterable[str], *, vocab_size: int, sentinels: int = 32, modes: bool = True, lowercase: bool = True
+) -> bytes:
+    """A WordPiece as BERT's (Devlin et al. 2019, section 3): the bytes of a `tokenizer.json`.
+
+    Words are cut at white space and punctuation, without accents if `lowercase`; white space is not kept. The
+    vocabulary holds [UNK], <s>, </s>, [PAD], [MASK], [CLS], [SEP], sentinels and modes as `train_byte_bpe`, the
+    characters and the pieces learnt. The texts are held in memory. The same texts in the same order give the same
+    bytes. Raises UsageError if the texts are too few for the vocabulary.
+    """
+    reserved = ["[UNK]", *(_WORDPIECE_NAMES.get(name, name) for name in reserved_names(sentinels, modes))]
+    normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    with _unicode():
+        normal = [normalizer.normalize_str(text) for text in texts]
+    alphabet = _alphabet(normal)
+    # The trainer would number the characters that continue a word as it meets them, in an order that changes from run
+    # to run, and break ties between pairs by these numbers. Taken for special tokens they have an order of their own.
+    inside = [
+        each
+        for each in alphabet
+        if len(pre_tokenizer.pre_tokenize_str(normalizer.normalize_str("a" + each))) == 1
+    ]
+    continuing = [CONTINUING_PREFIX + each for each in inside]
+    learner = Tokenizer(models.WordPiece(unk_token=reserved[0], continuing_subword_prefix=CONTINUING_PREFIX))
+    learner.pre_tokenizer = pre_tokenizer
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size,
+        min_frequency=MIN_FREQUENCY,
+        show_progress=False,
+        special_tokens=[*reserved, *continuing],
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
+        continuing_subword_prefix=CONTINUING_PREFIX,
+    )
+    least = len(reserved) + len(continuing) + len(alphabet)
+    _train(learner, trainer, normal, vocab_size, least)
+    vocabulary = learner.get_vocab(with_added_tokens=True)
+    tokenizer = Tokenizer(
+        models.WordPiece(vocab=vocabulary, unk_token=reserved[0], continuing_subword_prefix=CONTINUING_PREFIX)
+    )
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre_tokenizer
+    tokenizer.decoder = decoders.WordPiece(prefix=CONTINUING_PREFIX)
+    tokenizer.add_special_tokens(reserved)
+    return tokenizer.to_str(pretty=True).encode()
+
+
+def _train(
+    tokenizer: Tokenizer, trainer: trainers.Trainer, texts: Iterable[str], vocab_size: int, least: int
+) -> None:
+    if vocab_size < least:
+        raise UsageError(
+            f"tokenizer.vocab_size = {vocab_size}: too small for the characters of this text: set "
+            f"tokenizer.vocab_size={least} or more"
+        )
+    seen = Counter[bool]()
+    with _unicode():
+        tokenizer.train_from_iterator(_counted(texts, seen), trainer)
+    if not seen[True]:
+        raise UsageError("no text to train a tokenizer on: every document is empty")
+    most = tokenizer.get_vocab_size()
+    if most < vocab_size:
+        raise UsageError(
+            f"tokenizer.vocab_size = {vocab_size}: too large for this little text, which gives at most {most} "
+            f"pieces: set tokenizer.vocab_size={most} or less, or add text"
+        )
+
+
+@contextmanager
+def _unicode() -> Iterator[None]:
+    try:
+        yield
+    except UnicodeEncodeError as error:
+        raise MegatfmError(
+            f"can't train on text: {error.reason} at character {error.start}: it is not Unicode"
+        ) from None
+
+
+def _counted(texts: Iterable[str], seen: Counter[bool]) -> Iterator[str]:
+    for text in texts:
+        seen[bool(text.strip())] += 1
+        yield text
+
+
+def _alphabet(texts: list[str]) -> list[str]:
+    """The characters that make up nearly all of the texts, without white space, in the order of their codes."""
+    counts = Counter[str]()
+    for text in texts:
+        counts.update(text)
+    for space in [each for each in counts if each.isspace()]:
+        del counts[space]
+    left = CHARACTER_COVERAGE * counts.total()
+    kept = []
+    for character, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
+        if left <= 0:
+            break
+        kept.append(character)
+        left -= count
+    return sorted(kept)

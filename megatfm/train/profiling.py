@@ -1,0 +1,182 @@
+"""Diagnosis of memory and time: an out-of-memory error in one line with a snapshot, a profile of chosen steps, and the
+collectives that were in flight when a run hung.
+"""
+
+import contextlib
+import ctypes
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from megatfm.errors import MegatfmError
+from megatfm.tracking.run_directory import RunDirectory
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+SNAPSHOT_DIR = "memory"
+"""Folder of a run's directory that is there once a rank has run out of memory on a GPU."""
+LARGEST_MMAP_THRESHOLD = 32 * 2**20  # glibc refuses more
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep freed blocks of up to 32 MB instead of giving them back to the system.
+
+    Otherwise every large activation is mapped, zeroed page by page and unmapped again: 5 to 10 % of a CPU step.
+    Does nothing where the C library is not glibc.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):
+        return
+    mallopt(M_MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD)
+    mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def should_record_allocations(folder: Path, asked: bool) -> bool:
+    """Return whether to record where allocations come from: on request, and once a run has run out of memory."""
+    return asked or (folder / SNAPSHOT_DIR).is_dir()
+
+
+def record_allocations() -> None:
+    """Have the GPU's allocator remember where in Python each block came from, for the snapshot.
+
+    2 µs an allocation (docstring of torch.cuda.memory._record_memory_history), and the last 100,000 of them in memory.
+    """
+    torch.cuda.memory._record_memory_history(max_entries=100_000, stacks="python")
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Return the most memory that this process held on the GPU, or what it holds now on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return int(psutil.Process().memory_info().rss)
+
+
+@contextlib.contextmanager
+def explain_out_of_memory(folder: Path, rank: int, device: torch.device) -> Iterator[None]:
+    """Turn running out of memory into one line, and on a GPU leave a snapshot of what is in it.
+
+    The snapshot is memory/rank-K.pickle of the run directory, for https://pytorch.org/memory_viz; what
+    `record_allocations` remembers is in it. Raises MegatfmError.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        wanted = _requested_memory(error)
+        if wanted is None:
+            raise
+        held = memory_bytes(device)
+        snapshot = _snapshot(folder, rank) if device.type == "cuda" else ""
+        raise MegatfmError(
+            f"rank {rank} is out of memory: it held {held / 2**30:.3g} GiB{wanted}{snapshot}. Lower "
+            "train.micro_batch, set train.recompute = 'full', or spread the model out: a higher parallel.zero, "
+            "parallel.dp_shard, parallel.tp or parallel.pp"
+        ) from error
+
+
+def _requested_memory(error: BaseException) -> str | None:
+    """Describe the allocation that failed; None for an error of another kind."""
+    if isinstance(error, MemoryError):
+        return ""
+    text = str(error)
+    if match := re.search(r"tried to allocate (\d+) bytes", text):  # torch's allocator of the CPU
+        return f" and asked for {int(match[1]) / 2**30:.3g} GiB more"
+    if isinstance(error, torch.OutOfMemoryError):
+        match = re.search(r"Tried to allocate ([\d.]+ \w+)", text)
+        return f" and asked for {match[1]} more" if match else ""
+    return None
+
+
+def _snapshot(folder: Path, rank: int) -> str:
+    """Write the GPU's memory snapshot and say where it is."""
+    path = folder / SNAPSHOT_DIR / f"rank-{rank}.pickle"
+    try:
+        path.parent.mkdir(exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(path))
+    except (OSError, RuntimeError) as error:
+        return f"; what is in it could not be written to {path}: {error}"
+    return f"; what is in it: {path}"
+
+
+FLIGHT_RECORDER_VARS = {
+    "TORCH_FR_BUFFER_SIZE": ("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"),  # collectives that are remembered
+    "TORCH_FR_DUMP_TEMP_FILE": ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "{folder}/logs/nccl-"),
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": ("", "1"),
+}
+"""Variable → its older name, and its value."""
+
+
+def start_flight_recorder(folder: Path, device: str) -> None:
+    """Switch on NCCL's flight recorder of collectives, before the process group is made. What is set already stays.
+
+    A rank whose collective times out leaves `logs/nccl-RANK`, a pickle for torch's flight recorder analyzer.
+    """
+    if device == "cpu" or not torch.cuda.is_available():
+        return
+    for name, (old_name, value) in FLIGHT_RECORDER_VARS.items():
+        if old_name not in os.environ:
+            os.environ.setdefault(name, value.format(folder=folder))
+
+
+def dump_flight_recorder(file: int, rank: int) -> None:
+    """Write this rank's unfinished collectives, as JSON, to an open file. Does nothing without NCCL."""
+    if not (dist.is_initialized() and dist.is_nccl_available() and "nccl" in str(dist.get_backend_config())):
+        return
+    from torch._C import _distributed_c10d
+
+    # NCCL's groups have a recorder of their own, which that of all backends need not know of.
+    dump: Callable[..., bytes] | None = getattr(_distributed_c10d, "_dump_nccl_trace_json", None)
+    dump = dump or _distributed_c10d._dump_fr_trace_json  # type: ignore[attr-defined]
+    trace = dump(includeCollectives=True, onlyActive=True)
+    os.write(file, f"Unfinished collectives of rank {rank}: ".encode() + trace + b"\n")
+
+
+class StepProfile:
+    """While entered, records a torch profile of steps first … end−1 of "first:end" (`log.profile`) into
+    profile/rank-K-steps-FIRST-END.json (a Chrome trace); where the run comes to them again, after a rollback or a
+    restart, into another file beside it.
+
+    Call `before_step(step)` ahead of each step.
+    """
+
+    def __init__(self, steps: str | None, run: RunDirectory, device: torch.device) -> None:
+        self._first, self._end = (int(part) for part in steps.split(":")) if steps else (0, 0)
+        name = f"rank-{run.rank}-steps-{self._first}-{self._end}"
+        self._path: Path = run.folder / "profile" / f"{name}.json"
+        self._device = device
+        self._profile: profile | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def before_step(self, step: int) -> None:
+        """Start or end the recording if this step is the first or the one after the last."""
+        if self._first <= step < self._end and self._profile is None:
+            cuda = [ProfilerActivity.CUDA] if self._device.type == "cuda" else []
+            self._profile = profile(activities=[ProfilerActivity.CPU, *cuda], record_shapes=True)
+            self._profile.start()
+        elif step >= self._end:
+            self._finish()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._finish()
+
+    def _finish(self) -> None:
+        if self._profile:
+            self._profile.stop()
+            self._path.parent.mkdir(exist_ok=True)
+            path, again = self._path, 1
+            while path.exists():
+                again += 1
+                path = self._path.with_stem(f"{self._path.stem}-{again}")
+            self._profile.export_chrome_trace(str(path))
+            self._profile = None

@@ -1,0 +1,329 @@
+"""Steps that go wrong: skips and rollbacks, written down and repeated by a resume, and checks for
+silent corruption.
+
+Decisions are in `decisions.jsonl` before they are carried out; a resume from any checkpoint, on any layout, takes the
+same ones again.
+"""
+
+import json
+import math
+import os
+import statistics
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from megatfm.checkpoint import ShardedTensor, file_io
+from megatfm.config import ResilienceConfig
+from megatfm.engines.interface import Arrays, Engine, LossFunction, LossTotals, loss_scale_of
+from megatfm.errors import MegatfmError
+from megatfm.files import open_nofollow
+from megatfm.object_collectives import gather_errors, run_on_rank_0_raising
+from megatfm.tracking.run_directory import RunDirectory
+from megatfm.train.rng_state import load_rng_state_dict, rng_state_dict
+
+DECISIONS = "decisions.jsonl"
+MIN_RELATIVE_MAD = 1e-3
+"""Floor of the deviation, as a share of the median: a loss that hardly moves makes every other one a spike."""
+MAX_LISTED = 5
+
+Block = tuple[str, tuple[int, ...]]
+"""Name and offsets: other blocks of the same tensor are no copies."""
+
+
+@dataclass
+class DecisionLog:
+    """Decisions of this run: steps that are skipped, and steps after which the data goes on elsewhere."""
+
+    path: Path
+    is_writer: bool
+    skips: set[int] = field(default_factory=set)
+    data_resume_positions: dict[int, int] = field(default_factory=dict)
+    """Step → position of the data to continue from after it."""
+    rollbacks: dict[int, int] = field(default_factory=dict)
+    """Step → how often the run rolled back to it."""
+
+    @classmethod
+    def of_run(cls, run: RunDirectory) -> "DecisionLog":
+        """Return the log of a run directory; rank 0 writes it."""
+        return cls(run.folder / DECISIONS, run.is_main)
+
+    def read(self) -> None:
+        """Take up what was decided before; all ranks together. Raises MegatfmError for a file that can't be read."""
+        self.skips, self.data_resume_positions, self.rollbacks = set(), {}, {}
+        for record in run_on_rank_0_raising(lambda: _read(self.path)):
+            self._apply(record)
+
+    def clear(self) -> None:
+        """Forget all decisions, for a run from the start."""
+        self.skips, self.data_resume_positions, self.rollbacks = set(), {}, {}
+        if self.is_writer:
+            self.path.unlink(missing_ok=True)
+
+    def skip(self, step: int) -> None:
+        """Decide that a step changes no weights."""
+        if step not in self.skips:
+            self._write({"decision": "skip", "step": step})
+
+    def retry_after(self, step: int) -> list[int]:
+        """Skip none of the steps after this one any more, as they may go well with other settings; returns them."""
+        dropped = sorted(other for other in self.skips if other > step)
+        if dropped:
+            self._write({"decision": "retry", "step": step})
+        return dropped
+
+    def left_behind(self, step: int, position: int) -> int | None:
+        """Return the step that the run went back to, if a state of a step and a position is of the future that it
+        left."""
+        rollback_steps = [other for other in self.data_resume_positions if other < step]
+        latest = max(rollback_steps, default=None)
+        return latest if latest is not None and position <= self.data_resume_positions[latest] else None
+
+    def record_rollback(self, spike: int, step: int, position: int) -> None:
+        """Decide that because of a loss spike the run returns to the end of a step, and to a later position of the
+        data."""
+        self._write({"decision": "rollback", "leap": spike, "step": step, "position": position})
+
+    def _write(self, record: dict[str, Any]) -> None:
+        self._apply(record)
+        if self.is_writer:
+            try:
+                with open(self.path, "ab", opener=open_nofollow) as file:
+                    end = self.path.read_bytes().rfind(b"\n") + 1
+                    file.truncate(end)  # a kill may have torn the last line
+                    file.write(json.dumps({**record, "check": _check(record)}).encode() + b"\n")
+                    file.flush()
+                    os.fsync(file.fileno())
+                if not end:  # the file's name may be new
+                    file_io.sync_folder(self.path.parent)
+            except OSError as error:
+                raise MegatfmError(f"can't write {self.path}: {error.strerror}") from error
+
+    def _apply(self, record: Mapping[str, Any]) -> None:
+        step = int(record["step"])
+        if record["decision"] == "skip":
+            self.skips.add(step)
+            return
+        if record["decision"] == "retry":
+            self.skips = {other for other in self.skips if other <= step}
+            return
+        # What was decided about later steps was decided about other data.
+        self.skips = {other for other in self.skips if other <= step}
+        self.data_resume_positions = {
+            other: at for other, at in self.data_resume_positions.items() if other < step
+        }
+        self.data_resume_positions[step] = int(record["position"])
+        self.rollbacks[step] = self.rollbacks.get(step, 0) + 1
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    try:
+        *lines, torn = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    except OSError as error:
+        raise MegatfmError(f"can't read {path}: {error.strerror}") from error
+    if b"}" in torn[:-1]:  # a whole line, but for its end
+        lines.append(torn)
+    records = []
+    for number, line in enumerate(lines):  # what a kill tore was never carried out
+        try:
+            record = json.loads(line)
+            if record.pop("check") != _check(record):
+                raise ValueError
+            records.append({"decision": record["decision"], "step": int(record["step"]), **record})
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise MegatfmError(
+                f"{path}, line {number + 1}: damaged: restore or remove the file; it says which steps the run skips"
+            ) from error
+    return records
+
+
+def _check(record: Mapping[str, Any]) -> str:
+    """Return a checksum of a line, so that no damaged decision is carried out."""
+    return blake3(json.dumps(record).encode()).hexdigest(16)
+
+
+@dataclass
+class LossGuard:
+    """Skips steps that are not finite, and finds loss spikes. Its memory is part of a checkpoint."""
+
+    config: ResilienceConfig
+    clip: float
+    decisions: DecisionLog
+    losses: deque[float] = field(init=False)
+    consecutive_skips: int = 0
+    skipped: int = 0
+    is_in_spike: bool = False
+
+    def __post_init__(self) -> None:
+        self.losses = deque(maxlen=self.config.spike_window)
+
+    def state(self) -> dict[str, Any]:
+        """Return the guard's memory as JSON: recent losses, steps skipped in a row and in all, whether losses leap."""
+        return {
+            "losses": list(self.losses),
+            "in_a_row": self.consecutive_skips,
+            "skipped": self.skipped,
+            "leaping": self.is_in_spike,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take up the memory of a checkpoint; one that was written before there was any is as good as a start."""
+        self.losses = deque(state.get("losses", ()), maxlen=self.config.spike_window)
+        self.consecutive_skips, self.skipped = int(state.get("in_a_row", 0)), int(state.get("skipped", 0))
+        self.is_in_spike = bool(state.get("leaping", False))
+
+    def guarded_step(
+        self, engine: Engine, step: int, stats: LossTotals, lr: float
+    ) -> tuple[float, str | None]:
+        """Clip and update by the engine's step, unless loss or gradient is not finite, or the step was skipped before.
+
+        Returns the gradient norm before clipping, and for a skipped step a detail for the log. Raises MegatfmError
+        after too many in a row. Overflows of float16 are no decisions and don't count, as long as its scale can still
+        be halved."""
+        was_skipped = step in self.decisions.skips
+        scale = loss_scale_of(engine)
+        before, could_fall = (scale.value, scale.can_fall) if scale else (1.0, False)
+        norm = engine.step(lr, self.clip, skip=was_skipped)
+        if math.isfinite(norm):
+            return norm, None
+        loss = stats.loss
+        if scale and could_fall and not was_skipped and math.isfinite(loss):
+            return math.nan, (
+                f"gradients overflow float16, whose loss scale falls from {before:g} to {scale.value:g}: the weights "
+                "stay as they are"
+            )
+        self.consecutive_skips += 1
+        self.skipped += 1
+        if self.consecutive_skips > self.config.max_skipped:
+            raise MegatfmError(
+                f"step {step}: loss {loss}, gradient norm {norm}: not finite, {self.consecutive_skips} steps "
+                "in a row, so the "
+                "run ends (resilience.max_skipped). Resume with a lower optimizer.lr, or another train.precision"
+            )
+        self.decisions.skip(step)
+        why = "as before" if was_skipped else f"loss {loss:.4g}, gradient norm {norm:.4g}"
+        return (
+            math.nan,
+            f"{why}: not finite, so the weights stay as they are ({self.consecutive_skips} in a row)",
+        )
+
+    def record_rollback(self, spike: int, step: int, position: int) -> None:
+        """Write down a rollback. Raises MegatfmError after too many to the same step."""
+        if self.decisions.rollbacks.get(step, 0) >= self.config.max_rollbacks:
+            raise MegatfmError(
+                f"step {spike}: the loss spikes again after {self.config.max_rollbacks} rollbacks to step {step} "
+                "(resilience.max_rollbacks). Resume with a lower optimizer.lr"
+            )
+        self.decisions.record_rollback(spike, step, position)
+
+    def observe(self, loss: float) -> float | None:
+        """Take in the loss of a step that was carried out; returns the score of a spike that begins with it."""
+        self.consecutive_skips = 0
+        score = self._score(loss)
+        was_in_spike, self.is_in_spike = self.is_in_spike, score is not None
+        self.losses.append(loss)
+        return None if was_in_spike else score
+
+    def _score(self, loss: float) -> float | None:
+        if self.config.spike == "off" or len(self.losses) < self.config.spike_window // 4:
+            return None
+        median = statistics.median(self.losses)
+        mad = 1.4826 * statistics.median(abs(other - median) for other in self.losses)
+        score = (loss - median) / max(mad, MIN_RELATIVE_MAD * abs(median), 1e-12)
+        return score if score > self.config.spike_score else None
+
+
+def forward_backward_with_replay(
+    engine: Engine,
+    microbatches: Sequence[Arrays],
+    objective: LossFunction,
+    step: int,
+    *,
+    replay_every: int,
+    collect_statistics: bool = False,
+) -> LossTotals:
+    """Run the engine's `forward_backward`; every so many steps (0: never) twice, to compare. A collective.
+
+    Raises MegatfmError on all ranks that names the ranks and parameters where one bit differs. Dropout is keyed by
+    step and sample, and global generators, which plugins may draw from, are set back, so the two agree wherever the
+    kernels are deterministic.
+    """
+    if replay_every == 0 or step % replay_every:
+        return engine.forward_backward(microbatches, objective, record_activations=collect_statistics)
+    rng_state = rng_state_dict(0, engine.device)
+    stats = engine.forward_backward(microbatches, objective, record_activations=collect_statistics)
+    before = {name: gradient.clone() for name, gradient in engine.gradients().items()}
+    engine.zero_grad()
+    load_rng_state_dict(rng_state, 0, engine.device)
+    again = engine.forward_backward(microbatches, objective, record_activations=collect_statistics)
+    differ = [name for name, gradient in engine.gradients().items() if not _same(before[name], gradient)]
+    if stats.sums != again.sums and all(map(math.isfinite, stats.sums.values())):
+        differ.insert(0, "the loss")
+    raise_together(differ, f"step {step}, computed twice, differs")
+    return again
+
+
+def compare_replicas(engine: Engine, step: int, every: int) -> None:
+    """Every so many steps (0: never), compare hashes of weights and optimizer state over the axes that hold copies of
+    them. A collective.
+
+    Raises MegatfmError on all ranks that names the parameters, and the ranks that differ from most others.
+    """
+    replicated_axes = engine.replicated_axes
+    if every == 0 or step % every or all(engine.mesh.size(axis) == 1 for axis in replicated_axes):
+        return
+    local_hashes = hashes(engine.state_dict())
+    all_hashes: list[dict[Block, str]] = engine.mesh.gather_objects(local_hashes, replicated_axes)
+    differ = []
+    for (name, place), mine in local_hashes.items():
+        # Of what one rank keeps for all, as the state of a whole tensor, there may be no other copy.
+        votes = Counter(other[name, place] for other in all_hashes if (name, place) in other)
+        best, count = votes.most_common(1)[0]
+        tie = list(votes.values()).count(count) > 1
+        if len(votes) > 1 and (tie or mine != best):
+            differ.append(name)
+    raise_together(differ, f"after step {step}, replicas of one parameter differ")
+
+
+def hashes(state: Mapping[str, ShardedTensor | Tensor]) -> dict[Block, str]:
+    """Return the BLAKE3 of each block that this rank holds of a state dict."""
+    boxes = {name: ShardedTensor.from_tensor(value) for name, value in state.items()}
+    return {
+        (name, part.offsets): blake3(_bytes(part.tensor)).hexdigest()
+        for name, box in boxes.items()
+        for part in box.blocks
+    }
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return flat.numpy().data
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    """Compare bit for bit: NaN equals itself, and −0 is not 0."""
+    return torch.equal(
+        first.contiguous().reshape(-1).view(torch.uint8), second.contiguous().reshape(-1).view(torch.uint8)
+    )
+
+
+def raise_together(differ: list[str], what: str) -> None:
+    """Raise one error on every rank if any rank has names in `differ`."""
+    if names_by_rank := gather_errors(differ):
+        where = "; ".join(f"{rank}: {join_first(names)}" for rank, names in names_by_rank.items())
+        raise MegatfmError(
+            f"{what}: {where}. A processor, its memory or a kernel is at fault: nothing was saved since, so resume "
+            "without that machine"
+        )
+
+
+def join_first(names: Sequence[str], limit: int = MAX_LISTED) -> str:
+    """Join the first names, and say how many more there are."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

@@ -1,0 +1,404 @@
+"""A training run, from the config to the last checkpoint: the start, the loop, one step, saving and rolling back."""
+
+import logging
+import time
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pydantic import JsonValue
+
+from megatfm import checkpoint
+from megatfm.checkpoint.chunked_io import progress
+from megatfm.checkpoint.local import NodeTopology, fetch_missing_files, remove_local_after
+from megatfm.config import Config
+from megatfm.data.loader import DataLoader, check_global_batch
+from megatfm.engines.interface import PRECISIONS, Engine
+from megatfm.errors import EXIT_OK, EXIT_REQUEUE
+from megatfm.optim.lr_schedules import schedule_factor
+from megatfm.parallel import distributed
+from megatfm.parallel.mesh import build_mesh
+from megatfm.registry import import_plugins
+from megatfm.tracking import hardware
+from megatfm.tracking.console import RunLog
+from megatfm.tracking.hardware import FlopsPerToken, Utilization
+from megatfm.tracking.metrics import MetricsLog, RunInfo, StepTimes, check_sinks
+from megatfm.tracking.run_directory import RunDirectory, run_folder
+from megatfm.train import resume
+from megatfm.train.build import build_engine, choose_precision
+from megatfm.train.corpora import Corpora, batch_schedule, open_corpora, open_tokenizer
+from megatfm.train.evaluation import evaluate_sets
+from megatfm.train.init_from import load_weights, origin_of
+from megatfm.train.profiling import (
+    StepProfile,
+    explain_out_of_memory,
+    keep_freed_memory,
+    memory_bytes,
+    record_allocations,
+    should_record_allocations,
+    start_flight_recorder,
+)
+from megatfm.train.rank_monitor_client import RankMonitor
+from megatfm.train.resilience import DecisionLog, LossGuard, compare_replicas, forward_backward_with_replay
+from megatfm.train.rng_state import empty_rng_state_dict, load_rng_state_dict, rng_state_dict, seed_all
+from megatfm.train.signals import StopSignals
+from megatfm.train.startup_checks import check_progress, elastic_config, layout_changes, preflight
+from megatfm.version import __version__
+
+log = logging.getLogger("megatfm")
+
+
+def train(config: Config, flops_per_token: FlopsPerToken | None = None) -> int:
+    """Train or resume the run of a config; called on every rank. Returns the exit code.
+
+    flops_per_token: returns what a token costs, for the utilization of the devices in the metrics.
+    """
+    import_plugins(config.plugins)
+    check_sinks(config.log.sinks)  # before there is anything on the disk
+    config, tokenizer = open_tokenizer(config)
+    start_flight_recorder(run_folder(config), config.train.device)
+    hang = config.train.hang_seconds
+    with (
+        distributed.distributed_session(
+            max(hang, distributed.RENDEZVOUS_SECONDS), config.train.device, 1.5 * hang + 60
+        ) as rank,
+        RankMonitor(rank, hang) as monitor,
+        StopSignals(rank.device) as signals,
+    ):
+        monitor.progress = progress
+        if rank.device.type == "cpu":
+            keep_freed_memory()
+        requested, config = config, elastic_config(config, rank.world_size)
+        mesh = build_mesh(config.parallel, rank.world_size, rank.device.type)
+        for batch in batch_schedule(config).batches:
+            check_global_batch(batch, config.train.micro_batch, mesh.data_ranks)
+        corpora = open_corpora(config, tokenizer)
+        monitor.tick(0, "start")
+        with RunDirectory(run_folder(config), rank.rank) as run, RunLog(run, config.train.steps) as run_log:
+            monitor.attach_run_log(run.log, run.log_failure)
+            if rank.device.type == "cuda" and should_record_allocations(
+                run.folder, config.log.memory_snapshot
+            ):
+                record_allocations()
+            decisions, nodes = DecisionLog.of_run(run), resume.discover_nodes(config, run)
+            latest = resume.find_resume_point(run.checkpoints, nodes, decisions)
+            check_progress(run, latest.step if latest else 0, config.resilience.max_failures)
+            branch = None
+            if latest is None and config.train.branch_from:
+                branch = resume.branch_point(config.train.branch_from)
+            monitor.tick(0, "start")
+            name, start = config.train.precision, latest or branch
+            precision = choose_precision(
+                start.state["precision"] if start and name == "auto" else name, rank.device
+            )
+            with explain_out_of_memory(run.folder, rank.rank, rank.device):
+                engine = build_engine(config, mesh, rank.device, precision)
+            trainer = Trainer(config, run, engine, corpora, precision, decisions, run_log, monitor, nodes)
+            trainer.requested_config, trainer.launcher = requested, rank.launcher
+            if flops_per_token and run.is_main:
+                peak = hardware.get_peak_flops(rank.device, PRECISIONS[precision].compute_dtype)
+                trainer.utilization = Utilization(*flops_per_token(config), peak, rank.world_size)
+            monitor.tick(0, "start")
+            with explain_out_of_memory(run.folder, rank.rank, rank.device):
+                trainer.restore(latest, branch)
+                return trainer.train(signals)
+
+
+class Trainer:
+    """One process's share of a run: its state (step, tokens, position in the data, engine), and the loop."""
+
+    def __init__(
+        self,
+        config: Config,
+        run: RunDirectory,
+        engine: Engine,
+        corpora: Corpora,
+        precision: str,
+        decisions: DecisionLog,
+        run_log: RunLog,
+        monitor: RankMonitor,
+        nodes: NodeTopology | None = None,
+    ) -> None:
+        self.config, self.run, self.engine, self.corpora = config, run, engine, corpora
+        self.precision, self.decisions, self.run_log, self.monitor = precision, decisions, run_log, monitor
+        self.nodes = nodes
+        self.step, self.tokens, self.position = 0, 0, 0
+        self.origin: JsonValue = None
+        self.loss_guard = LossGuard(config.resilience, config.optimizer.max_grad_norm, decisions)
+        self.hardware = hardware.gather_hardware(engine.device)
+        self.saver = checkpoint.Saver(
+            run.checkpoints,
+            mode=config.checkpoint.mode,
+            keep=config.checkpoint.keep,
+            keep_every=config.checkpoint.keep_every,
+            read_back=config.checkpoint.verify_after_write,
+            local_dir=nodes.folder if nodes else None,
+        )
+        monitor.save_thread_id = lambda: self.saver.thread_id
+        seed_all(config.train.seed, run.rank)
+        self.requested_config = config
+        """The config before its layout was fitted to the processes that there are: a later start may have all again."""
+        self.utilization: Utilization | None = None
+        self.launcher = "none"
+        self.is_branch = False
+        self._save_seconds: float | None = None  # of the last checkpoint, for the next line of metrics
+
+    # ------------------------------------------------------------------------------------------------ the loop
+
+    def train(self, signals: StopSignals) -> int:
+        """Take steps until the run ends or a signal asks to stop. Returns the exit code."""
+        stop, _ = signals.agreed()  # during the start: there is nothing to save yet
+        with StepProfile(self.config.log.profile, self.run, self.engine.device) as profile, self.saver:
+            while self.step < self.config.train.steps and not stop:
+                stop = self._train_until_interrupted(signals, profile)
+        if self.step < self.config.train.steps:
+            self._log_event(
+                "stopped", f"by {stop} after step {self.step}: the same command goes on from there"
+            )
+            return EXIT_REQUEUE
+        self._log_event("finished", f"step {self.step}, {self.tokens:,} tokens")
+        return EXIT_OK
+
+    def _train_until_interrupted(self, signals: StopSignals, profile: StepProfile) -> str | None:
+        """Train on contiguous data until the run ends, a stop signal arrives (returned), or the data position jumps
+        (a rollback, or a data skip that was decided before)."""
+        config, stop = self.config, None
+        with self._loader() as loader, self._open_metrics() or nullcontext() as metrics:
+            self.run.keep()
+            while self.step < config.train.steps and not stop:
+                profile.before_step(self.step + 1)
+                record = self.train_step(loader)
+                self.run.check_not_moved()
+                if "skipped" not in record and self._roll_back_after_spike(record["loss"]):
+                    break
+                if self._is_due(config.evaluate.every):
+                    record |= self._evaluate()
+                if metrics:
+                    metrics.write(record)
+                self.run_log.step(record, self._is_due(config.log.every))
+                stop, is_saving = signals.agreed(self.saver.step_in_progress is not None)
+                if not is_saving:
+                    self.saver.wait_for_save()  # on all ranks at the same step, so that all end with its error
+                shared, local = stop or self._is_due(config.checkpoint.every), config.checkpoint.local_every
+                if shared or (local and self.step % local == 0):
+                    self.monitor.tick(self.step, "save")
+                    if metrics:
+                        metrics.sync()
+                    self._save(loader, local=not shared)
+                if self.step in self.decisions.data_resume_positions:
+                    self.position = self.decisions.data_resume_positions[self.step]
+                    break
+        return stop
+
+    def train_step(self, loader: DataLoader) -> dict[str, Any]:
+        """One optimizer step: forward and backward of a global batch, clip, update. Returns its line of metrics."""
+        config, engine, checks = self.config, self.engine, self.config.resilience
+        times, waited = StepTimes(), loader.wait_seconds
+        self.monitor.tick(self.step, "step")
+
+        # Forward and backward of the step's micro-batches; gradients are summed over them and over the data ranks.
+        every = config.log.layer_stats_every
+        collect_statistics = every > 0 and (self.step + 1) % every == 0
+        with times.measure("passes"):
+            stats = forward_backward_with_replay(
+                engine,
+                next(loader),
+                self.corpora.objective,
+                self.step + 1,
+                replay_every=checks.replay_every,
+                collect_statistics=collect_statistics,
+            )
+        self.step, self.position = self.step + 1, loader.position
+        norms = engine.layer_statistics() if collect_statistics else None
+
+        # Clip to `optimizer.max_grad_norm` and update, unless loss or gradient is not finite.
+        lr = config.optimizer.lr * schedule_factor(config.lr_schedule, self.step, config.train.steps)
+        self.saver.wait_for_staging()  # until here nothing of what is being saved was modified: the update does it
+        with times.measure("optimizer"):
+            grad_norm, skipped = self.loss_guard.guarded_step(engine, self.step, stats, lr)
+        if skipped:
+            self._log_event("skipped", skipped)
+        compare_replicas(engine, self.step, checks.compare_replicas_every)
+
+        self.tokens += loader.step_tokens
+        seconds = times.stop(loader.wait_seconds - waited)
+        speed = loader.step_tokens / seconds["step_seconds"]
+        of_some_steps = {"save_seconds": self._save_seconds, "terms": stats.terms, "norms": norms}
+        self._save_seconds = None
+        return {
+            "step": self.step,
+            "tokens": self.tokens,
+            "loss": stats.loss,
+            "lr": lr,
+            "grad_norm": grad_norm,
+            "tokens_per_second": speed,
+            **(self.utilization.mfu(speed) if self.utilization else {}),
+            **seconds,
+            "padding": loader.padding,
+            "memory_bytes": memory_bytes(engine.device),
+            "time": time.time(),
+            **{key: value for key, value in of_some_steps.items() if value},
+            **({"skipped": True} if skipped else {}),
+        }
+
+    def _loader(self) -> DataLoader:
+        return self.corpora.train_loader(self.config, self.engine.mesh, self.step, self.position)
+
+    def _evaluate(self) -> dict[str, Any]:
+        start, tick = time.perf_counter(), partial(self.monitor.tick, self.step, "evaluation")
+        losses = evaluate_sets(self.engine, self.corpora, self.config, self.step, tick)
+        return {"evaluation": losses, "evaluation_seconds": time.perf_counter() - start}
+
+    def _open_metrics(self) -> MetricsLog | None:
+        if not self.run.is_main:
+            return None
+        stored, log_config = self.config.model_dump(mode="json"), self.config.log
+        info = RunInfo(self.run.folder, self.step, stored, log_config.wandb_project, self.is_branch)
+        return MetricsLog(info, log_config.sinks)
+
+    def _is_due(self, every: int) -> bool:
+        """Return whether something that is done every so many steps, and at the last one, is to be done now."""
+        return self.step == self.config.train.steps or (every > 0 and self.step % every == 0)
+
+    def _log_event(self, event: str, detail: str) -> None:
+        log.info("%s: %s", event, detail)
+        self.run.log_event(event, detail, self.step)
+
+    # ------------------------------------------------------------------------------------- start, resume, roll back
+
+    def restore(self, latest: resume.ResumePoint | None, branch: resume.ResumePoint | None = None) -> None:
+        """Load the newest checkpoint, or start; leave the run's description on disk.
+
+        branch: another run's checkpoint to start from.
+        """
+        config = self.config
+        if config.resilience.preflight:
+            for line in preflight(config, self.run, self.engine, self.nodes):
+                self._log_event("slow", line)
+        if latest:
+            event, details = "resumed", [f"from {latest.path.name}", *self._resume_from(latest)]
+        else:
+            event, details = "started", self._start(branch)
+        self._log_event(event, "; ".join([*details, *layout_changes(self.requested_config, config)]))
+        facts = hardware.started(self.launcher)
+        if self.run.is_main:
+            facts |= {"peak": str(self.utilization.peak)} if self.utilization else {}
+            self.run.write_run_files(
+                self.requested_config, self.engine.layout.table, self.engine.device, facts
+            )
+            checkpoint.remove_leftovers(self.run.checkpoints)
+        self.run.announce_links()
+        log.info(
+            "%s: %s parameters, %s, %s, step %d of %d",
+            self.run.folder,
+            f"{sum(torch.Size(p.shape).numel() for p in self.engine.layout.values()):,}",
+            self.engine.mesh.describe(),
+            self.precision,
+            self.step,
+            config.train.steps,
+        )
+        if self.utilization:
+            log.info("utilization (MFU) is of %s", self.utilization.peak)
+        for note in self.corpora.warnings:
+            log.info("%s", note)
+
+    def _start(self, branch: resume.ResumePoint | None) -> list[str]:
+        """Start at step 0, or from another run's checkpoint or weights; returns details for the log."""
+        config = self.config
+        self.decisions.clear()
+        remove_local_after(self.nodes, -1)
+        if branch:
+            self.is_branch = True
+            return [f"from {config.train.branch_from}", *self._resume_from(branch, same_run=False)]
+        if not config.train.init_from:
+            return [f"seed {config.train.seed}"]
+        report = load_weights(self.engine, config.train.init_from, config.train.init_include)
+        if not config.train.init_include:
+            self.origin = origin_of(report.source, self.corpora.tokenizer_hash)
+        for line in report.lines() if report.has_missing else ():
+            log.info("%s", line)
+        return [f"with {report}"]
+
+    def _resume_from(self, point: resume.ResumePoint, *, same_run: bool = True) -> list[str]:
+        """Continue from a checkpoint of this run or another; returns details for the log."""
+        with self._loader() as loader:
+            current = self._run_state(loader)
+        is_same_model = current["config"]["model"] == point.state["config"]["model"]
+        mismatch = "" if is_same_model else resume.shape_mismatch(point, self.engine.layout)
+        allowed = resume.check_compatible(
+            point, current, list(self.config.resume.allow), mismatch, own=same_run
+        )
+        if same_run:
+            self.decisions.read()
+            if resume.settings_of_skips_changed(allowed) and (
+                steps := self.decisions.retry_after(point.step)
+            ):
+                allowed.append(f"steps that were skipped are tried again: {', '.join(map(str, steps))}")
+        self._load_checkpoint(point)
+        if not same_run:
+            self.saver.verified = None
+        return [*allowed, *resume.hardware_changes(point, self.hardware)]
+
+    def _load_checkpoint(self, point: resume.ResumePoint) -> None:
+        """Load a checkpoint. Where the decision log skips data after its step, the position is set behind that."""
+        remove_local_after(self.nodes, point.step)  # training that a rollback discarded
+        names = resume.stored_tensors(point)
+        state_dict = self.engine.empty_state_dict(names)
+        rank, device = self.run.rank, self.engine.device
+        rng_state = empty_rng_state_dict(names, rank, dist.get_world_size(), device)
+        destinations = {**state_dict, **rng_state}
+        if point.local and self.nodes:
+            shards = {n: checkpoint.ShardedTensor.from_tensor(tensor) for n, tensor in destinations.items()}
+            fetch_missing_files(self.nodes, point.local, shards)
+        checkpoint.load(point.path, destinations)
+        self.engine.load_state_dict(state_dict)
+        load_rng_state_dict(rng_state, rank, device)
+        self.saver.verified = point.path if point.local is None else None
+        self.step, self.tokens = point.step, int(point.state["tokens"])
+        position = int(point.state["data"]["position"])
+        self.position = self.decisions.data_resume_positions.get(self.step, position)
+        self.loss_guard.load(point.state.get("trouble", {}))
+        self.origin = point.state.get("origin")
+
+    def _roll_back_after_spike(self, loss: float) -> bool:
+        """Return whether the loss spiked and the run went back to a checkpoint, to skip the data since then."""
+        score = self.loss_guard.observe(loss)
+        if score is None:
+            return False
+        detail = f"loss {loss:.4g} is {score:.0f} deviations above the median of the last steps"
+        self.saver.wait_for_save()
+        should_roll_back = self.config.resilience.spike == "rollback"
+        point = resume.find_resume_point(self.run.checkpoints) if should_roll_back else None
+        if point is None:
+            self._log_event("spike", detail)
+            return False
+        self.loss_guard.record_rollback(self.step, point.step, self.position)
+        self._log_event("rolled back", f"{detail}: from {point.path.name} on, without the data since then")
+        self._load_checkpoint(point)
+        return True
+
+    # --------------------------------------------------------------------------------------------------- saving
+
+    def _save(self, loader: DataLoader, local: bool = False) -> None:
+        """Write a checkpoint, or begin to: nothing of it may change before `saver.wait_for_staging`. A collective."""
+        start = time.perf_counter()
+        tensors = {**self.engine.state_dict(), **rng_state_dict(self.run.rank, self.engine.device)}
+        self.saver.save(self.step, tensors, self._run_state(loader), wait_for_staging=False, local=local)
+        self._save_seconds = time.perf_counter() - start
+
+    def _run_state(self, loader: DataLoader) -> dict[str, Any]:
+        """Return the JSON state of a checkpoint."""
+        return {
+            **({} if self.origin is None else {"origin": self.origin}),
+            "step": self.step,
+            "tokens": self.tokens,
+            "precision": self.precision,
+            "tokenizer": self.corpora.tokenizer_hash,
+            "data": loader.state_dict(),
+            "trouble": self.loss_guard.state(),
+            "machines": self.hardware,
+            "config": self.config.model_dump(mode="json"),
+            "megatfm": __version__,
+        }

@@ -1,1 +1,0 @@
-"""What watches a run from beside it: hangs and deaths of ranks, collectives in flight, memory, profiles."""

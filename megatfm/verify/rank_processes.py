@@ -1,0 +1,326 @@
+"""The processes of a layout on this machine: each builds the engine as training does, takes one step and answers.
+
+A failure ends them all at once, and the one that caused it is named.
+"""
+
+import gc
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch.distributed.tensor import debug
+from torch.utils import deterministic
+
+from megatfm.checkpoint import ShardedTensor
+from megatfm.config import Config
+from megatfm.engines.interface import Engine
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.ops.attention import block_sparse as blocks
+from megatfm.parallel.layout import Chunk
+from megatfm.parallel.mesh import build_mesh
+from megatfm.registry import import_plugins
+from megatfm.train.build import build_engine
+from megatfm.verify.forkserver import context
+from megatfm.verify.reference import perturbation
+from megatfm.verify.shrink import Arrays, objective_for
+from megatfm.verify.traffic import CollectiveTraffic, TrafficCounter
+
+Blocks = Mapping[str, list[tuple[Chunk, NDArray[np.floating[Any]]]]]
+"""Parameter name → its blocks on a rank, and where they are in the whole tensor."""
+
+
+@dataclass(frozen=True)
+class RankInit:
+    """One rank among those of the layout; they meet in the file `store`."""
+
+    rank: int
+    world_size: int
+    store: str
+    timeout: float
+
+
+@dataclass(frozen=True)
+class Job:
+    """A step that a rank process is asked to take."""
+
+    place: RankInit
+    config: Config
+    batch: Arrays
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """One rank's share of the step: its blocks of every gradient (zeros where there is none), and of the weights after
+    it."""
+
+    loss: float
+    grad_norm: float
+    blocks: Blocks
+    flows: list[CollectiveTraffic]
+    weights: Blocks = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error on a rank, in a line and as a traceback. is_usage: the layout is impossible."""
+
+    text: str
+    traceback: str = ""
+    is_usage: bool = False
+
+
+READY = "ready"
+
+BLOCK = 8
+"""Tokens of an attention kernel's block: rows are short, and a rank's part must be several blocks."""
+
+
+def run_rank(connection: Connection) -> None:
+    """Main function of a rank process: sends READY, then for each Job an Answer or a Failure, until None comes.
+
+    After an answer it waits for a word before it leaves the group: to leave earlier would close sockets that other
+    ranks still read.
+    """
+    if sys.platform == "linux":
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # whatever the machine calls itself need not resolve
+    torch.set_num_threads(1)
+    # Memory that nobody has written is NaN, so that a kernel which reads it is found.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    blocks.SIZE = BLOCK
+    gc.freeze()  # the modules imported so far need not be searched after each step
+    try:
+        connection.send(READY)
+        while (job := connection.recv()) is not None:
+            connection.send(_answer(job))
+            connection.recv()
+            _leave_group()
+    except EOFError:  # the process that asked is gone
+        return
+
+
+def _answer(job: Job) -> RankResult | Failure:
+    place = job.place
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(place.store, place.world_size),
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timedelta(seconds=place.timeout),
+        )
+        import_plugins(job.config.plugins)
+        return _step(job.config, job.batch, place.world_size)
+    except UsageError as error:
+        return Failure(str(error), traceback.format_exc(), is_usage=True)
+    except Exception as error:
+        line = next(iter(str(error).splitlines()), "")
+        return Failure(f"{type(error).__name__}: {line}", traceback.format_exc())
+
+
+def _leave_group() -> None:
+    """Close the group, and what keeps its threads and sockets: an engine is in cycles, DTensor caches its meshes."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    debug._clear_sharding_prop_cache()
+    gc.collect()
+
+
+def _step(config: Config, batch: Arrays, world_size: int) -> RankResult:
+    mesh = build_mesh(config.parallel, world_size, "cpu")
+    engine = build_engine(config, mesh, torch.device("cpu"), config.train.precision)
+    weights = _weights(engine)
+    for name, box in weights.items():
+        for part in box.blocks:
+            sizes = tuple(part.tensor.shape)
+            part.tensor.add_(perturbation(config.train.seed, name, box.global_shape, part.offsets, sizes))
+    engine.weights_changed()
+    with TrafficCounter(engine.process_groups()) as traffic:
+        stats = engine.forward_backward(_microbatches(config, engine, batch), objective_for(config))
+        gradients = {name: gradient.clone() for name, gradient in engine.gradients().items()}
+        grad_norm = engine.step(config.optimizer.lr, config.optimizer.max_grad_norm)
+    updated = {name: box.tensor.detach().clone() for name, box in _weights(engine).items()}
+    return RankResult(
+        stats.loss, grad_norm, _blocks(weights, gradients), traffic.flows(), _blocks(weights, updated)
+    )
+
+
+def _weights(engine: Engine) -> dict[str, ShardedTensor]:
+    """Blocks of the parameters, without what modules keep beside them."""
+    return {name: box for name, box in engine.weights().items() if name in engine.layout}
+
+
+def _blocks(weights: Mapping[str, ShardedTensor], gradients: Mapping[str, torch.Tensor]) -> Blocks:
+    return {
+        name: [
+            ((part.offsets, tuple(part.tensor.shape)), part.tensor.numpy())
+            for part in box.with_tensor(gradients.get(name, torch.zeros_like(box.tensor))).blocks
+        ]
+        for name, box in weights.items()
+    }
+
+
+def _microbatches(config: Config, engine: Engine, batch: Arrays) -> list[dict[str, torch.Tensor]]:
+    """This data rank's rows, a contiguous share of the global batch, in micro-batches."""
+    share = config.train.global_batch // engine.mesh.data_ranks
+    first, rows = engine.mesh.data_rank * share, config.train.micro_batch
+    return [
+        {field: torch.from_numpy(values[start : start + rows]) for field, values in batch.items()}
+        for start in range(first, first + share, rows)
+    ]
+
+
+START_SECONDS = 300.0  # to import torch, while all the others do
+COLLECTIVE_SECONDS = 20.0  # to wait for another rank, in a step that takes a fraction of a second
+STEP_SECONDS = 120.0
+GRACE_SECONDS = 1.0  # after the first failure: how long other ranks may still say what they saw
+EXIT_SECONDS = 10.0
+SECONDARY_ERRORS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "imed out")
+"""Signs of a rank that failed only because another one was gone or late."""
+
+
+@dataclass(frozen=True)
+class RankProcess:
+    """One process of the layout, and the line to it."""
+
+    process: ForkServerProcess
+    connection: Connection
+
+
+class RankTeam:
+    """Rank processes that stay for the next layout. A failure ends them all; the next step starts new ones."""
+
+    def __init__(self) -> None:
+        self._members: list[RankProcess] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids by rank, of the processes that are there."""
+        return [member.process.pid or 0 for member in self._members]
+
+    def step(self, config: Config, batch: Arrays) -> list[RankResult]:
+        """One step of `config` under its layout, a process a rank; the answers by rank.
+
+        Raises MegatfmError that names the rank which failed, died or hangs (UsageError if it is the layout that can't
+        be); all processes have ended by then.
+        """
+        parallel = config.parallel
+        world_size = parallel.pp * parallel.dp_replicate * parallel.dp_shard * parallel.cp * parallel.tp
+        try:
+            with tempfile.TemporaryDirectory(prefix="megatfm-verify-") as folder:
+                present = len(self._members)
+                for _ in range(present, world_size):
+                    self._members.append(_start())
+                _collect(self._members[present:], START_SECONDS)
+                processes, store = self._members[:world_size], str(Path(folder) / "store")
+                for rank, member in enumerate(
+                    processes
+                ):  # all are there: from here on, a silent rank is a hanging one
+                    place = RankInit(rank, world_size, store, COLLECTIVE_SECONDS)
+                    member.connection.send(Job(place, config, batch))
+                answers: list[RankResult] = _collect(processes, STEP_SECONDS)
+                for member in processes:
+                    member.connection.send("leave")
+                return answers
+        except BaseException:
+            self._kill()
+            raise
+
+    def close(self) -> None:
+        """Let the processes end."""
+        for member in self._members:
+            with suppress(OSError):
+                member.connection.send(None)
+        for member in self._members:
+            member.process.join(EXIT_SECONDS)
+        self._kill()
+
+    def _kill(self) -> None:
+        for member in self._members:
+            member.process.kill()
+            member.process.join()
+            member.connection.close()
+        self._members = []
+
+
+def _start() -> RankProcess:
+    ours, theirs = context().Pipe()
+    process = context().Process(target=run_rank, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()  # so that the process's end is seen as the end of the line
+    return RankProcess(process, ours)
+
+
+def _collect(processes: Sequence[RankProcess], seconds: float) -> list[Any]:
+    """One message from each rank."""
+    pending = {member.connection: rank for rank, member in enumerate(processes)}
+    messages: list[Any] = [None] * len(processes)
+    failures: dict[int, Failure] = {}
+    deadline = time.monotonic() + seconds
+    while pending and (ready := wait(list(pending), max(0.0, deadline - time.monotonic()))):
+        for connection in ready:
+            assert isinstance(connection, Connection)
+            rank = pending.pop(connection)
+            try:
+                message = connection.recv()
+            except (EOFError, ConnectionResetError):
+                message = Failure(_exit_reason(processes[rank].process))
+            if isinstance(message, Failure):
+                failures[rank] = message
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+            messages[rank] = message
+    if failures or pending:
+        raise _error(failures, sorted(pending.values()), seconds)
+    return messages
+
+
+def _error(failures: Mapping[int, Failure], silent: Sequence[int], seconds: float) -> MegatfmError:
+    """Blame the cause rather than the ranks that only noticed it."""
+    causes = [
+        rank
+        for rank, failure in failures.items()
+        if not any(sign in failure.text for sign in SECONDARY_ERRORS)
+    ]
+    if not causes and silent:
+        waited = COLLECTIVE_SECONDS if failures else seconds
+        names = ", ".join(map(str, silent))
+        return MegatfmError(
+            f"rank {names} hangs: no answer within {waited:g} s; look for a collective that not all ranks reach"
+        )
+    rank = causes[0] if causes else next(iter(failures))
+    failure = failures[rank]
+    if failure.is_usage:
+        return UsageError(failure.text)
+    error = MegatfmError(f"rank {rank} failed: {failure.text}; run with --debug to see where")
+    error.add_note(failure.traceback)
+    return error
+
+
+def _exit_reason(process: ForkServerProcess) -> str:
+    process.join(EXIT_SECONDS)
+    code = process.exitcode
+    return (
+        f"the process was killed by signal {-code}"
+        if code and code < 0
+        else f"the process exited with {code}"
+    )

@@ -1,0 +1,1 @@
+"""Shared by tests: processes, grids of layouts, references, memory that nobody wrote."""

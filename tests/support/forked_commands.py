@@ -1,0 +1,201 @@
+"""`python -m megatfm …` as a process that is forked from one which has imported everything, and its children likewise.
+
+A fresh Python that trains takes six seconds of a CPU to import what it needs, a fork none. All else is real: process
+ids and groups, signals, exit codes, what goes to the terminal. That a fresh Python does the same is shown by
+`tests/e2e/test_going_on.py` (ranks that `launch` starts), `tests/e2e/slurm` and `.ci/wheel-test`.
+"""
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import io
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tests.support.workers import PRELOAD
+
+PR_SET_PDEATHSIG = 1
+MODULES = ("megatfm", "megatfm.data_prep", "torch.distributed.run")
+"""What is forked when a forked process starts it with `python -m`; all else is executed as it would be."""
+
+
+def last_of_each_key(words: Iterable[object]) -> list[object]:
+    """Words of a command, in which a later override replaces an earlier one: a key is given once."""
+    by_key = {}
+    for place, word in enumerate(words):
+        key, equals, _ = str(word).partition("=")
+        by_key[key if equals and not key.startswith("-") else place] = word
+    return list(by_key.values())
+
+
+class ForkedCommand:
+    """A running `python -m megatfm …`, or another module or file; what it and its children say is in a file."""
+
+    def __init__(
+        self,
+        words: Sequence[object],
+        said: Path,
+        cwd: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        *,
+        program: str = "megatfm",
+    ) -> None:
+        self.output_path = said
+        said.write_bytes(b"")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        place = (str(cwd or Path.cwd()), dict(os.environ if environment is None else environment), str(said))
+        self.process: ForkServerProcess = context.Process(
+            target=_live, args=(program, list(map(str, words)), *place)
+        )
+        self.process.start()
+
+    @property
+    def output(self) -> str:
+        """All that it wrote, to either output."""
+        return self.output_path.read_text(errors="replace")
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid
+        return self.process.pid
+
+    def until_lines(self, path: Path, count: int, seconds: float = 120) -> None:
+        """Wait until a file has so many lines; it is a failure to end before."""
+        deadline = time.monotonic() + seconds
+        while not path.exists() or path.read_bytes().count(b"\n") < count:
+            assert self.process.is_alive(), self.output
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.02)
+
+    def wait(self, seconds: float = 240) -> int:
+        """Its exit code, as a shell's `$?` without 128 for signals."""
+        self.process.join(seconds)
+        code = self.process.exitcode
+        assert code is not None, f"still running after {seconds:g} s:\n{self.output}"
+        return code
+
+    def end(self) -> None:
+        """Kill it, and all in its process group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.join()
+
+
+def megatfm(*words: object, said: Path, cwd: Path | None = None, code: int = 0, **variables: str) -> str:
+    """Run a command of megatfm to its end, which has to come with this code; returns what it wrote."""
+    command = ForkedCommand(words, said, cwd, {**os.environ, **variables})
+    try:
+        assert command.wait() == code, f"megatfm {' '.join(map(str, words))}\n{command.output}"
+    finally:
+        command.end()
+    return command.output
+
+
+# ------------------------------------------------------------------------------------------------ in the process
+
+
+def _live(program: str, words: list[str], folder: str, environment: dict[str, str], said: str) -> NoReturn:
+    """The process of a Command."""
+    os.setpgid(0, 0)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    output = os.open(said, os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    _become(program, words, folder, environment)
+
+
+class _Forking(subprocess.Popen[Any]):
+    """subprocess.Popen, which forks where it would execute one of MODULES with this Python."""
+
+    def _execute_child(self, args: Any, *rest: Any) -> None:
+        python, *flags = args if isinstance(args, list | tuple) else [args]
+        flags = flags[flags[:1] == ["-u"] :]  # as torchrun starts its workers
+        safe, flags = flags[:1] == ["-P"], flags[flags[:1] == ["-P"] :]
+        if python != sys.executable or flags[:1] != ["-m"] or flags[1] not in MODULES:
+            super()._execute_child(args, *rest)  # type: ignore[misc]
+            return
+        _, preexec, _, _, cwd, env, _, _, _, *pipes = rest[:15]
+        new_session, group = rest[-2:]
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        self.pid = os.fork()
+        if not self.pid:
+            try:
+                _adopt((pipes[0], pipes[3], pipes[5]), new_session, group)
+                if preexec:
+                    preexec()
+                variables = dict(os.environ if env is None else env)
+                _become(flags[1], flags[2:], str(cwd or Path.cwd()), variables, safe)
+            finally:
+                os._exit(71)
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+
+def _adopt(pipes: tuple[int, int, int], new_session: bool, group: int) -> None:
+    """What the kernel and subprocess do on the way to another program: outputs, groups, signals, open files."""
+    for number, given in enumerate(pipes):
+        if given != -1:
+            os.dup2(given, number)
+    if new_session:
+        os.setsid()
+    if group >= 0:
+        os.setpgid(0, group)
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        if signal.getsignal(number) not in (signal.SIG_IGN, None):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    faulthandler.disable()
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
+        with contextlib.suppress(OSError):
+            if int(name) > 2:
+                os.close(int(name))
+
+
+def _become(
+    program: str, words: list[str], folder: str, environment: dict[str, str], safe: bool = False
+) -> NoReturn:
+    """`python -m program words`, with these variables in that folder; a file is run without -m. safe: with -P."""
+    import torch
+
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    here = [] if safe or environment.get("PYTHONSAFEPATH") else [folder]
+    sys.path[:0] = [*here, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.argv = [program, *words]
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    subprocess.Popen = _Forking  # type: ignore[misc]
+    torch.set_num_threads(1)
+    gc.freeze()
+    code: Any = 0
+    try:
+        if program.endswith(".py"):
+            sys.path.insert(0, str(Path(program).parent))
+            runpy.run_path(program, run_name="__main__")
+        else:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        code = 1
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(io.UnsupportedOperation, BrokenPipeError):
+            stream.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))

@@ -1,0 +1,150 @@
+"""The tables of docs/internals/parallelism.md, model × layout, from the cases of tests/parity.
+
+`python -m tests.support.layout_table` writes them anew.
+
+Nothing is written down here about what works: a cell is green because a case of that name is run by the suite, which
+fails if a gradient differs (many by `make test-all` alone); it is empty where there is no such case.
+"""
+
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _pytest.mark import ParameterSet
+
+from megatfm.config import ParallelConfig
+from tests.parity import test_context, test_experts, test_families, test_pipelines
+
+PAGE = Path(__file__).parents[2] / "docs" / "internals" / "parallelism.md"
+BEGIN, END = "<!-- made by tests/support/layout_table.py -->", "<!-- end -->"
+BEGIN_CONTEXTS = "<!-- rows that are cut, made by tests/support/layout_table.py -->"
+GREEN = "✓"
+
+Proven = dict[str, set[str]]
+"""Layout → models."""
+
+
+def named(parallel: ParallelConfig) -> str:
+    """A layout in few words: "pp2 zbv × tp2"."""
+    words = []
+    if parallel.pp > 1:
+        words.append(f"pp{parallel.pp} {parallel.pp_schedule}")
+    if parallel.dp_replicate > 1:
+        words.append("replicas")
+    if parallel.ep > 1:
+        words.append(
+            f"ep{parallel.ep}"
+            + (f" of {parallel.expert_mesh_size}" if parallel.expert_mesh_size > parallel.ep else "")
+        )
+    if parallel.dp_shard > 1:
+        words.append(f"zero{parallel.zero}")
+    if parallel.cp > 1:
+        way = {"auto": "", "ring": " by a ring", "ulysses": " by Ulysses"}[parallel.cp_method]
+        words.append(f"cp{parallel.cp}{way}")
+    if parallel.tp > 1:
+        way = {"by_expert": "", "by_channel": " by channels", "folded": " folded"}[parallel.expert_tp]
+        words.append(
+            f"tp{parallel.tp}{way}" + ("" if parallel.sequence_parallel else " without sequence parallel")
+        )
+    return " × ".join(words)
+
+
+def proven() -> Proven:
+    """What the cases compare with one device."""
+    found: Proven = defaultdict(set)
+    for layouts in test_families.LAYOUTS.values():
+        for parallel in layouts.values():
+            found[named(parallel)] |= set(test_families.NAMES)
+    for models, parallel in pipelines():
+        found[named(parallel)] |= set(models)
+    for model, ranks in test_experts.CASES:
+        for parallel in test_experts.layouts_of(ranks).values():
+            if parallel.grad_accumulation == "unsharded" and max(parallel.dp_shard, ranks) > 1:
+                found[named(parallel)].add(f"experts, {model}")
+    for model, ranks in test_experts.OTHER_WAYS:
+        for parallel in test_experts.TP_OTHERWISE[ranks].values():
+            found[named(parallel)].add(f"experts, {model}")
+    for models, layouts in (
+        (test_experts.IN_ANY_ORDER, test_experts.OTHER_SCHEDULES),
+        (test_experts.ON_PARTS, test_experts.CONTEXTS),
+    ):
+        for parallel in layouts.values():
+            found[named(parallel)] |= {f"experts, {model}" for model in models}
+    return found
+
+
+def pipelines() -> Iterator[tuple[Sequence[str], ParallelConfig]]:
+    """The models and layouts that the tests of pipelines ask `check` to compare; asked of the tests themselves."""
+    seen: list[tuple[Sequence[str], ParallelConfig]] = []
+
+    def note(workers: object, ranks: int, models: Sequence[str], parallel: ParallelConfig, **_: Any) -> None:
+        seen.append((models, parallel))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(test_pipelines, "check", note)
+        for name, test in vars(test_pipelines).items():
+            if name.startswith("test_") and "check" in getattr(test, "__code__", note.__code__).co_names:
+                for case in cases(test):
+                    test(None, **case)
+    yield from seen
+
+
+def cases(test: Any) -> Iterator[dict[str, Any]]:
+    """The arguments of each case of a parametrised test."""
+    choices = []
+    for mark in getattr(test, "pytestmark", ()):
+        if mark.name == "parametrize":
+            names, values = mark.args
+            names = names.split(",") if isinstance(names, str) else names
+            choices.append([dict(zip(names, given(v, len(names)), strict=True)) for v in values])
+    for each in product(*choices):
+        yield {key: value for part in each for key, value in part.items()}
+
+
+def given(case: Any, count: int) -> Sequence[Any]:
+    """The values of one case, which may be marked."""
+    return case.values if isinstance(case, ParameterSet) else case if count > 1 else (case,)
+
+
+def table() -> str:
+    """Rows are layouts, columns models."""
+    found = proven()
+    models = list(dict.fromkeys([*test_families.NAMES, *sorted(set().union(*found.values()))]))
+    lines = [f"| Layout | {' | '.join(models)} |", "|---" * (len(models) + 1) + "|"]
+    for layout, green in found.items():
+        marks = [GREEN if m in green else "" for m in models]
+        lines.append(f"| {layout} | {' | '.join(marks)} |")
+    return "\n".join(lines)
+
+
+def contexts_table() -> str:
+    """Rows are models, columns layouts whose rows are cut."""
+    layouts = [(ranks, named(p)) for ranks, each in test_context.LAYOUTS.items() for p in each.values()]
+    lines = [f"| Model | {' | '.join(name for _, name in layouts)} |", "|---" * (len(layouts) + 1) + "|"]
+    for model in test_context.MODELS:
+        tried = {
+            (ranks, named(p))
+            for ranks, models in test_context.MANY.items()
+            for p in test_context.layouts_of(model, ranks).values()
+            if model in models
+        }
+        marks = [GREEN if layout in tried else "" for layout in layouts]
+        lines.append(f"| {model} | {' | '.join(marks)} |")
+    return "\n".join(lines)
+
+
+def page(text: str) -> str:
+    """The page with the tables as they should be."""
+    for begin, made in ((BEGIN, table()), (BEGIN_CONTEXTS, contexts_table())):
+        text = re.sub(f"(?s)(?<={begin}\n).*?(?=\n{END})", lambda _, made=made: f"\n{made}\n", text, count=1)
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    sys.exit(0)

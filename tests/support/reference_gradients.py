@@ -1,0 +1,175 @@
+"""Models of transformers as oracles: from the same perturbed weights, through our own conversion tables.
+
+`pair(config, dtype)` makes ours and theirs; `Figures` holds the largest differences that were seen, which
+docs/guide/models.md states and tests hold it to.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig
+from megatfm.convert.architecture import architecture_for
+from megatfm.convert.weight_mapping import WeightMapping, from_hf, to_hf
+from megatfm.layers.initialisation import checkpoint_tensors
+from megatfm.models import build
+
+ZOO = Path(__file__).resolve().parents[2] / "docs" / "guide" / "models.md"
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+VANISHING = 1e-6
+"""A gradient so far below all gradients together has nothing but rounding in it: keys' biases, which softmax undoes."""
+
+
+class DoubleTorch:
+    """The torch module, but what it calls float and float32 is float64."""
+
+    float = float32 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@contextmanager
+def doubled(dtype: torch.dtype, *modules: ModuleType) -> Iterator[None]:
+    """Under float64, transformers' casts to float32 (norms, angles, scales) are to float64."""
+    if dtype != torch.float64:
+        yield
+        return
+    with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
+        patches = [mock.patch.object(module, "torch", DoubleTorch()) for module in modules]
+        for patch in patches:
+            patch.start()
+        try:
+            yield
+        finally:
+            for patch in patches:
+                patch.stop()
+
+
+def perturb(model: nn.Module, seed: int = 0, scale: float = 0.2) -> None:
+    """Norms around 1, all else around 0: nothing where it starts, and attention neither uniform nor saturated."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = scale * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        is_norm = re.search(r"norm\d?(_out)?\.weight$", name)
+        parameter.data.copy_(1 + noise if is_norm else noise)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Ours and theirs from the same weights, and the table between them."""
+
+    ours: nn.Module
+    theirs: Any
+    rules: list[WeightMapping]
+
+
+def pair(config: ModelConfig, dtype: torch.dtype, seed: int = 0, among: Sequence[str] | None = None) -> Pair:
+    """Ours in training mode, theirs not (its classifiers drop); every parameter of theirs is set, and no other.
+
+    among: names of the architectures that may be chosen.
+    """
+    ours = build(config).to(dtype)
+    perturb(ours, seed)
+    state = {name: t for name, t in checkpoint_tensors(ours).items() if not isinstance(t, nn.Parameter)}
+    for i, tensor in enumerate(state.values()):
+        draws = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
+        tensor.copy_(0.2 * draws)
+    name, architecture, their_config = architecture_for(config, among)
+    kind = getattr(transformers, name)
+    options = {k: v for k, v in their_config.items() if k not in ("architectures", "model_type")}
+    if config.family == "decoder" or config.position.name == "rope":
+        options["pad_token_id"] = None  # whose embedding would get no gradient
+    theirs = (
+        kind(kind.config_class(**options, attn_implementation="eager", experts_implementation="eager"))
+        .to(dtype)
+        .eval()
+    )
+    rules = list((architecture.fused_rules or architecture.weight_mappings)(config))
+    converted = to_hf(rules, checkpoint_tensors(ours))
+    if (
+        "lm_head.weight" in converted
+    ):  # transformers ties T5 v1.1's as long as nobody puts another in its place
+        theirs.lm_head.weight = nn.Parameter(theirs.lm_head.weight.detach().clone())
+    named = dict(theirs.named_parameters())
+    named |= {name: tensor for name, tensor in theirs.named_buffers() if name in converted}
+    assert converted.keys() == named.keys()
+    with torch.no_grad():
+        for key, parameter in named.items():
+            assert parameter.shape == converted[key].shape, key
+            parameter.copy_(converted[key])
+    back = from_hf(rules, named)
+    own = checkpoint_tensors(ours)
+    assert back.keys() == own.keys()
+    assert all(torch.equal(back[key], own[key]) for key in own)
+    return Pair(ours, theirs, rules)
+
+
+@dataclass
+class Figures:
+    """The largest absolute difference of logits, and the largest relative one of a parameter's gradient."""
+
+    logits: float = 0.0
+    gradient: float = 0.0
+    compared: int = 0
+
+    def see_logits(self, ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> None:
+        """Raises AssertionError beyond the tolerance, relative to the largest logit."""
+        assert ours.shape == theirs.shape
+        assert ours.dtype == theirs.dtype == dtype
+        difference = float((ours - theirs).detach().abs().max())
+        assert difference <= TOLERANCE[dtype] * max(1.0, float(theirs.detach().abs().max()))
+        self.logits = max(self.logits, difference)
+
+    def see_gradients(self, both: Pair, dtype: torch.dtype) -> None:
+        """Of every parameter, after both had their backward pass. Raises AssertionError beyond the tolerance."""
+        gradients = {name: p.grad for name, p in both.ours.named_parameters() if p.grad is not None}
+        assert gradients.keys() == dict(both.ours.named_parameters()).keys()
+        own = [rule for rule in both.rules if gradients.keys() >= set(rule.megatfm)]  # all but those of state
+        assert {name for rule in own for name in rule.megatfm} == gradients.keys()
+        converted = to_hf(own, gradients)
+        reference = {name: p.grad for name, p in both.theirs.named_parameters()}
+        assert reference.keys() == converted.keys()
+        for name in [n for n, g in reference.items() if ".experts." in n and (g is None or not g.any())]:
+            assert not converted[name].any(), f"{name}: of an expert that no real token chose"
+            del reference[name]
+        whole = float(torch.stack([g.norm() for g in reference.values()]).norm())
+        for name, theirs in reference.items():
+            error, norm = float((converted[name] - theirs).norm()), float(theirs.norm())
+            if norm <= VANISHING * whole:
+                assert name.endswith((".key.bias", "key_global.bias", "k_proj.bias", "key_proj.bias")), (
+                    f"nothing to compare for {name}"
+                )
+                assert error <= TOLERANCE[dtype] * whole, name
+                continue
+            assert error <= TOLERANCE[dtype] * norm, f"{name}: {error / norm:.1e}"
+            self.gradient = max(self.gradient, error / norm)
+            self.compared += 1
+
+
+def row_of(preset: str) -> list[str]:
+    """The cells of its row in docs/guide/models.md."""
+    for line in ZOO.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if len(cells) > 2 and f"`{preset}`" in cells[0]:
+            return cells
+    raise AssertionError(f"docs/guide/models.md has no row for {preset}")
+
+
+def hold_to_the_docs(preset: str, dtype: torch.dtype, figures: Figures) -> None:
+    """Figures are at most what docs/guide/models.md states, but for another CPU's rounding: four times that."""
+    numbers = [float(number) for number in re.findall(r"\d(?:\.\d)?e-\d+", row_of(preset)[-1])]
+    assert len(numbers) == 4, "logits in float32 and float64, gradients in float32 and float64"
+    logits, gradient = numbers[:2], numbers[2:]
+    which = dtype == torch.float64
+    assert figures.logits <= 4 * logits[which], f"{preset}: logits {figures.logits:.1e}, {dtype}"
+    assert figures.gradient <= 4 * gradient[which], f"{preset}: gradient {figures.gradient:.1e}, {dtype}"

@@ -1,0 +1,304 @@
+"""Files past the page cache: the same bytes, hashes and errors as through it, and only where that is of use."""
+
+import errno
+import fcntl
+import os
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from blake3 import blake3
+from safetensors.torch import load_file
+
+from megatfm.checkpoint import (
+    Saver,
+    ShardedTensor,
+    chunked_io,
+    file_format,
+    file_io,
+    load,
+    read_tensors,
+    save,
+    verify,
+)
+from megatfm.errors import MegatfmError
+from tests.support.workers import Workers
+
+CHUNK = 16384
+SIZES = [0, 1, 4095, 4096, CHUNK, 3 * CHUNK, 7 * CHUNK + 4097]
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of files that no page cache has, however small they are."""
+    monkeypatch.setattr(chunked_io, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(chunked_io, "MIN_DIRECT_BYTES", CHUNK // 2)
+    monkeypatch.setattr(chunked_io, "_in_page_cache", lambda fd, size: False)
+    monkeypatch.setattr(file_format, "DIRECT_BYTES", 0)
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each read by position was a direct one."""
+    found, real = [], os.preadv
+
+    def preadv(fd: int, buffers: Any, offset: int) -> int:
+        found.append(is_direct(fd))
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    return found
+
+
+def is_direct(fd: int) -> bool:
+    return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+
+
+def made(path: Path, size: int) -> bytes:
+    content = torch.randint(0, 255, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
+    path.write_bytes(content.numpy().tobytes())
+    return path.read_bytes()
+
+
+def readers() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("megatfm-read")]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("taken", [1000, 4096, CHUNK + 1, 10**6])
+def test_a_file_is_read_as_it_is(tmp_path: Path, reads: list[bool], size: int, taken: int) -> None:
+    content, read = made(tmp_path / "file", size), bytearray()
+    with file_io.HashedFile(tmp_path / "file", direct=True) as file:
+        while file.remaining:
+            read += file.read(min(taken, file.remaining))
+        assert file.hexdigest() == blake3(content).hexdigest()
+    assert read == content
+    assert any(reads) == (size > 0)
+    assert readers() == []
+
+
+def test_what_is_skipped_is_hashed(tmp_path: Path, reads: list[bool]) -> None:
+    content = made(tmp_path / "file", SIZES[-1])
+    with file_io.HashedFile(tmp_path / "file", direct=True) as file:
+        file.skip(100)
+        assert bytes(file.read(9000)) == content[100:9100]
+        assert file.hexdigest() == blake3(content).hexdigest()
+    assert any(reads)
+
+
+@pytest.mark.parametrize("part", [1, 512, 4096])
+def test_reads_that_give_less_than_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int
+) -> None:
+    content, real = made(tmp_path / "file", SIZES[-1]), os.preadv
+
+    def short(fd: int, buffers: Any, offset: int) -> int:
+        got = real(fd, buffers, offset)
+        return min(got, part) if is_direct(fd) else got
+
+    monkeypatch.setattr(os, "preadv", short)
+    with file_io.HashedFile(tmp_path / "file", direct=True) as file:
+        assert bytes(file.read(file.size)) == content
+        assert file.hexdigest() == blake3(content).hexdigest()
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOMEM, errno.EINVAL])
+@pytest.mark.parametrize("number", [1, 2, 5])
+def test_a_read_that_fails_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool, code: int, number: int
+) -> None:
+    """EINVAL, too, where it doesn't come from reading past the page cache."""
+    made(tmp_path / "file", SIZES[-1])
+    first = (number - 1) * CHUNK
+
+    def failing(genuine: Callable[..., int]) -> Callable[..., int]:
+        def read(fd: int, buffers: Any, offset: int | None = None) -> int:
+            at = os.lseek(fd, 0, os.SEEK_CUR) if offset is None else offset
+            if at >= first:
+                raise OSError(code, os.strerror(code))
+            return genuine(fd, buffers, *([] if offset is None else [offset]))
+
+        return read
+
+    for name in ("readv", "preadv"):
+        monkeypatch.setattr(os, name, failing(getattr(os, name)))
+    with (
+        file_io.HashedFile(tmp_path / "file", direct) as file,
+        pytest.raises(MegatfmError, match=f"cannot read {tmp_path}/file: {os.strerror(code)}"),
+    ):
+        file.read(file.size)
+    assert readers() == []
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("left", [0, 4000, 4096, CHUNK, 5 * CHUNK + 1])
+def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, direct: bool, left: int) -> None:
+    made(tmp_path / "file", SIZES[-1])
+    fd = os.open(tmp_path / "file", os.O_RDWR)
+    source = file_io.chunked_io.open_reader
+
+    def shrinks(*args: Any) -> chunked_io.FileReader:
+        os.ftruncate(fd, left)
+        return source(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunked_io, "open_reader", shrinks)
+        with (
+            file_io.HashedFile(tmp_path / "file", direct) as file,
+            pytest.raises(MegatfmError, match=f"file: it shrank to {left} bytes while it was read"),
+        ):
+            file.read(file.size)
+    os.close(fd)
+
+
+def test_filesystems_that_can_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some say so when they are asked for it, and some when it is done."""
+    content, control, preadv = made(tmp_path / "file", SIZES[-1]), fcntl.fcntl, os.preadv
+    refused = []
+
+    def refuse(fd: int, *args: Any) -> int:
+        if args[0] == fcntl.F_SETFL and args[1] & os.O_DIRECT:
+            refused.append("asked")
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return control(fd, *args)
+
+    def fail(fd: int, *args: Any) -> int:
+        if is_direct(fd):
+            refused.append("done")
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return preadv(fd, *args)
+
+    for module, name, what in ((fcntl, "fcntl", refuse), (os, "preadv", fail)):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, what)
+            with file_io.HashedFile(tmp_path / "file", direct=True) as file:
+                assert bytes(file.read(file.size)) == content
+    assert {"asked", "done"} == set(refused)
+
+
+@pytest.mark.parametrize(
+    ("said", "direct"),
+    [([1, 1, 1], False), ([1, 1, errno.EAGAIN], True), ([errno.EAGAIN], True), ([errno.EOPNOTSUPP], True)],
+)
+def test_what_the_page_cache_has_is_read_from_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[int], direct: bool
+) -> None:
+    monkeypatch.undo()
+    made(tmp_path / "file", 10)
+    answers = iter(said)
+
+    def preadv(fd: int, buffers: Any, offset: int, flags: int = 0) -> int:
+        if flags != os.RWF_NOWAIT:
+            return real(fd, buffers, offset)
+        if (answer := next(answers)) != 1:
+            raise OSError(answer, os.strerror(answer))
+        return 1
+
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", preadv)
+    fd = os.open(tmp_path / "file", os.O_RDONLY)
+    source = chunked_io.open_reader(fd, 10, True)
+    assert isinstance(source, chunked_io.DirectFileReader) == direct
+    assert next(answers, None) is None
+    source.close()
+    os.close(fd)
+
+
+# ------------------------------------------------------------------------------------------------------ checkpoints
+
+
+def read_alike_and_apart(folder: Path) -> list[list[str]]:
+    """The files that are read past the page cache, of a checkpoint of two ranks: each its own, all, of two hosts."""
+    rank, found, genuine = dist.get_rank(), [], file_format.read_safetensors
+    own = ShardedTensor(torch.full((2, 3), float(rank)), (4, 3), (2 * rank, 0))
+    path = save(folder, 1, {"rows": own}, {})
+
+    def read(path: Path, entry: Any, places: Any, direct: bool = False) -> Any:
+        if direct:
+            found[-1].append(path.name)
+        return genuine(path, entry, places, direct)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(file_format, "read_safetensors", read)
+        for wanted, host in ((own, "one"), (torch.empty(4, 3), "one"), (torch.empty(4, 3), f"host-{rank}")):
+            found.append([])
+            patch.setattr(socket, "gethostname", lambda host=host: host)
+            load(path, {"rows": wanted})
+    return found
+
+
+def test_what_several_ranks_of_a_machine_read_comes_through_the_page_cache(
+    workers: Workers, tmp_path: Path
+) -> None:
+    first, second = (f"rank-0000{rank}-000.safetensors" for rank in range(2))
+    assert workers.run(read_alike_and_apart, 2, tmp_path) == [
+        [[first], [], [first, second]],
+        [[second], [], [first, second]],
+    ]
+
+
+def test_filesystems_that_can_not_write_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, refused = os.write, []
+
+    def fail(fd: int, data: Any) -> int:
+        if is_direct(fd):
+            refused.append(len(data))
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(fd, data)
+
+    monkeypatch.setattr(os, "write", fail)
+    tensors = {"large": torch.randn(64, 1024), "odd": torch.randn(33, 1023)}
+    path = save(tmp_path, 1, tensors, {})
+    assert len(refused) == 1, "tried once"
+    assert all(torch.equal(read_tensors(path)[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Address and size of each direct write."""
+    found, real = [], os.write
+
+    def write(fd: int, data: Any) -> int:
+        if is_direct(fd):
+            found.append((torch.frombuffer(data, dtype=torch.uint8).data_ptr(), len(data)))
+        return real(fd, data)
+
+    monkeypatch.setattr(os, "write", write)
+    return found
+
+
+def test_whole_blocks_are_written_right_out_of_the_copy(
+    tmp_path: Path, written: list[tuple[int, int]]
+) -> None:
+    """And only what is small or no whole blocks goes through the buffer; the library reads it all."""
+    tensors = {
+        "a": torch.arange(5.0),
+        "double": torch.arange(3.0, dtype=torch.float64),
+        "large": torch.randn(64, 1024),
+        "odd": torch.randn(33, 1023),
+        "other": torch.randn(4096, 13).to(torch.bfloat16),
+        "small": torch.randn(1024),
+    }
+    with Saver(tmp_path) as saver:
+        saver.save(1, tensors, {})
+        saver.wait_for_save()
+        start, size = saver._staging._buffer.data_ptr(), len(saver._staging._buffer)
+    assert start % chunked_io.BLOCK_BYTES == 0
+    assert all(
+        address % chunked_io.BLOCK_BYTES == length % chunked_io.BLOCK_BYTES == 0
+        for address, length in written
+    )
+    straight = sum(length for address, length in written if start <= address < start + size)
+    assert straight == tensors["large"].nbytes + tensors["other"].nbytes
+    path = tmp_path / "step-00000001"
+    verify(path)
+    theirs = load_file(path / "rank-00000-000.safetensors")
+    for read in (theirs, read_tensors(path)):
+        assert read.keys() == tensors.keys()
+        assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())

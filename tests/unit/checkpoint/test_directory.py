@@ -1,0 +1,235 @@
+"""Which checkpoint is the newest, which may go, and what is swept up."""
+
+import json
+import logging
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatfm.checkpoint import (
+    ShardedTensor,
+    file_format,
+    file_io,
+    find_latest,
+    find_latest_intact,
+    remove_leftovers,
+    save,
+    verify,
+)
+from megatfm.checkpoint.directory import list_checkpoints, purge_old_checkpoints
+from megatfm.errors import MegatfmError
+from tests.support.workers import Workers
+
+
+def save_step(folder: Path, step: int, keep: int | None = None) -> Path:
+    return save(folder, step, {"x": torch.full((4,), float(step))}, {"step": step}, keep=keep)
+
+
+def steps(folder: Path) -> list[int]:
+    """The steps that are there; nothing else may be."""
+    names = sorted(path.name for path in folder.iterdir())
+    assert all(name.startswith("step-") for name in names)
+    return [int(name[5:]) for name in names]
+
+
+def damage(path: Path) -> None:
+    (path / "rank-00000-000.safetensors").unlink()
+
+
+def test_latest_is_the_highest_step_whatever_the_order(tmp_path: Path) -> None:
+    assert find_latest(tmp_path) is None
+    assert find_latest(tmp_path / "absent") is None
+    numbers = [1, 99_999_999, 100_000_000, 20, 3]
+    random.Random(0).shuffle(numbers)
+    for step in numbers:
+        save_step(tmp_path, step)
+    assert find_latest(tmp_path) == tmp_path / "step-100000000"
+    assert [path.name for path in list_checkpoints(tmp_path)][:2] == ["step-00000001", "step-00000003"]
+
+
+def test_other_names_are_not_checkpoints(tmp_path: Path) -> None:
+    path = save_step(tmp_path, 1)
+    for name in (".step-00000002.partial-0123abcd", "step-2", "step-00000002.bak", "step-0000000x"):
+        (tmp_path / name).mkdir()
+    assert find_latest(tmp_path) == path
+
+
+def test_keep(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        save_step(tmp_path, step, keep=2)
+    assert steps(tmp_path) == [4, 5]
+    save_step(tmp_path, 6)
+    save_step(tmp_path, 7, keep=3)
+    assert steps(tmp_path) == [5, 6, 7]
+    save_step(tmp_path, 8, keep=1)
+    assert steps(tmp_path) == [8]
+
+
+def test_a_damaged_one_is_not_counted(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save_step(tmp_path, step)
+    damage(tmp_path / "step-00000004")
+    save_step(tmp_path, 5, keep=2)
+    assert steps(tmp_path) == [3, 4, 5]
+    verify(tmp_path / "step-00000003")
+
+
+def test_later_checkpoints_neither_go_nor_count(tmp_path: Path) -> None:
+    for step in (1, 2, 8, 9):
+        save_step(tmp_path, step)
+    save_step(tmp_path, 3, keep=1)
+    assert steps(tmp_path) == [3, 8, 9]
+
+
+def test_what_can_not_be_removed_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(path: Path) -> None:
+        raise MegatfmError(f"cannot remove {path}: Permission denied")
+
+    save_step(tmp_path, 1)
+    monkeypatch.setattr(file_io, "remove_tree", refuse)
+    path = save_step(tmp_path, 2, keep=1)
+    assert find_latest(tmp_path) == path
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("an old checkpoint stays: cannot remove ")
+
+
+def test_clean_removes_leftovers_only(tmp_path: Path) -> None:
+    path = save_step(tmp_path, 1)
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "file").touch()
+    leftovers = [tmp_path / f".step-00000002.{kind}-0123abcd" for kind in ("partial", "removed")]
+    for leftover in leftovers:
+        leftover.mkdir()
+        (leftover / "rank-00000-000.safetensors").touch()
+    (leftovers[0] / "link").symlink_to(outside)
+    others = [tmp_path / name for name in (".step-00000002.damaged-0123abcd", ".step-2", "notes.txt")]
+    for other in others:
+        other.mkdir()
+    assert remove_leftovers(tmp_path) == leftovers
+    assert sorted(tmp_path.iterdir()) == sorted([path, outside, *others])
+    assert (outside / "file").exists()
+    assert remove_leftovers(tmp_path) == []
+    assert remove_leftovers(tmp_path / "absent") == []
+
+
+def test_leftovers_that_can_not_be_removed_are_in_nobody_s_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stuck, other = (tmp_path / f".step-00000002.partial-{letter * 8}" for letter in "ab")
+    for leftover in (stuck, other):
+        leftover.mkdir()
+    genuine = file_io.remove_tree
+
+    def refuse(path: Path) -> None:
+        if path == stuck:
+            raise MegatfmError(f"cannot remove {path}: Permission denied")
+        genuine(path)
+
+    monkeypatch.setattr(file_io, "remove_tree", refuse)
+    assert remove_leftovers(tmp_path) == [other]
+    assert caplog.messages == [f"what a killed save left stays: cannot remove {stuck}: Permission denied"]
+
+
+def test_a_folder_that_is_none(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for use in (find_latest, remove_leftovers):
+        with pytest.raises(MegatfmError, match=r"cannot list .*file: Not a directory"):
+            use(file)
+    with pytest.raises(MegatfmError, match=r"not saved: cannot create .*file: File exists"):
+        save_step(file, 1)
+
+
+def look_together(folder: Path) -> tuple[str | None, list[str]]:
+    read = file_format.read_safetensors
+    files: list[str] = []
+    file_format.read_safetensors = lambda file, *rest: (
+        files.append(f"{file.parent.name}/{file.name}") or read(file, *rest)
+    )
+    try:
+        path = find_latest_intact(folder)
+    except MegatfmError as error:
+        return str(error), files
+    finally:
+        file_format.read_safetensors = read
+    return path.name if path else None, files
+
+
+def save_on_two(folder: Path, step: int) -> None:
+    rank = dist.get_rank()
+    save(folder, step, {"x": ShardedTensor(torch.full((2,), step), (4,), (2 * rank,))}, {})
+
+
+def test_the_ranks_share_the_reading(workers: Workers, tmp_path: Path) -> None:
+    assert workers.run(look_together, 2, tmp_path / "absent") == [(None, [])] * 2
+    for step in (1, 2):
+        workers.run(save_on_two, 2, tmp_path, step)
+    names = [f"rank-0000{rank}-000.safetensors" for rank in range(2)]
+    found = workers.run(look_together, 2, tmp_path)
+    assert found == [("step-00000002", [f"step-00000002/{name}"]) for name in names]
+    (file,) = (tmp_path / "step-00000002").glob(names[1])
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    found = workers.run(look_together, 2, tmp_path)
+    assert [name for name, _ in found] == ["step-00000001"] * 2
+    (tmp_path / "step-00000001" / names[0]).unlink()
+    (first, _), (second, _) = workers.run(look_together, 2, tmp_path)
+    assert first == second
+    assert "none of its 2 checkpoints is whole" in str(first)
+
+
+def test_what_was_damaged_and_put_aside_goes_once_a_later_one_is_verified(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = save_step(tmp_path, 5)
+    damage(path)
+    save_step(tmp_path, 5)
+    (aside,) = tmp_path.glob(".step-00000005.damaged-*")
+    remove_leftovers(tmp_path)
+    assert f"{aside}: a damaged checkpoint, kept until a later one is verified" in caplog.text
+    newest = save_step(tmp_path, 6)
+    for verified in (None, save_step(tmp_path, 4)):
+        purge_old_checkpoints(newest, 9, verified=verified)
+        assert aside.exists()
+    purge_old_checkpoints(newest, 9, verified=newest)
+    assert not list(tmp_path.glob(".*"))
+    assert steps(tmp_path) == [4, 5, 6]
+
+
+def newer(path: Path) -> None:
+    """As a later version would write it: with its hash."""
+    content = file_format.read_metadata(path).model_dump()
+    content["schema_version"], content["state"]["megatfm"] = 2, "9.1.0"
+    body = json.dumps(content).encode()
+    (path / file_format.METADATA_FILENAME).write_bytes(file_format._metadata_head(body) + body + b"}\n")
+
+
+def test_a_checkpoint_of_a_newer_version_is_neither_passed_over_nor_put_aside(tmp_path: Path) -> None:
+    for step in (3, 5):
+        save_step(tmp_path, step)
+    newer(tmp_path / "step-00000005")
+    wanted = r"written by a newer megatfm \(9\.1\.0, schema version 2\); this is .*, which reads 1: go on with that"
+    for use in (find_latest, find_latest_intact, lambda folder: save_step(folder, 5)):
+        with pytest.raises(MegatfmError, match=wanted):
+            use(tmp_path)
+    assert steps(tmp_path) == [3, 5]
+
+
+def test_what_is_quoted_of_a_file_is_short(tmp_path: Path) -> None:
+    path = save_step(tmp_path, 3)
+    for key, value in (("x" * 10**6, 1), ("step", "y" * 10**6), ("schema_version", "z" * 10**6)):
+        content = file_format.read_metadata(path).model_dump() | {key: value}
+        body = json.dumps(content).encode()
+        (tmp_path / "other").mkdir(exist_ok=True)
+        (tmp_path / "other" / file_format.METADATA_FILENAME).write_bytes(
+            file_format._metadata_head(body) + body + b"}\n"
+        )
+        with pytest.raises(MegatfmError) as caught:
+            file_format.read_metadata(tmp_path / "other")
+        assert len(str(caught.value)) < 1000

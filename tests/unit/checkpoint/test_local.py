@@ -1,0 +1,156 @@
+"""Checkpoints on node-local folders: what one node lost is on the next, and what no node has whole is not used."""
+
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatfm.checkpoint import Saver, ShardedTensor, file_io, load, read_state
+from megatfm.checkpoint.directory import list_checkpoints
+from megatfm.checkpoint.local import (
+    NodeTopology,
+    fetch_missing_files,
+    find_latest_local,
+    remove_local_after,
+)
+from tests.support.workers import Workers
+
+
+def home(folder: Path, ranks_of_a_node: int) -> Path:
+    """Ranks with the same folder are of one node."""
+    return folder / f"node-{dist.get_rank() // ranks_of_a_node}"
+
+
+def rows(value: float | None = None, split: int | None = None) -> dict[str, ShardedTensor | Tensor]:
+    """Rows of a tensor, their values their own numbers plus `value`, cut over the ranks; and a replica."""
+    rank, world = dist.get_rank(), split or dist.get_world_size()
+    start, count = 12 // world * rank, 12 // world
+    held = torch.arange(start, start + count).repeat(2, 1).T.float()
+    filled = held + value if value is not None else torch.full_like(held, -1)
+    return {
+        "rows": ShardedTensor(filled, (12, 2), (start, 0)),
+        "all": torch.full((3,), value if value is not None else -1),
+    }
+
+
+def save_steps(folder: Path, steps: list[int], per_node: int = 1) -> None:
+    with Saver(folder / "shared", local_dir=home(folder, per_node)) as saver:
+        for step in steps:
+            saver.save(step, rows(step), {"step": step}, local=True)
+
+
+def save_where_all_but_the_first_of_a_node_are_slow(folder: Path) -> None:
+    genuine = file_io.sync_folder
+
+    def slowly(path: Path) -> None:
+        time.sleep(0.3 * (dist.get_rank() % 2))
+        genuine(path)
+
+    file_io.sync_folder = slowly
+    try:
+        save_steps(folder, [1], per_node=2)
+    finally:
+        file_io.sync_folder = genuine
+
+
+def go_on(folder: Path, per_node: int = 1) -> int | None:
+    """Load the newest checkpoint of the nodes; returns its step once every value is right."""
+    nodes = NodeTopology.discover(home(folder, per_node), dist.group.WORLD)
+    held = find_latest_local(nodes)
+    if held is None:
+        return None
+    wanted = rows()
+    path = fetch_missing_files(
+        nodes, held, {name: ShardedTensor.from_tensor(tensor) for name, tensor in wanted.items()}
+    )
+    assert load(path, wanted) == {"step": held.step}
+    for name, tensor in rows(held.step).items():
+        assert torch.equal(
+            ShardedTensor.from_tensor(wanted[name]).tensor, ShardedTensor.from_tensor(tensor).tensor
+        ), name
+    assert read_state(path) == {"step": held.step}
+    return held.step
+
+
+@pytest.mark.parametrize(("world", "per_node"), [(2, 1), (3, 1), (4, 2)])
+def test_a_lost_node_is_made_up_for_by_the_next(
+    workers: Workers, tmp_path: Path, world: int, per_node: int
+) -> None:
+    workers.run(save_steps, world, tmp_path, [1, 2, 3], per_node)
+    nodes = world // per_node
+    for node in range(nodes):
+        folder = tmp_path / f"node-{node}"
+        assert [path.name for path in list_checkpoints(folder)] == ["step-00000002", "step-00000003"]
+        own = {f"rank-{rank:05d}-000.safetensors" for rank in range(node * per_node, (node + 1) * per_node)}
+        assert own < {file.name for file in (folder / "step-00000003").iterdir()}
+    assert not (tmp_path / "shared").exists()
+    for lost in range(nodes):
+        copy = tmp_path / f"without-{lost}"
+        for node in range(nodes):
+            if node != lost:
+                shutil.copytree(tmp_path / f"node-{node}", copy / f"node-{node}")
+        assert workers.run(go_on, world, copy, per_node) == [3] * world
+    for node in (0, 1):  # two neighbours are one too many
+        shutil.rmtree(tmp_path / f"node-{node}")
+    assert workers.run(go_on, world, tmp_path, per_node) == [None] * world
+
+
+def test_a_folder_gets_its_name_when_all_of_its_node_have_left_it(workers: Workers, tmp_path: Path) -> None:
+    workers.run(save_where_all_but_the_first_of_a_node_are_slow, 4, tmp_path)
+    assert workers.run(go_on, 4, tmp_path, 2) == [1] * 4
+
+
+def test_what_no_node_has_whole_is_not_used(workers: Workers, tmp_path: Path) -> None:
+    workers.run(save_steps, 2, tmp_path, [1, 2])
+    name = "step-00000002/rank-00000-000.safetensors"
+    for node in range(2):
+        file = tmp_path / f"node-{node}" / name
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+        assert workers.run(go_on, 2, tmp_path) == [2 - node] * 2
+        if node == 0:  # the damaged one gave way to the whole one of the other node
+            assert file.read_bytes() == (tmp_path / "node-1" / name).read_bytes()
+            file.write_bytes(content)
+    for node in range(2):
+        (tmp_path / f"node-{node}" / "step-00000001" / "metadata.json").write_bytes(b"{}")
+    assert workers.run(go_on, 2, tmp_path) == [None] * 2
+
+
+def drop_after(folder: Path, newest: int) -> None:
+    remove_local_after(NodeTopology.discover(home(folder, 1), dist.group.WORLD), newest)
+
+
+def test_later_ones_and_leftovers_are_forgotten(workers: Workers, tmp_path: Path) -> None:
+    workers.run(save_steps, 2, tmp_path, [4, 6])
+    (tmp_path / "node-1" / ".step-00000008.partial-01234567").mkdir()
+    workers.run(drop_after, 2, tmp_path, 4)
+    for node in range(2):
+        assert [path.name for path in (tmp_path / f"node-{node}").iterdir()] == ["step-00000004"]
+
+
+def full_node(folder: Path) -> str:
+    with Saver(folder / "shared", local_dir=home(folder, 1)) as saver:
+        saver.save(1, rows(1), {"step": 1}, local=True)
+        saver.wait_for_save()
+        if dist.get_rank() == 1:
+            (folder / "node-1" / "in-the-way").touch()
+            saver.topology = NodeTopology(folder / "node-1" / "in-the-way", 1, (0, 1), saver._group)
+        saver.save(2, rows(2), {"step": 2}, local=True)
+        try:
+            saver.wait_for_save()
+        except Exception as error:
+            return str(error)
+    return "saved"
+
+
+def test_a_node_that_can_not_write_is_named_by_all(workers: Workers, tmp_path: Path) -> None:
+    first, second = workers.run(full_node, 2, tmp_path)
+    assert first == second
+    assert first.startswith("checkpoint of step 2 not saved on the nodes: rank 1 on ")
+    assert "in-the-way" in first
+    assert workers.run(go_on, 2, tmp_path) == [1, 1]

@@ -1,0 +1,264 @@
+"""What `extends` does: a file says what differs from a preset or another file."""
+
+import copy
+import pickle
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatfm import cli
+from megatfm.config import load_config, to_toml
+from megatfm.config.load import load as load_kind
+from megatfm.config.marked_strings import FromFile
+from megatfm.config.prep import PrepConfig
+from megatfm.config.sources import find_config, preset_names
+from megatfm.errors import UsageError
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def differences(one: Any, other: Any, path: str = "") -> dict[str, Any]:
+    """The keys at which two dumps differ, with the values of the second."""
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        pairs = [differences(one[key], other[key], f"{path}.{key}") for key in one]
+        return {key: value for pair in pairs for key, value in pair.items()}
+    return {} if one == other else {path[1:]: other}
+
+
+def test_what_the_file_leaves_out_is_the_preset_s(tmp_path: Path) -> None:
+    mine = write(
+        tmp_path / "mine.toml",
+        'extends = "gpt2"\nname = "mine"\n[model.attention]\ndropout = 0.5\n[optimizer]\nbetas = [0.5, 0.6]\n',
+    )
+    changed = differences(
+        load_config("gpt2").model_dump(mode="json"), load_config(mine).model_dump(mode="json")
+    )
+    assert changed == {"name": "mine", "model.attention.dropout": 0.5, "optimizer.betas": [0.5, 0.6]}
+
+
+def test_lists_and_tables_of_free_names_replace_the_base_s(file: Path, tmp_path: Path) -> None:
+    base = write(
+        file.parent / "base.toml",
+        f'extends = "{file.name}"\nplugins = ["json", "csv"]\n[log]\nsinks = ["console"]\n',
+    )
+    mine = write(
+        tmp_path / "mine.toml",
+        f'extends = "{base}"\nplugins = []\n[data]\nvalidation = {{ mine = "s3://b/v" }}\n',
+    )
+    config = load_config(mine)
+    assert (config.plugins, config.log.sinks) == ([], ["console"])
+    assert config.data.validation == {"mine": "s3://b/v"}
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "expected"),
+    [  # of two variants: what both know stays, what only the old one knows goes
+        (
+            '[optimizer]\nname = "adamw"\nlr = 7e-3\neps = 1e-7\nweight_decay = 0.3\n',
+            '[optimizer]\nname = "adafactor"\n',
+            {"name": "adafactor", "lr": 7e-3, "weight_decay": 0.3},
+        ),
+        (  # to a plugin's and from one
+            '[optimizer]\nname = "theirs"\nlr = 7e-3\nwobble = 2\n',
+            '[optimizer]\nname = "adamw"\n',
+            {"name": "adamw", "lr": 7e-3},
+        ),
+        (
+            '[optimizer]\nname = "theirs"\nlr = 7e-3\nwobble = 2\n',
+            '[optimizer]\nname = "ours"\nwidth = 3\n',
+            {"name": "ours", "lr": 7e-3, "width": 3},
+        ),
+        (  # the default's name counts as well, and the same name changes nothing
+            "[optimizer]\nname = 'muon'\nlr = 7e-3\nmatrix_lr = 0.5\n",
+            '[optimizer]\nname = "muon"\nlr = 8e-3\n',
+            {"name": "muon", "lr": 8e-3, "matrix_lr": 0.5},
+        ),
+    ],
+)
+def test_another_name_leaves_the_keys_of_the_old_variant_behind(
+    tmp_path: Path, base: str, changes: str, expected: dict[str, Any]
+) -> None:
+    before, _, after = find_config("quickstart")[0].read_text().partition("[optimizer]")
+    after = after.partition("[lr_schedule]")[2]
+    plugins = 'plugins = ["json"]\n'  # else an unknown name is refused
+    below = write(tmp_path / "base.toml", f"{plugins}{before}{base}[lr_schedule]{after}")
+    mine = write(tmp_path / "mine.toml", f'extends = "base.toml"\n{changes}')
+    load_config(below)
+    dumped = load_config(mine).optimizer.model_dump(exclude_unset=True)
+    assert dumped == expected
+
+
+def test_a_section_below_one_that_gets_another_name_goes_with_it(tmp_path: Path) -> None:
+    mine = write(
+        tmp_path / "mine.toml",
+        'extends = "quickstart-moe"\n[model.ffn]\nname = "dense"\n[model.position]\nname = "alibi"\n',
+    )
+    dumped = load_config(mine).model.model_dump()
+    assert dumped["ffn"]["name"] == "dense"
+    assert "router" not in dumped["ffn"]
+    assert dumped["ffn"]["d_ff"] == load_config("quickstart-moe").model.ffn.d_ff
+    assert dumped["position"].keys() == {"name"}
+
+
+def test_each_file_s_paths_are_relative_to_it(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here := tmp_path / "here").mkdir()
+    monkeypatch.chdir(here)
+    mine = write(
+        tmp_path / "mine" / "mine.toml", 'extends = "../configs/small.toml"\n[data]\ntokenizer = "t.model"\n'
+    )
+    config = load_config(mine, ["run_dir=r"])
+    assert config.data.train == str(file.parent / "corpus/train")
+    assert config.data.tokenizer == str(mine.parent / "t.model")
+    assert config.data.validation == load_config(file).data.validation
+    assert config.run_dir == str(here / "r")
+    of_preset = load_config(write(mine, 'extends = "gpt2"\n[data]\nvalidation = { a = "v" }\n')).data
+    assert (of_preset.train, of_preset.validation) == (
+        str(here / "corpora/web/train"),
+        {"a": str(mine.parent / "v")},
+    )
+
+
+def test_a_base_s_string_outlives_pickle_and_copy() -> None:
+    text = FromFile("corpus", Path("/a"))
+    for again in (pickle.loads(pickle.dumps(text)), copy.deepcopy(text)):
+        assert (again, again.folder) == ("corpus", Path("/a"))
+
+
+def test_a_file_extends_one_that_extends_one(file: Path, tmp_path: Path) -> None:
+    write(
+        file.parent / "b.toml", 'extends = "small.toml"\nname = "b"\n[train]\nsteps = 20\nglobal_batch = 8\n'
+    )
+    mine = write(tmp_path / "c.toml", 'extends = "configs/b.toml"\n[train]\nsteps = 30\n')
+    config = load_config(mine, ["train.micro_batch=1"])
+    assert config.name == "b"
+    assert (config.train.steps, config.train.global_batch, config.train.micro_batch) == (30, 8, 1)
+
+
+def test_overrides_come_last_and_take_away_what_a_base_says(tmp_path: Path) -> None:
+    mine = write(tmp_path / "mine.toml", 'extends = "gpt2"\n[optimizer]\nlr = 1e-5\n')
+    config = load_config(mine, ["optimizer.lr=2e-5", "~optimizer.eps", "model.dropout="])
+    assert (config.optimizer.lr, config.model.dropout) == (2e-5, 0.0)
+
+
+def test_a_run_can_be_a_base_and_extends_is_never_stored(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "a"
+    (run / "checkpoints").mkdir(parents=True)
+    mine = write(tmp_path / "mine.toml", 'extends = "quickstart"\nname = "mine"\n')
+    stored = to_toml(load_config(mine))
+    assert "extends" not in tomllib.loads(stored)
+    write(run / "config.toml", stored.replace("min_lr_factor", "final_ratio"))  # of an earlier version
+    write(mine, 'extends = "runs/a"\n[train]\nsteps = 721\n')
+    config = load_config(mine)
+    assert differences(load_config(run).model_dump(mode="json"), config.model_dump(mode="json")) == {
+        "train.steps": 721
+    }
+
+
+def test_a_preset_s_vocabulary_goes_with_its_tokenizer(tmp_path: Path) -> None:
+    mine = write(tmp_path / "mine.toml", 'extends = "gpt2"\n')
+    assert load_config(mine).model.vocab_size == 50257
+    assert load_config(mine, ["data.corpus=c"]).model.vocab_size is None
+    write(mine, 'extends = "gpt2"\n[data]\ntokenizer = "t"\n')
+    assert load_config(mine).model.vocab_size is None
+    write(tmp_path / "wrong.toml", 'extends = "mine.toml"\nmodel = 3\n')
+    with pytest.raises(UsageError, match="model = 3: this is a section"):
+        load_config(tmp_path / "wrong.toml")
+    write(tmp_path / "next.toml", 'extends = "mine.toml"\n[train]\nsteps = 3000\n')
+    assert load_config(tmp_path / "next.toml").model.vocab_size is None
+    write(mine, 'extends = "gpt2"\n[model]\nvocab_size = 300\n[data]\ntokenizer = "t"\n')
+    assert load_config(mine, ["data.corpus=c"]).model.vocab_size == 300
+
+
+def test_preparation_extends_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    mine = write(
+        tmp_path / "a" / "mine.toml",
+        'extends = "quickstart-data"\nout = "made"\n[tokenizer]\nvocab_size = 300\n',
+    )
+    config = load_kind(PrepConfig, mine)
+    assert (config.out, config.read.builtin) == (str(mine.parent / "made"), "python-stdlib")
+    assert config.tokenizer.vocab_size == 300
+
+
+@pytest.mark.parametrize(
+    ("extends", "message"),
+    [
+        (
+            '"quickstrt"',
+            r"mine\.toml: extends = 'quickstrt': no preset .*no file {at}/quickstrt \(did you mean 'quickstart'",
+        ),
+        ('"no/b.toml"', r"mine\.toml: extends = 'no/b\.toml': .*there is no file {at}/no/b\.toml"),
+        ('"folder"', r"mine\.toml: extends = 'folder': {at}/folder: is a folder without config\.toml"),
+        (
+            '["gpt2", "bert-base"]',
+            r"mine\.toml: extends = \['gpt2', 'bert-base'\]: give one config, .*\"quickstart\"$",
+        ),
+        ('"~nobody-at-all/b.toml"', r"mine\.toml: extends = '~nobody-at-all/b\.toml': "),
+        (f'"{"x" * 300}"', r"mine\.toml: extends = 'x+': .*too long"),
+        ('""', r"mine\.toml: extends = '': give one config"),
+        ('"broken.toml"', r"^{at}/broken\.toml: not valid TOML"),
+        (
+            '"mine.toml"',
+            r"mine\.toml: extends = 'mine\.toml': a cycle, {at}/mine\.toml extends {at}/mine\.toml: take",
+        ),
+        (
+            '"a.toml"',
+            r"^{at}/b\.toml: extends = './a\.toml': a cycle, {at}/a\.toml extends {at}/b\.toml extends "
+            r"{at}/a\.toml: take",
+        ),
+        ('"wrong.toml"', r"^{at}/mine\.toml \(extends {at}/wrong\.toml\): train\.steps = 0: "),
+        ('"quickstart-data"', r"presets/quickstart-data\.toml: is a config of `megatfm prep`"),
+    ],
+)
+def test_a_base_that_can_not_be_names_the_files(tmp_path: Path, extends: str, message: str) -> None:
+    (tmp_path / "folder").mkdir()
+    write(tmp_path / "broken.toml", "a = = 1\n")
+    write(tmp_path / "a.toml", 'extends = "b.toml"\n')
+    write(tmp_path / "b.toml", 'extends = "./a.toml"\n')
+    write(tmp_path / "wrong.toml", 'extends = "quickstart"\n[train]\nsteps = 0\n')
+    mine = write(tmp_path / "mine.toml", f'extends = {extends}\nname = "mine"\n')
+    with pytest.raises(UsageError, match=message.replace("{at}", str(tmp_path))):
+        load_config(mine)
+
+
+def test_a_folder_named_as_a_preset_does_not_hide_it(tmp_path: Path) -> None:
+    (tmp_path / "quickstart").mkdir()
+    mine = write(tmp_path / "mine.toml", 'extends = "quickstart"\n')
+    assert load_config(mine) == load_config("quickstart")
+
+
+def test_extends_is_no_override() -> None:
+    with pytest.raises(
+        UsageError, match="'extends=gpt2': `extends` stands in a config file; here, give gpt2 as CONFIG"
+    ):
+        load_config("quickstart", ["extends=gpt2"])
+
+
+def test_config_show_names_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine = write(tmp_path / "mine.toml", 'extends = "quickstart"\nname = "mine"\n')
+    with pytest.raises(SystemExit) as end:
+        cli.main(["config", "show", str(mine), "train.steps=50"])
+    assert end.value.code == 0
+    first, shown = capsys.readouterr().out.split("\n", 1)
+    assert first == f"# {mine}, which extends preset quickstart; then train.steps=50"
+    assert shown == to_toml(load_config(mine, ["train.steps=50"]))
+
+
+def test_a_preset_takes_two_files_to_read() -> None:
+    for name in preset_names():
+        values = tomllib.loads(find_config(name)[0].read_text(encoding="utf-8"))
+        if "extends" in values:
+            assert "extends" not in tomllib.loads(
+                find_config(values["extends"])[0].read_text(encoding="utf-8")
+            ), name
+        assert "name" in values or "out" in values, (
+            f"{name}: a preset says its own name, or where its corpus goes"
+        )

@@ -1,0 +1,277 @@
+"""Every key of every architecture's config.json, edited: transformers computes the same, or we refuse."""
+
+import json
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import megatfm
+from megatfm.convert.architecture import ARCHITECTURES
+from megatfm.convert.architectures.sparse_encoders import TOKENS as SEEN_BY_ALL
+from megatfm.errors import MegatfmError
+from tests.unit.convert import test_decoders as decoders
+from tests.unit.convert import test_encoders as encoders
+from tests.unit.convert import test_long_encoders as long
+
+TOKENS = torch.randint(7, 60, (3, 9), generator=torch.Generator().manual_seed(3))
+LLAMA = {**decoders.LLAMA, "max_position_embeddings": 64}
+ROPE = {"rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in (*encoders.CASES, *long.CASES)},
+    **{name: decoders.MODELS[name] for name in ("gpt1", "mistral", "mla", "mla-whole-queries", "t5", "t5-v1.1")},
+    **{name: decoders.MODELS[name] for name in ("mixtral", "qwen3-moe", "deepseek-v3")},
+    **{name: decoders.MODELS[name] for name in ("olmoe", "deepseek-v2", "gpt-oss", "gemma2", "gemma3", "switch")},
+    "gpt2": ("GPT2LMHeadModel", {**decoders.GPT, "tie_word_embeddings": False}),
+    "llama": ("LlamaForCausalLM", {**LLAMA, "attention_bias": True}),
+    "llama-linear": ("LlamaForCausalLM", {**LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 4.0}}),
+    "llama-yarn": ("LlamaForCausalLM", {**LLAMA, "rope_parameters": {"rope_type": "yarn", **ROPE, "beta_fast": 4.0}}),
+    "llama-3.1": (
+        "LlamaForCausalLM",
+        {
+            **LLAMA,
+            "rope_parameters": {"rope_type": "llama3", **ROPE, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        },
+    ),
+}  # fmt: skip
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "BertForPreTraining": (),
+    "AlbertForPreTraining": (),
+    "BigBirdForPreTraining": (),
+    "mla-whole-queries": ("q_lora_rank",),
+    "t5-v1.1": (
+        "tie_word_embeddings",
+        "scale_decoder_outputs",
+        "feed_forward_proj",
+        "dense_act_fn",
+        "is_gated_act",
+    ),
+    "llama-linear": ("rope_theta",),
+    "llama-yarn": ("rope_theta", "max_position_embeddings", "original_max_position_embeddings"),
+    "llama-3.1": ("original_max_position_embeddings",),
+}
+"""Of a class that another case edits whole: what of them differs."""
+WORDS = ("gelu_new", "relu", "silu", "gelu_fast", "gated-gelu", "gated-silu", "mish", "p2c")
+WITHIN = (
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "partial_rotary_factor",
+)
+NOT_COMPARED = {
+    "legacy": "which names of the head's tensors are read; we read both, and transformers draws the head anew",
+    "architectures": "which class it is",
+    "quantization_config": "needs further packages there",
+    "torchscript": "removed there",
+    "return_dict": "how outputs are packed; with False, decoders don't run there",
+}
+
+
+def theirs_of(case: str) -> Any:
+    name, values = CASES[case]
+    if name in encoders.CASES:
+        return encoders.make(name)
+    if name in long.CASES:
+        return long.make(name)
+    if case in decoders.MODELS:
+        return decoders.theirs_of(case)
+    kind = getattr(transformers, name)
+    return encoders.perturbed(kind(kind.config_class(**values)))
+
+
+def others(value: Any) -> list[Any]:
+    """Values of the same kind, and those that stand for none."""
+    match value:
+        case bool():
+            return [not value]
+        case int():
+            return [value + 1, value * 2 + 2, max(value // 2, 1), 0, -1]
+        case float():
+            return [value * 2 + 0.125, value / 2]
+        case str():
+            return [word for word in WORDS if word != value]
+        case list():
+            return [value[:1], [*value, *value]]
+        case dict():
+            return [{}]
+    return [1, 0.5, True, "relu", {"factor": 2.0, "rope_type": "linear"}]
+
+
+class Turns:
+    """Of several edits of a key one, another with each key and case: all of them in `make test-all`."""
+
+    def __init__(self, case: str, every: bool) -> None:
+        self.every, self.count = every, [*CASES].index(case)
+
+    def of(self, values: list[Any]) -> list[Any]:
+        self.count += 1
+        return values if self.every else values[self.count % len(values) :][:1]
+
+    def come(self) -> bool:
+        """Once in eight times."""
+        self.count += 1
+        return self.every or self.count % 8 == 0
+
+
+def edits(base: Mapping[str, Any], case: str, every: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each key with other values, none and left out; keys that are not there; keys of tables; and all that is idle."""
+    turns = Turns(case, every)
+    keys = ARCHITECTURES.get(CASES[case][0]).all_keys()
+    foreign = {key for name in ARCHITECTURES.names() for key in ARCHITECTURES.get(name).all_keys()}
+    declared_idle = {key for key, declared in keys.items() if declared.is_ignored}
+    chosen = (set(base) | foreign | {"layer_types", "never_heard_of"}) - NOT_COMPARED.keys()
+    for key in sorted(chosen & {*VARIANTS[case]} if case in VARIANTS else chosen):
+        if key in declared_idle:
+            if key in base and (key in IDLE or turns.come()):
+                yield f"{key}, idle", {**base, key: IDLE.get(key, others(base[key])[0])}
+            continue
+        # What is not declared is refused before its value is looked at.
+        if key not in keys and key not in base and key != "never_heard_of" and not turns.come():
+            continue
+        for value in [*turns.of(others(base.get(key))), None] if key in keys else [1]:
+            if value != base.get(key):
+                yield f"{key} = {value!r}", {**base, key: value}
+        if key in base and (key not in keys or base[key] != keys[key].default):
+            yield f"no {key}", {other: value for other, value in base.items() if other != key}
+    for key, table in base.items():
+        if key.startswith("rope_") and isinstance(table, dict):
+            for inner in (*table, *WITHIN):
+                for value in turns.of([*others(table.get(inner, 2.0)), None]):
+                    yield f"{key}.{inner} = {value!r}", {**base, key: {**table, inner: value}}
+                if inner in table:
+                    yield f"no {key}.{inner}", {**base, key: {k: v for k, v in table.items() if k != inner}}
+            both = {**base, key: {**table, "mscale": 1.5, "mscale_all_dim": 0.5}}
+            yield f"{key}.mscale and {key}.mscale_all_dim", both
+            for value in (table, {"rope_type": "linear", "factor": 2.0}, {"type": "linear", "factor": 2.0}):
+                yield f"rope_scaling = {value!r} beside", {**base, "rope_scaling": value}
+                alone = {k: v for k, v in base.items() if k != key}
+                yield f"rope_scaling = {value!r} alone", {**alone, "rope_scaling": value, "rope_theta": 500.0}
+    free = declared_idle - NOT_COMPARED.keys() - PARTICULAR - base.keys()
+    junk = {key: True if bool in keys[key].kinds else None for key in free if keys[key].kinds}
+    junk |= {key: 3 for key in free if int in keys[key].kinds or not keys[key].kinds}
+    yield "all that is idle", {**base, **junk}
+
+
+IDLE = {
+    "dtype": "bfloat16",
+    "chunk_size_feed_forward": 3,
+    "summary_activation": "tanh",
+    "classifier_pooling": "mean",
+}
+"""Values that transformers takes, of keys in which it doesn't take any."""
+PARTICULAR = {"attn_implementation", "_attn_implementation", "num_labels", "_num_labels", "auto_map"}
+
+
+def logits(model: Any, *, ours: bool, config: Mapping[str, Any]) -> torch.Tensor:
+    """config: config.json; which tokens of a Longformer all see, transformers has as an input."""
+    if config["model_type"] in ("big_bird", "longformer"):
+        return model(long.TOKENS).logits if ours else long.logits(model, config.get(SEEN_BY_ALL, [0]))
+    if type(model).__name__.startswith(("T5", "Switch")) or (
+        ours and model.config.family == "encoder_decoder"
+    ):
+        return decoders.logits(model, ours=ours)
+    output = model(TOKENS)
+    return output.logits if ours else encoders.first(output)
+
+
+def their_logits(case: str, folder: Path, config: Mapping[str, Any]) -> torch.Tensor | str:
+    """Or why there are none: it can't be opened, or not with all of its weights."""
+    try:
+        model, info = getattr(transformers, CASES[case][0]).from_pretrained(
+            folder, output_loading_info=True, dtype=torch.float32, local_files_only=True
+        )
+        if lost := info["missing_keys"] or info["mismatched_keys"] or info["unexpected_keys"]:
+            return f"{sorted(lost)[0]} does not fit"
+        return logits(model.eval(), ours=False, config=config)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize(
+    "every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["in turns", "every value"]
+)
+@pytest.mark.parametrize("case", CASES)
+def test_every_edit_is_computed_as_transformers_does_or_refused(
+    case: str, every: bool, tmp_path: Path
+) -> None:
+    theirs_of(case).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    base = json.loads(file.read_text())
+    whole = getattr(transformers, CASES[case][0]).config_class.from_pretrained(tmp_path).to_dict()
+    base = {**json.loads(json.dumps(whole)), **base}
+    opened, refused, wrong = [], [], []
+    logging.disable(logging.ERROR)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, edited in [("as it is", base), *edits(base, case, every)]:
+            file.write_text(json.dumps(edited))
+            try:
+                got = logits(model := megatfm.load(tmp_path), ours=True, config=edited)
+                if model.config.lm_head.name == "none":  # said, see test_a_head_that_is_missing_is_told
+                    refused.append(name)
+                    continue
+            except MegatfmError:
+                refused.append(name)
+                continue
+            wanted = their_logits(case, tmp_path, edited)
+            if isinstance(wanted, str):
+                wrong.append(f"{name}: opened, though {wanted}")
+            elif got.shape != wanted.shape or not torch.allclose(got, wanted, rtol=1e-4, atol=1e-4):
+                wrong.append(f"{name}: other logits")
+            opened.append(name)
+    logging.disable(logging.NOTSET)
+    assert wrong == [], "\n".join(wrong)
+    assert {"as it is", "all that is idle"} <= {*opened}
+    assert case in VARIANTS or "never_heard_of = 1" in refused
+
+
+def test_every_architecture_is_edited() -> None:
+    """And of those with one config.json, one whole."""
+    known = {name: ARCHITECTURES.get(name) for name in ARCHITECTURES.names()}
+    heads = {name: known[name].model_type for name in known if not known[name].is_base_model}
+    assert {name for name, _ in CASES.values()} == heads.keys()
+    assert {heads[CASES[case][0]] for case in CASES.keys() - VARIANTS.keys()} == {*heads.values()}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES.names())
+def test_what_is_absent_means_what_it_means_in_transformers(name: str) -> None:
+    """And every key that transformers writes is declared."""
+    written = getattr(transformers, name).config_class().to_dict()
+    keys = ARCHITECTURES.get(name).all_keys()
+    assert written.keys() - keys.keys() == set()
+    follows = {
+        "head_dim",
+        "qk_head_dim",
+        "d_head",
+        "num_key_value_heads",
+        "rope_parameters",
+        "architectures",
+        "layer_types",
+    }
+    follows |= {
+        "num_decoder_layers",
+        "encoder_sparse_step",
+        "decoder_sparse_step",
+        "dense_act_fn",
+        "is_gated_act",
+        "scale_decoder_outputs",
+        "tie_word_embeddings",
+    }
+    for key, declared in keys.items():
+        if (
+            key in written
+            and not declared.is_ignored
+            and not declared.alias_of
+            and declared.default is not None
+        ):
+            assert declared.default == written[key], key
+        elif key in written and not declared.is_ignored and key not in follows:
+            assert written[key] is None, key

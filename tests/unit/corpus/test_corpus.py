@@ -1,0 +1,95 @@
+"""A corpus gives back what was written, and says what it is."""
+
+import os
+from collections.abc import Callable
+from itertools import combinations_with_replacement
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatfm.corpus.corpus import Corpus
+from megatfm.corpus.writer import ShardWriter
+from megatfm.errors import UsageError
+from tests.unit.corpus.tamper import assert_refused
+
+Write = Callable[..., Path]
+
+
+def test_samples_come_back_by_block_and_by_number(corpus: Corpus, make_documents: Any) -> None:
+    texts = make_documents(100)
+    read = [pair for number in range(corpus.n_blocks) for pair in corpus.read_block(number)]
+    assert [number for number, _ in read] == list(range(100))
+    for (_, tokens), text in zip(read, texts, strict=True):
+        np.testing.assert_array_equal(tokens, text)
+        assert not tokens.flags.writeable
+    for number in (0, 17, 99, 50):
+        sample = corpus.read_sample(number)
+        np.testing.assert_array_equal(sample.tokens, texts[number])
+        assert (sample.index, sample.key) == (number, f"{number:06d}")
+        assert sample.source == f"folder/file {number} ä.txt"
+        assert sample.text_bytes == 3 * len(texts[number])
+
+
+def test_facts_are_those_of_the_documents(corpus: Corpus, make_documents: Any) -> None:
+    lengths = [len(tokens) for tokens in make_documents(100)]
+    assert corpus.lengths().tolist() == lengths
+    for begin, end in combinations_with_replacement(range(corpus.n_blocks + 1), 2):
+        expected = lengths[corpus.blocks[begin] : corpus.blocks[end]]
+        assert corpus.lengths(begin, end).tolist() == expected, (begin, end)
+    assert (corpus.n_samples, corpus.n_tokens, corpus.n_text_bytes) == (100, sum(lengths), 3 * sum(lengths))
+    assert corpus.tokenizer_hash == "a" * 64
+
+
+def test_sources_that_are_no_unicode_survive(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9.txt")
+    with ShardWriter(tmp_path, tokenizer_hash="t", token_dtype="uint16") as writer:
+        writer.add("key", np.ones(1, np.uint16), name, 1)
+        writer.finish({})
+    assert Corpus.open(tmp_path).read_sample(0).source == name
+
+
+def test_only_numbers_that_exist(corpus: Corpus) -> None:
+    assert_refused(lambda: corpus.read_sample(100), "0 to 99, not 100", kind=UsageError)
+    assert_refused(lambda: corpus.read_sample(-1), "0 to 99, not -1", kind=UsageError)
+    assert_refused(lambda: corpus.read_block(corpus.n_blocks), f"not {corpus.n_blocks}")
+
+
+def test_the_fingerprint_tells_content_and_order(write: Write, make_documents: Any) -> None:
+    texts = make_documents(100)
+
+    def fingerprint(name: str, texts: list[np.ndarray], **options: Any) -> str:
+        return Corpus.open(write(texts, name, **options)).fingerprint
+
+    changed = [*texts[:-1], texts[-1] ^ 1]
+    swapped = [texts[1], texts[0], *texts[2:]]
+    same = fingerprint("same", texts)
+    assert fingerprint("again", texts, provenance={"other": "words"}) == same
+    others = [
+        fingerprint("changed", changed),
+        fingerprint("swapped", swapped),
+        fingerprint("tokenizer", texts, tokenizer_hash="b"),
+        fingerprint("frames", texts, frame_bytes=16_000),
+    ]
+    assert len({same, *others}) == 5
+
+
+def test_another_tokenizer_is_refused(corpus: Corpus) -> None:
+    corpus.check_tokenizer("a" * 64)
+    assert_refused(lambda: corpus.check_tokenizer("b" * 64), "aaaa", "bbbb", kind=UsageError)
+
+
+def test_folders_that_are_no_corpus(tmp_path: Path, folder: Path) -> None:
+    assert_refused(lambda: Corpus.open(tmp_path / "none"), "no such folder", kind=UsageError)
+    (tmp_path / "run").mkdir()
+    config = tmp_path / "run/config.toml"
+    for text, advice in (
+        ('[data]\ntrain = "corpora/a"', "data show corpora/a"),
+        ('[data.mixture.a]\npath = "s3://b/c"', "data show s3://b/c"),
+        ("data = 3", "run `megatfm prep` (again)"),
+    ):
+        config.write_text(text)
+        assert_refused(lambda: Corpus.open(tmp_path / "run"), advice, kind=UsageError)
+    assert_refused(lambda: Corpus.open(config), "is a file, not a corpus", kind=UsageError)
+    (folder / "manifest.json").unlink()
+    assert_refused(lambda: Corpus.open(folder), "no manifest.json", "megatfm prep", kind=UsageError)

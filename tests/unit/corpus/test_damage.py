@@ -1,0 +1,412 @@
+"""Damage and malice are named, in one line, before they do harm."""
+
+import errno
+import json
+import os
+import resource
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+
+from megatfm.corpus.corpus import Corpus
+from megatfm.corpus.inspect import check
+from megatfm.corpus.shard_index import MAX_FRAME_BYTES
+from megatfm.corpus.writer import ShardWriter
+from megatfm.errors import MegatfmError
+from tests.unit.corpus.tamper import (
+    INDEX,
+    SHARD,
+    Change,
+    Json,
+    assert_refused,
+    edit_index,
+    edit_manifest,
+    edited,
+    replace_index,
+    replace_shard,
+)
+
+Write = Callable[..., Path]
+
+
+def test_too_many_open_files_are_no_damage(folder: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        with pytest.raises(MegatfmError) as refused:
+            Corpus.open(folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert "ulimit -n" in str(refused.value)
+    assert "delete" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (errno.EIO, "try again when it answers"),
+        (errno.EACCES, "the right to read"),
+        (errno.ENXIO, "restore it"),
+    ],
+)
+def test_what_can_not_be_read_is_told_what_helps(
+    folder: Path, number: int, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> bytes:
+        raise OSError(number, os.strerror(number))
+
+    corpus = Corpus.open(folder)
+    monkeypatch.setattr(os, "pread", fail)
+    assert_refused(lambda: corpus.read_block(0), f"cannot be read at byte 0 ({os.strerror(number)})", advice)
+
+
+@pytest.mark.parametrize("name", [SHARD, INDEX])
+def test_missing_cut_and_linked_files_are_named_at_opening(folder: Path, tmp_path: Path, name: str) -> None:
+    path = folder / name
+    data = path.read_bytes()
+
+    def refused(reason: str) -> None:
+        assert_refused(lambda: Corpus.open(folder), name, reason, "restore it")
+
+    path.write_bytes(data[:-1])
+    refused(f"has {len(data) - 1} bytes, its manifest says {len(data)}")
+    path.write_bytes(data + b"x")
+    refused(f"has {len(data) + 1} bytes")
+    path.unlink()
+    refused("No such file")
+    os.mkfifo(path)
+    refused("special file")
+    path.unlink()
+    (tmp_path / "elsewhere").write_bytes(data)
+    path.symlink_to(tmp_path / "elsewhere")
+    refused("is a link")
+    path.unlink()
+    path.mkdir()
+    refused("special file")
+
+
+def test_a_shard_that_becomes_a_link_after_opening_is_not_followed(corpus: Corpus, tmp_path: Path) -> None:
+    path = corpus.folder / SHARD
+    shutil.move(path, tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    assert_refused(
+        lambda: corpus.read_block(corpus.shard_blocks(1)[0]), SHARD, "Too many levels of symbolic links"
+    )
+
+
+def test_what_many_documents_share_is_held_against_the_index(
+    packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their keys, sources, lengths and bytes, and where they lie: changed with the consent of hashes and checksums."""
+    corpus = Corpus.open(packed)
+    block = corpus.shard_blocks(1)[0]
+    frame, first = zstandard.decompress(corpus.frame_bytes(block)), int(corpus.blocks[block])
+    for old, new, reason in (
+        (b'"keys": ["%06d"' % first, b'"keys": ["%06d"' % 999_999, "other keys or numbers of tokens"),
+        (b'"sources": ["', b'"sources":  "', "is not readable"),
+        (b'"sources": ["f', b'"sources": [1,', "is not readable"),
+        (b'"bytes": [', b'"bytes": [1', "other numbers of bytes"),
+        (b"\x93NUMPY", b"\x93NUMPX", "no array of"),
+        (b"%06d.meta.json" % first, b"%06d.meta.jsom" % first, "no tar header"),
+    ):
+        assert frame.count(old) == 1
+        start = frame.index(old)
+        changed = frame[:start] + new + frame[start + len(new) :]
+        stored = zstandard.ZstdCompressor(write_checksum=True).compress(changed)
+        monkeypatch.setattr(Corpus, "frame_bytes", lambda *_, stored=stored: stored)
+        samples = f"samples {first} to {corpus.blocks[block + 1] - 1}"
+        assert_refused(lambda: corpus.read_block_samples(block), SHARD, samples, reason)
+
+
+def test_a_shard_that_is_cut_after_opening(corpus: Corpus) -> None:
+    path = corpus.folder / SHARD
+    path.write_bytes(path.read_bytes()[:1000])
+    assert_refused(lambda: corpus.read_block(corpus.shard_blocks(1)[-1]), SHARD, "ends at byte")
+
+
+def test_a_flipped_bit_is_named_with_frame_and_offset(corpus: Corpus) -> None:
+    path, index = corpus.folder / SHARD, corpus.indexes[1]
+    frame, offset = 2, int(index.offsets[2])
+    data = bytearray(path.read_bytes())
+    data[offset + 100] ^= 4
+    path.write_bytes(data)
+    bad = corpus.shard_blocks(1)[frame]
+    samples = f"samples {corpus.blocks[bad]} to {corpus.blocks[bad + 1] - 1}"
+    for read in (
+        lambda: corpus.read_block(bad),
+        lambda: corpus.read_sample(int(corpus.blocks[bad])),
+        lambda: check(path.parent),
+    ):
+        assert_refused(read, SHARD, f"{samples} in frame 2 at byte {offset}: damaged", "restore it")
+    corpus.read_block(bad - 1)
+    corpus.read_block(bad + 1)
+
+
+def test_the_check_hashes_what_no_frame_tells(folder: Path) -> None:
+    edit_manifest(folder, lambda m: m["shards"][1].update(blake3="0" * 64))
+    Corpus.open(folder)
+    assert_refused(lambda: check(folder), SHARD, "BLAKE3")
+
+
+@pytest.mark.parametrize("name", [SHARD, INDEX])
+def test_no_flipped_bit_passes_the_check(folder: Path, name: str) -> None:
+    path = folder / name
+    data = path.read_bytes()
+    for where in np.random.default_rng(0).integers(0, 8 * len(data), 60):
+        flipped = bytearray(data)
+        flipped[where // 8] ^= 1 << where % 8
+        path.write_bytes(flipped)
+        assert_refused(lambda: check(folder), name)
+    path.write_bytes(data)
+    check(folder)
+
+
+def test_frames_of_another_shard_are_noticed(folder: Path) -> None:
+    """Whole frames, each with a right checksum, but not the ones that the index describes."""
+    corpus = Corpus.open(folder)
+    start, end = corpus.indexes[1].offsets[1:3]
+    frame = corpus.frame_bytes(corpus.shard_blocks(0)[1])
+    data = (folder / SHARD).read_bytes()
+    swapped = data[:start] + frame + data[end:]
+    replace_shard(folder, swapped)
+
+    def other_frame(frames: np.ndarray, samples: np.ndarray) -> None:
+        frames["compressed"][1] = len(frame)
+
+    def other_size(frames: np.ndarray, samples: np.ndarray) -> None:
+        other_frame(frames, samples)
+        frames["uncompressed"][1] = corpus.indexes[0].frames["uncompressed"][1]
+
+    bad = corpus.shard_blocks(1)[1]
+    replace_index(folder, edited(corpus.indexes.complete(1), other_frame))
+    assert_refused(lambda: Corpus.open(folder).read_block(bad), SHARD, "frame 1", "the index says")
+    replace_index(folder, edited(corpus.indexes.complete(1), other_size))
+    assert_refused(lambda: Corpus.open(folder).read_block(bad), SHARD, "frame 1", "no array")
+
+
+def shifted(frames: np.ndarray, samples: np.ndarray) -> None:
+    samples["offset"][3] += 2
+
+
+def longer(frames: np.ndarray, samples: np.ndarray) -> None:
+    samples["tokens"][3] += 1
+    samples["tokens"][4] -= 1
+
+
+def outside(frames: np.ndarray, samples: np.ndarray) -> None:
+    samples["offset"][3] = 2**31
+
+
+def before(frames: np.ndarray, samples: np.ndarray) -> None:
+    samples["offset"][0] = 5
+
+
+def odd(frames: np.ndarray, samples: np.ndarray) -> None:
+    samples["offset"][3] += 1
+
+
+def absurd(frames: np.ndarray, samples: np.ndarray) -> None:
+    frames["uncompressed"][1] = MAX_FRAME_BYTES + 1
+
+
+def too_small(frames: np.ndarray, samples: np.ndarray) -> None:
+    frames["uncompressed"][1] = 4
+
+
+def uneven(frames: np.ndarray, samples: np.ndarray) -> None:
+    frames["compressed"][1] += 1
+    frames["compressed"][2] -= 1
+
+
+def regrouped(frames: np.ndarray, samples: np.ndarray) -> None:
+    frames["samples"][1] += 1
+    frames["samples"][2] -= 1
+
+
+def emptied(frames: np.ndarray, samples: np.ndarray) -> None:
+    frames["samples"][1] += frames["samples"][2]
+    frames["samples"][2] = 0
+
+
+def fewer(frames: np.ndarray, samples: np.ndarray) -> None:
+    frames["samples"][2] -= 1
+
+
+def renamed(frames: np.ndarray, samples: np.ndarray) -> None:
+    samples["key"][3] = b"../../"
+
+
+def other_bytes(frames: np.ndarray, samples: np.ndarray) -> None:
+    samples["text_bytes"][3] += 1
+    samples["text_bytes"][4] -= 1
+
+
+@pytest.mark.parametrize("change", [outside, absurd, too_small, emptied, fewer, before, odd])
+def test_an_index_that_cannot_be_true_is_named_at_opening(folder: Path, change: Change) -> None:
+    edit_index(folder, change)
+    assert_refused(lambda: Corpus.open(folder), INDEX)
+
+
+@pytest.mark.parametrize("change", [shifted, longer, uneven, regrouped, renamed, other_bytes])
+def test_an_index_that_disagrees_with_its_shard_is_named(folder: Path, change: Change) -> None:
+    edit_index(folder, change)
+    assert_refused(lambda: check(folder), SHARD)
+
+
+def test_an_index_that_gives_one_sample_twice_is_named(write: Write) -> None:
+    def doubled(frames: np.ndarray, samples: np.ndarray) -> None:
+        samples["offset"][1] = samples["offset"][0]
+
+    folder = write([np.full(100, i, np.uint16) for i in range(300)])
+    edit_index(folder, doubled)
+    second = len(Corpus.open(folder).indexes[0].samples) + 1
+    assert_refused(lambda: check(folder), SHARD, f"sample {second} in frame 0", "should start at byte 2048")
+
+
+def test_a_key_that_is_there_twice_is_named(tmp_path: Path) -> None:
+    """In tar and index alike, so that each sample is what the index says."""
+    with ShardWriter(
+        tmp_path, tokenizer_hash="t", token_dtype="uint16", shard_bytes=5000, pack=False
+    ) as writer:
+        for key in ("ab", "ba", "cd", "dc"):  # two in each shard
+            writer.add(key, np.arange(5, dtype=np.uint16), "", 0)
+        writer.finish({})
+    index = Corpus.open(tmp_path).indexes.complete(1)
+    content = zstandard.decompress((tmp_path / SHARD).read_bytes())
+    data = zstandard.compress(content.replace(b"dc.", b"cd."))  # the sums of headers stay right
+    replace_shard(tmp_path, data)
+
+    def same_key(frames: np.ndarray, samples: np.ndarray) -> None:
+        samples["key"][1], frames["compressed"][0] = samples["key"][0], len(data)
+
+    replace_index(tmp_path, edited(index, same_key))
+    assert_refused(lambda: check(tmp_path), SHARD, "sample 'cd' is there twice")
+
+
+def test_another_index_than_the_manifests_is_named(folder: Path) -> None:
+    edit_index(folder, lambda frames, samples: None)
+    Corpus.open(folder)
+    edit_manifest(folder, lambda m: m["shards"][1]["index"].update(blake3="0" * 64))
+    assert_refused(lambda: Corpus.open(folder), INDEX, "BLAKE3")
+
+
+def test_an_index_with_more_than_it_says_is_named(folder: Path) -> None:
+    content = zstandard.decompress((folder / INDEX).read_bytes())
+    replace_index(folder, zstandard.compress(content + b"more"))
+    assert_refused(lambda: Corpus.open(folder), INDEX, "longer")
+
+
+def test_a_frame_with_more_than_the_index_says_is_named(folder: Path) -> None:
+    corpus = Corpus.open(folder)
+    data, index = (folder / SHARD).read_bytes(), corpus.indexes.complete(1)
+    plain = zstandard.decompress(data[: index.offsets[1]]) + b"more".ljust(512, b"\0")
+    frame = zstandard.compress(plain)
+    replace_shard(folder, frame + data[index.offsets[1] :])
+
+    def longer_frame(frames: np.ndarray, samples: np.ndarray) -> None:
+        frames["compressed"][0], frames["uncompressed"][0] = len(frame), len(plain)
+
+    replace_index(folder, edited(index, longer_frame))
+    assert_refused(lambda: check(folder), SHARD, "frame 0", "unknown data")
+
+
+@pytest.mark.parametrize("samples", [-1, 3, 10**6])
+def test_an_index_with_other_counts_is_named(folder: Path, samples: int) -> None:
+    edit_manifest(folder, lambda m: m["shards"][1].update(samples=max(samples, 0)))
+    assert_refused(lambda: Corpus.open(folder), "shard")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"[]\n", b'{"schema_version": 2}\n', b"[" * 100_000, b"\xff\n"]
+)
+def test_an_index_that_is_none_is_named(folder: Path, content: bytes) -> None:
+    replace_index(folder, zstandard.compress(content))
+    assert_refused(lambda: Corpus.open(folder), INDEX)
+    replace_index(folder, content)
+    assert_refused(lambda: Corpus.open(folder), INDEX)
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        {"frames": 10**15},
+        {"samples": 10**15},
+        {"samples": -7},
+        {"key_width": 10**12},
+        {"key_width": 0},
+        {"frames": 1e999},
+        {"frames": None},
+    ],
+)
+def test_absurd_counts_in_an_index_are_named(folder: Path, counts: Json) -> None:
+    content = zstandard.decompress((folder / INDEX).read_bytes())
+    line, _, arrays = content.partition(b"\n")
+    replace_index(folder, zstandard.compress(json.dumps(json.loads(line) | counts).encode() + b"\n" + arrays))
+    assert_refused(lambda: Corpus.open(folder), INDEX)
+
+
+def test_an_index_that_would_unpack_to_too_much_is_refused_unread(folder: Path) -> None:
+    replace_index(folder, zstandard.compress(bytes(10**8)))
+    assert_refused(lambda: Corpus.open(folder), INDEX, "absurd")
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda m: m["shards"][1].update(file="../shard-000001.tar.zst"), "shards.1.file"),
+        (lambda m: m["shards"][1].update(file="/etc/passwd"), "shards.1.file"),
+        (lambda m: m["shards"][1].update(file="shard-000001.tar.zst\n"), "shards.1.file"),
+        (lambda m: m["shards"][1].update(file="pipe:rm"), "shards.1.file"),
+        (lambda m: m["shards"][1]["index"].update(file="../shard-000001.index.zst"), "shards.1.index.file"),
+        (lambda m: m["shards"][1].update(file=m["shards"][0]["file"]), "listed twice"),
+        (lambda m: m["shards"][1].update(bytes=10**15), "its manifest says 1000000000000000"),
+        (lambda m: m["shards"][1].update(bytes=10**30), "shards.1.bytes"),
+        (lambda m: m["shards"][1].update(bytes=-1), "shards.1.bytes"),
+        (lambda m: m["shards"][1].update(samples=10**15), "samples can't lie"),
+        (lambda m: m["shards"][1].update(samples=0, tokens=0, text_bytes=0), "shards.1.samples"),
+        (lambda m: m["shards"][1].update(tokens=1), "disagrees with the manifest"),
+        (lambda m: m["shards"][1].update(text_bytes=1), "disagrees with the manifest"),
+        (lambda m: m["shards"][1].update(blake3="x"), "shards.1.blake3"),
+        (lambda m: m.update(schema_version=2), "schema_version 2, and this megatfm reads 1: update it"),
+        (lambda m: m.update(schema_version="2"), "schema_version: Input should be 1"),
+        (lambda m: m.update(token_dtype="object"), "token_dtype"),
+        (lambda m: m.update(unknown=1), "unknown"),
+        (lambda m: m.update(shards=[]), "shards"),
+        (lambda m: m.pop("tokenizer_hash"), "tokenizer_hash"),
+        (lambda m: m.clear(), "token_dtype"),
+    ],
+)
+def test_hostile_manifests_are_named(folder: Path, change: Callable[[Json], object], word: str) -> None:
+    edit_manifest(folder, change)
+    assert_refused(lambda: Corpus.open(folder), word)
+
+
+@pytest.mark.parametrize("content", [b"", b"not json", b"\xff\xfe", b"[" * 100_000, b"null", b"[]"])
+def test_manifests_that_are_none_are_named(folder: Path, content: bytes) -> None:
+    (folder / "manifest.json").write_bytes(content)
+    assert_refused(lambda: Corpus.open(folder), "manifest.json")
+
+
+def test_a_manifest_that_is_no_plain_file_is_named(folder: Path, tmp_path: Path) -> None:
+    path = folder / "manifest.json"
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    assert_refused(lambda: Corpus.open(folder), "manifest.json", "is a link")
+    path.unlink()
+    os.mkfifo(path)
+    assert_refused(lambda: Corpus.open(folder), "manifest.json", "special file")
+
+
+def test_a_hostile_corpus_opens_nothing_outside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    edit_manifest(folder, lambda m: m["shards"][1].update(file="../corpus/shard-000001.tar.zst"))
+    opened = []
+    real = os.open
+    monkeypatch.setattr(
+        os, "open", lambda path, *rest, **options: opened.append(path) or real(path, *rest, **options)
+    )
+    assert_refused(lambda: Corpus.open(folder), "shards.1.file")
+    assert opened == [folder / "manifest.json"]

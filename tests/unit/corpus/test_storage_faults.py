@@ -1,0 +1,153 @@
+"""Corpora behind URLs when the store is away, the cache is damaged, or another corpus lies there by now."""
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from megatfm.corpus import remote
+from megatfm.corpus import storage as module
+from megatfm.corpus.corpus import Corpus
+from megatfm.corpus.storage import ShardCacheConfig
+from megatfm.errors import MegatfmError, UsageError
+from tests.unit.corpus.tamper import SHARD, assert_refused
+from tests.unit.corpus.test_storage import cache, fetched, memory, same
+
+__all__ = ["cache", "fetched", "memory"]  # fixtures
+
+
+def failing_first(
+    monkeypatch: pytest.MonkeyPatch, times: int, error: Exception | None = None
+) -> tuple[list[int], list[float]]:
+    """Have the first `times` accesses fail; the number of accesses and the seconds waited between them."""
+    accesses, waits, real = [0], list[float](), fsspec.core.url_to_fs
+
+    def access(url: str) -> Any:
+        accesses[0] += 1
+        if accesses[0] <= times:
+            raise error or ConnectionResetError("the network is down")
+        return real(url)
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", access)
+    monkeypatch.setattr(remote.time, "sleep", waits.append)
+    return accesses, waits
+
+
+def test_a_store_that_is_away_is_waited_for_some_minutes(
+    memory: str,
+    cache: ShardCacheConfig,
+    fetched: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    corpus = Corpus.open(memory, cache)
+    accesses, waits = failing_first(monkeypatch, remote.ATTEMPTS - 1)
+    corpus.read_block(0)
+    expected = [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    assert accesses == [len(expected) + 1]
+    assert all(n / 2 <= waited <= 1.5 * n for n, waited in zip(expected, waits, strict=True))
+    assert sum(expected) > 240
+    assert caplog.messages[1].startswith(
+        f"{memory}: shard-000000.tar.zst can't be read (ConnectionResetError: the"
+    )
+    assert "try 3 of 10 in " in caplog.messages[1]
+    _, others = failing_first(monkeypatch, 3)
+    corpus.read_block(corpus.shard_blocks(2)[0])
+    assert not set(waits) & set(others), "ranks don't ask together"
+    failing_first(monkeypatch, 99)
+    bad = corpus.shard_blocks(1)[0]
+    assert_refused(
+        lambda: corpus.read_block(bad), f"{memory}: {SHARD} can't be read (ConnectionResetError: the network"
+    )
+
+
+class Status(Exception):
+    """What libraries of HTTP raise: `status` is aiohttp's, `code` that of Google's."""
+
+    def __init__(self, **status: int) -> None:
+        super().__init__("said the server")
+        vars(self).update(status)
+
+
+class NoCredentialsError(Exception):
+    """As botocore names it."""
+
+
+@pytest.mark.parametrize(
+    ("error", "accesses"),
+    [
+        (PermissionError("Access Denied"), 1),
+        (NoCredentialsError("Unable to locate credentials"), 1),
+        (Status(status=403), 1),
+        (Status(code=401), 1),
+        (TypeError("a mistake"), 1),
+        (Status(status=429), 3),
+        (Status(code=503), 3),
+        (TimeoutError(), 3),
+    ],
+    ids=str,
+)
+def test_what_no_waiting_mends_ends_at_once(
+    memory: str, cache: ShardCacheConfig, monkeypatch: pytest.MonkeyPatch, error: Exception, accesses: int
+) -> None:
+    counted, waits = failing_first(monkeypatch, 2, error)
+    if accesses == 3:
+        Corpus.open(memory, cache)
+    else:
+        kind = MegatfmError if isinstance(error, TypeError) else UsageError
+        assert_refused(
+            lambda: Corpus.open(memory, cache), "manifest.json can't be read", str(error), kind=kind
+        )
+    assert counted[0] >= accesses
+    assert len(waits) == accesses - 1
+
+
+def test_a_file_system_without_locks_is_named(
+    memory: str, cache: ShardCacheConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(module.fcntl, "flock", no_locks)
+    assert_refused(
+        lambda: Corpus.open(memory, cache), "can't lock files (No locks available)", "data.cache_dir"
+    )
+
+
+def test_a_corpus_replaced_behind_its_url_is_read_as_it_is_now(
+    memory: str, folder: Path, write: Callable[..., Path], cache: ShardCacheConfig, fetched: list[str]
+) -> None:
+    """Same names and sizes, but other tokens, other frames; and one that comes back. Files that an older version kept
+    are not read."""
+    first = Corpus.open(memory, cache)
+    assert same(first, Corpus.open(folder))
+    for known in (file for shard in first.manifest.shards for file in (shard, shard.index)):
+        # Under the plain name, as versions before 2026-11 kept files.
+        (first.folder / known.file).write_bytes(first.store.path(known).read_bytes())
+    texts = [tokens.copy() for number in range(first.n_blocks) for _, tokens in first.read_block(number)]
+    others = write(texts, "others", frame_bytes=3000)
+    swapped = write([tokens[::-1].copy() for tokens in texts], "swapped", compress=False)
+    plain = write(texts, "plain", compress=False)
+    assert [s.bytes for s in Corpus.open(swapped).manifest.shards] == [
+        s.bytes for s in Corpus.open(plain).manifest.shards
+    ]
+    fs = fsspec.filesystem("memory")
+    for new in (others, plain, swapped, folder):
+        for path in new.iterdir():
+            fs.pipe(f"/bucket/corpus/{path.name}", path.read_bytes())
+        assert same(Corpus.open(memory, cache), Corpus.open(new))
+    assert fetched.count("shard-000000.index.zst") == 4, "and what is there already is not fetched again"
+
+
+def test_a_damaged_file_of_the_cache_is_told_how_to_mend(memory: str, cache: ShardCacheConfig) -> None:
+    corpus = Corpus.open(memory, cache)
+    path = corpus.store.path(corpus.manifest.shards[0].index)
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert_refused(lambda: Corpus.open(memory, cache), str(path), "delete this file of the cache", memory)
+    path.unlink()
+    assert Corpus.open(memory, cache).n_samples == 100

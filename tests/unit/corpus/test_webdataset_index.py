@@ -1,0 +1,340 @@
+"""Shards of others become a corpus where they lie, or written again; what is hostile in them is refused by name."""
+
+import argparse
+import io
+import os
+import pickle
+import tarfile
+import tracemalloc
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import webdataset as wds
+import zstandard
+from blake3 import blake3
+
+from megatfm.commands import data as command
+from megatfm.corpus import safe_tar
+from megatfm.corpus import webdataset_index as module
+from megatfm.corpus.corpus import Corpus
+from megatfm.corpus.inspect import check, show
+from megatfm.corpus.shard_index import ShardIndex
+from megatfm.corpus.webdataset_index import index_folder
+from megatfm.data.dataset import PackedDataset
+from megatfm.data.loader import DataLoader
+from megatfm.errors import MegatfmError, UsageError
+from tests.unit.corpus.tamper import assert_refused, edit_manifest
+
+HASH = "f" * 64
+Member = tuple[tarfile.TarInfo, bytes]
+
+
+def npy(tokens: Any) -> bytes:
+    file = io.BytesIO()
+    np.save(file, np.asarray(tokens))
+    return file.getvalue()
+
+
+def member(name: str, data: bytes = b"", **changes: Any) -> Member:
+    info = tarfile.TarInfo(name)
+    info.size = len(data)
+    for key, value in changes.items():
+        setattr(info, key, value)
+    return info, data
+
+
+def tar(*members: Member) -> bytes:
+    """A tar written header by header, so that it may lie."""
+    data = b"".join(info.tobuf(tarfile.GNU_FORMAT) + data + bytes(-len(data) % 512) for info, data in members)
+    return data + bytes(1024)
+
+
+def documents(n: int = 40) -> list[np.ndarray]:
+    draw = np.random.default_rng(0)
+    return [draw.integers(3, 4000, draw.integers(1, 400)).astype(np.uint16) for _ in range(n)]
+
+
+@pytest.fixture
+def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FRAME_BYTES", 4000)
+
+
+def write_wds(folder: Path, texts: list[np.ndarray], kind: str) -> Path:
+    """By the webdataset library: two shards; as tar, as tar.zst of several frames, or of one."""
+    folder.mkdir()
+    for number, part in enumerate((texts[:25], texts[25:])):
+        path = folder / f"some-{number}.tar"
+        with wds.TarWriter(str(path)) as writer:
+            for i, tokens in enumerate(part):
+                writer.write({"__key__": f"sub/{i:03d}", "json": {"i": i}, "tokens.npy": tokens})
+        if kind == "tar":
+            continue
+        data, cuts = path.read_bytes(), [0]
+        with tarfile.open(path) as archive:
+            starts = [m.offset for m in archive.getmembers() if m.name.endswith("json")]
+        cuts = [0, *starts[5::5], len(data)] if kind == "frames" else [0, len(data)]
+        frames = [zstandard.compress(data[a:b]) for a, b in pairwise(cuts)]
+        Path(f"{path}.zst").write_bytes(b"".join(frames))
+        path.unlink()
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["tar", "frames"])
+def test_they_are_indexed_where_they_lie(tmp_path: Path, kind: str, small_frames: None, causal: Any) -> None:
+    texts = documents()
+    folder = write_wds(tmp_path / "theirs", texts, kind)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    done = index_folder(folder, HASH)
+    assert f"2 shards with 40 samples, {sum(map(len, texts)):,} tokens, indexed where they are" in str(done)
+    assert {name: (folder / name).read_bytes() for name in before} == before
+    corpus = Corpus.open(folder)
+    corpus.check_tokenizer(HASH)
+    assert corpus.n_blocks >= 4
+    read = [tokens for number in range(corpus.n_blocks) for _, tokens in corpus.read_block(number)]
+    for one, other in zip(read, texts, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert check(folder).samples == 40
+    assert corpus.read_sample(30).source.startswith(
+        f"some-1.tar{'.zst' if kind == 'frames' else ''}/sub/005."
+    )
+    assert "40" in show(folder)
+    rows = PackedDataset(corpus, causal, sequence_length=64, seed=1)
+    with DataLoader(rows, global_batch=4, micro_batch=4) as loader:
+        next(loader)
+    with pytest.raises(UsageError, match="so it is indexed"):
+        index_folder(folder, HASH)
+
+
+@pytest.mark.parametrize("kind", ["tar", "frames", "one frame"])
+def test_they_are_written_again(tmp_path: Path, kind: str) -> None:
+    texts = [tokens.astype(np.int64) for tokens in documents()]
+    folder = write_wds(tmp_path / "theirs", texts, kind)
+    with pytest.raises(
+        UsageError, match=r"int64 or has an unusual header.*megatfm data index .*theirs --to FOLDER"
+    ):
+        index_folder(folder, HASH)
+    assert not (folder / "manifest.json").exists()
+    done = index_folder(folder, HASH, tmp_path / "ours")
+    assert done.rewritten
+    assert done.manifest.token_dtype == "uint16"
+    corpus = Corpus.open(tmp_path / "ours")
+    assert check(tmp_path / "ours").samples == 40
+    for number, text in enumerate(texts):
+        np.testing.assert_array_equal(corpus.read_sample(number).tokens, text)
+    assert corpus.read_sample(27).source.endswith("/sub/002")
+
+
+def test_one_frame_can_not_be_read_at_random(tmp_path: Path, small_frames: None) -> None:
+    folder = write_wds(tmp_path / "theirs", documents(80), "one frame")
+    with pytest.raises(
+        UsageError, match=r"some-0\.tar\.zst: it is one zstd frame, in which nothing can be found"
+    ):
+        index_folder(folder, HASH)
+
+
+def test_frames_that_cut_samples_are_named(tmp_path: Path) -> None:
+    data = tar(*(member(f"{i}.npy", npy(tokens)) for i, tokens in enumerate(documents())))
+    frames = [zstandard.compress(data[a : a + 5000]) for a in range(0, len(data), 5000)]
+    (tmp_path / "a.tar.zst").write_bytes(b"".join(frames))
+    with pytest.raises(UsageError, match=r"frame 0 is no tar by itself .*--to FOLDER"):
+        index_folder(tmp_path, HASH)
+    index_folder(tmp_path, HASH, tmp_path / "ours")
+    assert check(tmp_path / "ours").samples == 40
+
+
+def test_a_flipped_bit_of_a_plain_tar_is_found_by_reading_and_by_checking(
+    tmp_path: Path, small_frames: None
+) -> None:
+    folder = write_wds(tmp_path / "theirs", documents(), "tar")
+    index_folder(folder, HASH)
+    corpus = Corpus.open(folder)
+    path = folder / "some-1.tar"
+    data = bytearray(path.read_bytes())
+    data[int(corpus.indexes[1].offsets[1]) + 1000] ^= 1
+    path.write_bytes(data)
+    bad = corpus.shard_blocks(1)[1]
+    for read in (lambda: corpus.read_block(bad), lambda: check(folder)):
+        assert_refused(read, "some-1.tar", "in frame 1 at byte", "damaged", "its hash is not the index's")
+    corpus.read_block(bad - 1)
+
+
+def test_a_key_that_is_there_again_in_another_frame_is_refused(tmp_path: Path) -> None:
+    frames = [tar(GOOD)[:-1024], tar(member("1.npy", IDS))[:-1024], tar(GOOD)]
+    (tmp_path / "a.tar.zst").write_bytes(b"".join(map(zstandard.compress, frames)))
+    for out in (None, tmp_path / "ours"):
+        with pytest.raises(MegatfmError, match=r"a\.tar\.zst: sample '0' is there twice"):
+            index_folder(tmp_path, HASH, out)
+
+
+def test_later_reads_of_a_plain_tar_trust_the_first_and_checking_does_not(
+    tmp_path: Path, small_frames: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_wds(tmp_path / "theirs", documents(), "tar")
+    index_folder(folder, HASH)
+    corpus, hashed = Corpus.open(folder), list[int]()
+    real = module.frame_hash
+    monkeypatch.setattr(
+        "megatfm.corpus.corpus.frame_hash", lambda data: hashed.append(len(data)) or real(data)
+    )
+    for _ in range(3):
+        for block in range(corpus.n_blocks):
+            corpus.read_block(block)
+    assert len(hashed) == corpus.n_blocks
+    corpus.read_block_samples(0)
+    assert len(hashed) == corpus.n_blocks + 1
+    Corpus.open(folder).read_block(0)
+    assert len(hashed) == corpus.n_blocks + 2
+
+
+def test_a_frame_of_a_plain_tar_has_one_size(tmp_path: Path, small_frames: None) -> None:
+    """With two, samples could lie behind the end of what is read."""
+    folder = write_wds(tmp_path / "theirs", documents(), "tar")
+    index_folder(folder, HASH)
+    index = Corpus.open(folder).indexes.complete(0)
+    frames = index.frames.copy()
+    frames["uncompressed"][0] += 512
+    data = ShardIndex(frames, index.samples, index.frame_hashes).encode()
+    (folder / "some-0.index.zst").write_bytes(data)
+    entry = {"file": "some-0.index.zst", "bytes": len(data), "blake3": blake3(data).hexdigest()}
+    edit_manifest(folder, lambda manifest: manifest["shards"][0].update(index=entry))
+    assert_refused(lambda: Corpus.open(folder), "some-0.index.zst", "two sizes")
+
+
+def pax_bomb(size: int) -> bytes:
+    info = tarfile.TarInfo("././@PaxHeader")
+    info.type, info.size = tarfile.XHDTYPE, size
+    return info.tobuf(tarfile.GNU_FORMAT)
+
+
+def sparse_header() -> bytes:
+    """Of GNU's old kind, and it says that more of it follows."""
+    info = tarfile.TarInfo("0.npy")
+    info.type = tarfile.GNUTYPE_SPARSE
+    header = bytearray(info.tobuf(tarfile.GNU_FORMAT))
+    header[482:483] = b"\1"
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header)
+
+
+IDS = npy(np.arange(5, dtype=np.uint16))
+GOOD = member("0.npy", IDS)
+HOSTILE = {
+    "leads up": (tar(member("../up.npy", IDS)), "'../up.npy' at byte 0: its name leads out of the folder"),
+    "absolute": (tar(GOOD, member("/etc/x.npy", IDS)), "'/etc/x.npy' at byte 1024: its name leads out"),
+    "link": (tar(member("1.npy", type=tarfile.SYMTYPE, linkname="/etc/passwd")), "is a link"),
+    "hard link": (tar(GOOD, member("1.npy", type=tarfile.LNKTYPE, linkname="0.npy")), "is a link"),
+    "device": (tar(member("1.npy", type=tarfile.CHRTYPE, devmajor=1, devminor=3)), "a device"),
+    "fifo": (tar(member("1.npy", type=tarfile.FIFOTYPE)), "special file"),
+    "absurd size": (tar(member("1.npy", IDS, size=2**40)), "claims 1099511627776 bytes"),
+    "pickle": (tar(GOOD, member("0.pkl", pickle.dumps([1]))), "'0.pkl' at byte 1024: is a pickle"),
+    "pickled array": (tar(member("0.npy", npy(np.array([{}], object)))), "no array of token ids"),
+    "twice": (tar(GOOD, member("0.json", b"{}"), GOOD), "'0.npy' at byte 2048 is there twice"),
+    "twice apart": (tar(GOOD, member("1.npy", IDS), GOOD), "sample '0' is there twice"),
+    "no tokens": (tar(GOOD, member("1.txt", b"text")), "sample '1' at byte 1024 has no .npy"),
+    "floats": (tar(member("0.npy", npy([1.5]))), "no array of token ids, which are integers [n]: \"{'descr': '<f8'"),
+    "a matrix": (tar(member("0.npy", npy([[1]]))), "no array of token ids, which are integers [n]: \"{'descr': '<i8'"),
+    "a short array": (tar(member("0.npy", IDS[:-2])), "its size is not what its header says"),
+    "no array": (tar(member("0.npy", b"what?")), "no array of token ids"),
+    "long header": (tar(member("0.npy", b"\x93NUMPY\x01\x00\xff\xff" + b"(" * 65535)), "no array of token ids"),
+    "cut off": (tar(GOOD)[:600], "unexpected end of data"),
+    "cut between": (tar(GOOD)[:1024], "is cut off: no mark of a tar's end"),
+    "header cut": (tar(GOOD, GOOD)[:1200], "a.tar"),
+    "no tar": (b"x" * 4000, "not a whole tar"),
+    "a header that is no Python": (tar(member("0.npy", IDS[:30] + bytes(98) + IDS[128:])), "no array of token ids"),
+    "an odd integer": (tar(member("0.npy", IDS.replace(b"'<u2'", b"'<i24'"))), "no array of token ids"),
+    "sparse": (sparse_header(), "not a whole tar"),
+    "huge pax header": (pax_bomb(2**33) + bytes(2048), "a header of 8589934592 bytes"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+@pytest.mark.parametrize("to", [False, True])
+def test_what_is_hostile_is_refused_by_name(tmp_path: Path, case: str, to: bool) -> None:
+    data, reason = HOSTILE[case]
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    (folder / "a.tar").write_bytes(data)
+    for words in (("a.tar",), ("a.tar.zst",)):
+        if words[0] == "a.tar.zst":
+            (folder / "a.tar").unlink()
+            (folder / "a.tar.zst").write_bytes(zstandard.compress(data))
+        with pytest.raises(MegatfmError) as caught:
+            index_folder(folder, HASH, tmp_path / "ours" if to else None)
+        message = str(caught.value)
+        assert words[0] in message
+        assert "\n" not in message
+        if words[0] == "a.tar" or to:
+            assert reason in message
+        assert not (tmp_path / "ours/manifest.json").exists()
+        assert sorted(p.name for p in folder.iterdir()) == [words[0]]
+
+
+def test_a_bomb_is_refused_before_it_fills_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twelve times as large as a frame may be, though small on disk."""
+    for holder in (module, safe_tar):
+        monkeypatch.setattr(holder, "MAX_FRAME_BYTES", 2**25)
+    info = tarfile.TarInfo("0.npy")
+    info.size = 2**30
+    frame = zstandard.ZstdCompressor().compress(info.tobuf(tarfile.GNU_FORMAT) + bytes(2**24))
+    (tmp_path / "a.tar.zst").write_bytes(frame + zstandard.compress(bytes(12 * 2**25)))
+    assert (tmp_path / "a.tar.zst").stat().st_size < 2**17
+    tracemalloc.start()
+    for out in (None, tmp_path / "ours"):
+        with pytest.raises(MegatfmError, match=r"a\.tar\.zst"):
+            index_folder(tmp_path, HASH, out)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 5 * 2**25
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped"])
+def test_damaged_zstd_is_named(tmp_path: Path, damage: str) -> None:
+    folder = write_wds(tmp_path / "theirs", documents(), "frames")
+    path = folder / "some-1.tar.zst"
+    data = bytearray(path.read_bytes())
+    if damage == "flipped":
+        data[40] ^= 255
+    path.write_bytes(data[: len(data) - 7 if damage == "cut" else None])
+    for out in (None, tmp_path / "ours"):
+        with pytest.raises(
+            MegatfmError, match=r"some-1\.tar\.zst: .*(damaged|no whole tar|cut off|not a whole tar)"
+        ):
+            index_folder(folder, HASH, out)
+
+
+def test_links_to_shards_are_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere.tar").write_bytes(tar(GOOD))
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    (folder / "a.tar").symlink_to(tmp_path / "elsewhere.tar")
+    with pytest.raises(MegatfmError, match=r"a\.tar: is a link"):
+        index_folder(folder, HASH)
+    (folder / "a.tar").unlink()
+    os.mkfifo(folder / "a.tar")
+    with pytest.raises(MegatfmError, match=r"a\.tar: is a link or a special file"):
+        index_folder(folder, HASH)
+
+
+def test_folders_without_shards(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no such folder"):
+        index_folder(tmp_path / "none", HASH)
+    with pytest.raises(UsageError, match="has no shards"):
+        index_folder(tmp_path, HASH)
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr("megatfm.tokenizers.load", lambda path: SimpleNamespace(hash=HASH, path=path))
+    folder = write_wds(tmp_path / "theirs", documents(), "tar")
+    parser = argparse.ArgumentParser()
+    command.add_data_arguments(parser)
+    assert command.data_command(parser.parse_args(["index", str(folder), "--tokenizer", "x"])) == 0
+    assert "40 samples" in capsys.readouterr().out
+    assert command.data_command(parser.parse_args(["check", str(folder)])) == 0
+    assert Corpus.open(folder).tokenizer_hash == HASH

@@ -1,0 +1,318 @@
+"""Packing by fitting: every piece once an epoch, every sequence whole, few rows, on one side or two."""
+
+from collections import Counter
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatfm.corpus.corpus import Corpus
+from megatfm.data.bin_packing import best_fit_decreasing
+from megatfm.data.dataset import PackedDataset
+from megatfm.data.loader import DataLoader
+from megatfm.data.packed_rows import pack_in_memory
+from megatfm.data.sequences import (
+    IGNORE_INDEX,
+    PAD_DOCUMENT_ID,
+    DocumentChunk,
+    PackingConfig,
+    split_documents,
+)
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.rng import PieceKey, piece_keys, random_uint64
+
+PAD = 0
+
+Row = dict[str, np.ndarray]
+
+
+class Whole:
+    """A piece of n ≥ 1 tokens becomes them and one to three zeros, as the planning key says; its "marks" tell epoch,
+    sample and piece at each place. With two sides, the first has the tokens and the second twice as many marks."""
+
+    padding_values = MappingProxyType({"marks": -7})
+    fields = None
+    needs_other_documents = True
+    needs_files = False
+
+    def __init__(self, max_tokens: int, two: bool = False) -> None:
+        self.max_tokens = max_tokens
+        self.field_prefixes = ("encoder_", "") if two else ("",)
+
+    def sequence_lengths(self, n_tokens: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        first = np.where(n_tokens > 0, n_tokens + 1 + (keys % np.uint64(3)).astype(np.int64), 0)
+        return np.stack([first, 2 * n_tokens], axis=1) if len(self.field_prefixes) > 1 else first
+
+    def build_example(self, piece: DocumentChunk, key: PieceKey) -> Row:
+        tokens, planned = piece.tokens, piece_keys(key.seed, np.array([key.sample]), np.array([key.piece]))
+        lengths = self.sequence_lengths(np.array([len(tokens)]), planned).reshape(-1)
+        shown = np.zeros(lengths[0], np.int64)
+        shown[: len(tokens)] = tokens
+        code = int(random_uint64(1, *key)[0] >> np.uint64(40)) * 100 + key.piece
+        marks = np.full(lengths[-1], code % 2**31)
+        prefix = self.field_prefixes[0]
+        fields = {f"{prefix}tokens": shown, "marks": marks}
+        return fields | {"tokens": marks, "targets": marks} if prefix else fields | {"targets": shown}
+
+
+def rows_of(rows: PackedDataset, epoch: int = 0) -> list[Row]:
+    return [rows.row(position) for position in range(epoch * len(rows), (epoch + 1) * len(rows))]
+
+
+def sequences(row: Row, side: str, length: int) -> list[dict[str, tuple[int, ...]]]:
+    """The sequences of a row, after checking numbers, positions and padding of one side."""
+    documents, positions = row[f"{side}documents"], row[f"{side}positions"]
+    names = ["encoder_tokens"] if side else [name for name in row if not name.startswith("encoder_")]
+    assert all(row[name].shape == (length,) and row[name].dtype == np.int64 for name in names)
+    n = int((documents != PAD_DOCUMENT_ID).sum())
+    assert (documents[n:] == PAD_DOCUMENT_ID).all(), "padding is at the end"
+    assert (positions[n:] == 0).all()
+    for name, fill in (("tokens", PAD), ("targets", IGNORE_INDEX), ("marks", -7)):
+        if f"{side}{name}" in names:
+            assert (row[f"{side}{name}"][n:] == fill).all()
+    assert sorted(set(documents[:n].tolist())) == list(range(documents[:n].max(initial=-1) + 1))
+    assert (np.diff(documents[:n]) >= 0).all()
+    found = []
+    for number in range(documents[:n].max(initial=-1) + 1):
+        here = documents == number
+        assert positions[here].tolist() == list(range(here.sum()))
+        found.append({name: tuple(row[name][here].tolist()) for name in names})
+    return found
+
+
+blocks_of_documents = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=8), min_size=1, max_size=8)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    blocks=blocks_of_documents,
+    most=st.integers(1, 20),
+    slack=st.integers(0, 20),
+    seed=st.integers(0, 2**63),
+    epoch=st.integers(0, 10**6),
+    shuffle=st.booleans(),
+    two=st.booleans(),
+)
+def test_every_piece_is_whole_and_comes_once_an_epoch(
+    memory_corpus: Any, blocks: Any, most: int, slack: int, seed: int, epoch: int, shuffle: bool, two: bool
+) -> None:
+    corpus, objective = memory_corpus(blocks), Whole(most, two)
+    lengths = (most + 3 + slack, 2 * most + slack)
+    options = {"sequence_length": lengths[0], "target_length": lengths[1], "seed": seed, "shuffle": shuffle}
+    expected: Counter[tuple[int, ...]] = Counter()
+    for sample, tokens in enumerate(corpus.documents):
+        for piece in range(-(-len(tokens) // most)):
+            part = tokens[piece * most : (piece + 1) * most]
+            key = piece_keys(seed, np.array([sample]), np.array([piece]))
+            expected[(*part.tolist(), *[0] * (1 + int(key[0] % np.uint64(3))))] += 1
+    if not expected:
+        with pytest.raises(UsageError, match=r"none of its .* documents is long enough"):
+            PackedDataset(corpus, objective, **options)
+        return
+    rows = PackedDataset(corpus, objective, **options)
+    found: Counter[tuple[int, ...]] = Counter()
+    for row in rows_of(rows, epoch):
+        first = sequences(row, objective.field_prefixes[0], lengths[0])
+        assert first, "no row is empty"
+        found.update(one[f"{objective.field_prefixes[0]}tokens"] for one in first)
+        if two:
+            second = sequences(row, "", lengths[1])
+            assert [len(one["tokens"]) for one in second] == [
+                2 * sum(token > 0 for token in one["encoder_tokens"]) for one in first
+            ], "a sequence has one number on both sides"
+    assert found == expected
+    empty = sum(len(tokens) == 0 for tokens in corpus.documents)
+    wanted = f"{empty:,} of {empty + expected.total():,} pieces of documents are too short"
+    assert any(wanted in note for note in rows.warnings) == (empty > 0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 32), max_size=60), st.integers(32, 40))
+def test_best_fit_is_johnsons(lengths: list[int], capacity: int) -> None:
+    """Against the definition, one sequence after the other."""
+    room: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fits = [i for i, left in enumerate(room) if left >= length]
+        if not fits:
+            room.append(capacity)
+            fits = [len(room) - 1]
+        room[min(fits, key=lambda i: room[i])] -= length
+    rows = best_fit_decreasing(np.array(lengths, np.int64)[:, None], (capacity,))
+    loads = np.bincount(rows, lengths) if lengths else np.zeros(0)
+    assert sorted(loads.tolist()) == sorted(capacity - left for left in room)
+    seen = list(dict.fromkeys(rows.tolist()))
+    assert seen == list(range(len(room))), "rows are numbered by their first sequences"
+
+
+def test_rows_hold_what_was_planned_in_stored_order(memory_corpus: Any) -> None:
+    documents, objective = memory_corpus([[30, 5, 17, 8, 40, 3, 0, 11]]).documents, Whole(20)
+    pieces = split_documents(np.array([len(d) for d in documents]), objective, 0, 3).without_empty()
+    planned = best_fit_decreasing(pieces.lengths, (48,))
+    packed = pack_in_memory(documents, PackingConfig(objective, (48,), 3))
+    assert packed.n_rows == planned.max() + 1
+    parts = [documents[number][start:end] for number, start, end, _, _ in pieces.iter_chunks()]
+    for row in range(packed.n_rows):
+        tokens = packed.row(row)["tokens"]
+        expected = np.concatenate([parts[at] for at in np.flatnonzero(planned == row)])
+        assert tokens[tokens > 0].tolist() == expected.tolist()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 32), st.integers(1, 12)), max_size=50))
+def test_two_sides_both_fit(lengths: list[tuple[int, int]]) -> None:
+    given = np.array(lengths, np.int64).reshape(-1, 2)
+    rows = best_fit_decreasing(given, (32, 12))
+    for side, capacity in enumerate((32, 12)):
+        assert np.bincount(rows, given[:, side]).max(initial=0) <= capacity
+    assert sorted(set(rows.tolist())) == list(range(rows.max(initial=-1) + 1))
+    least = max((-(-given[:, side].sum() // c) for side, c in enumerate((32, 12))), default=0)
+    assert least <= rows.max(initial=-1) + 1 <= len(lengths)
+
+
+def test_few_rows_are_needed() -> None:
+    """Sequences of even lengths up to the row's fill it to more than 97 %."""
+    lengths = np.random.default_rng(0).integers(1, 513, 2000)[:, None]
+    rows = best_fit_decreasing(lengths, (512,))
+    assert lengths.sum() / (512 * (rows.max() + 1)) > 0.97
+
+
+@pytest.mark.parametrize("mean", [5, 40, 300])
+@pytest.mark.parametrize("length", [64, 512, 4096])
+def test_rows_fill_whatever_the_lengths_of_rows_and_documents(
+    memory_corpus: Any, causal_type: Any, length: int, mean: int
+) -> None:
+    """Blocks of 512 tokens, so rows of an eighth of a block and of eight; of documents cut to pieces where they are
+    longer. No group is large."""
+    draw = np.random.default_rng(0)
+    lengths = np.maximum(1, draw.lognormal(np.log(mean), 0.7, 110 * max(length, 512) // mean)).astype(int)
+    owner = np.cumsum(lengths) // 512
+    blocks = [part.tolist() for part in np.split(lengths, np.flatnonzero(np.diff(owner)) + 1)]
+    corpus, objective = memory_corpus(blocks), Whole(length - 3)
+    assert PackedDataset(corpus, causal_type(), sequence_length=length, seed=0).padding_fraction <= 0.01
+    rows = PackedDataset(corpus, objective, sequence_length=length, seed=0)
+    together = split_documents(corpus.lengths(), objective, 0, 0).without_empty().lengths
+    least = 1 - together.sum() / length / (best_fit_decreasing(together, (length,)).max() + 1)
+    assert rows.padding_fraction <= max(0.03, least + 0.01), "or the lengths don't let them"
+    *sizes, _ = rows._plan.sizes.tolist()
+    assert max(sizes, default=0) <= 256 + 2 * 512 / length
+
+
+def test_rows_are_the_same_in_all_epochs_and_their_content_is_not(memory_corpus: Any) -> None:
+    rows = PackedDataset(memory_corpus([[30, 5, 17], [8, 40, 3]]), Whole(20), sequence_length=24, seed=3)
+    plans, marks = [], []
+    for epoch in range(4):
+        read = rows_of(rows, epoch)
+        plans.append(sorted(tuple(row["tokens"].tolist()) for row in read))
+        marks.append(sorted(tuple(row["marks"].tolist()) for row in read))
+    assert plans[0] == plans[1] == plans[2] == plans[3]
+    assert len({str(one) for one in marks}) == 4
+    orders = {str([row["tokens"].tolist() for row in rows_of(rows, epoch)]) for epoch in range(4)}
+    assert len(orders) > 1, "rows come in another order"
+
+
+def joined(step: list[Row]) -> Row:
+    return {name: np.concatenate([batch[name] for batch in step]) for name in step[0]}
+
+
+def test_no_rank_micro_batch_or_resume_changes_a_row_or_its_key(corpus: Corpus) -> None:
+    rows = PackedDataset(
+        corpus, Whole(50, two=True), sequence_length=64, target_length=110, seed=3, streams=8
+    )
+    steps = len(rows) // 8 + 3
+
+    def read(position: int = 0, **options: Any) -> list[Row]:
+        fresh = PackedDataset(
+            corpus, Whole(50, two=True), sequence_length=64, target_length=110, seed=3, streams=8
+        )
+        with DataLoader(fresh, global_batch=8, position=position, **options) as loader:
+            return [joined(next(loader)) for _ in range(steps - position // 8)]
+
+    whole = read(micro_batch=8)
+    assert len({int(key) for step in whole for key in step["keys"]}) == 8 * steps
+    assert all((step["keys"] >= 0).all() for step in whole)
+    for resumed in (read(position=16, micro_batch=2), read(position=8 * (steps - 1), micro_batch=4)):
+        for one, two in zip(whole[-len(resumed) :], resumed, strict=True):
+            for name, values in one.items():
+                np.testing.assert_array_equal(values, two[name])
+    ranks = [read(micro_batch=1, data_rank=rank, data_ranks=4) for rank in range(4)]
+    for step, one in enumerate(whole):
+        for name, values in one.items():
+            np.testing.assert_array_equal(values, np.concatenate([rank[step][name] for rank in ranks]))
+
+
+def test_rows_of_padding_have_both_sides(corpus: Corpus) -> None:
+    rows = PackedDataset(corpus, Whole(50, two=True), sequence_length=64, target_length=110, seed=3, pad_id=9)
+    padding = rows.padding()
+    assert padding.keys() == rows.row(0).keys()
+    wanted = {
+        "encoder_tokens": 9,
+        "tokens": 9,
+        "targets": IGNORE_INDEX,
+        "marks": -7,
+        "documents": PAD_DOCUMENT_ID,
+    }
+    wanted |= {"encoder_documents": PAD_DOCUMENT_ID, "encoder_positions": 0, "positions": 0}
+    for name, fill in wanted.items():
+        assert padding[name].tolist() == [fill] * (64 if name.startswith("encoder_") else 110)
+    assert rows.order_config()["target_length"] == 110
+    with DataLoader(rows, global_batch=4, micro_batch=2) as loader:
+        next(loader)
+    assert loader.step_tokens == 4 * (64 + 110), "of both sides"
+
+
+def test_a_row_as_one_document(memory_corpus: Any) -> None:
+    corpus = memory_corpus([[5, 6, 7]])
+    rows = PackedDataset(corpus, Whole(20), sequence_length=40, seed=0, attend_across_documents=True)
+    row = rows.row(0)
+    n = int((row["documents"] == 0).sum())
+    assert row["documents"].tolist() == [0] * n + [PAD_DOCUMENT_ID] * (40 - n)
+    assert row["positions"].tolist() == [*range(n), *[0] * (40 - n)]
+
+
+def test_partners_are_the_other_documents_of_the_group(
+    memory_corpus: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[tuple[int, int], list[list[int]]] = {}
+
+    class Looking(Whole):
+        def build_example(self, piece: DocumentChunk, key: PieceKey) -> Row:
+            read = [
+                piece.other_documents.tokens(i).tolist() for i in range(len(piece.other_documents.lengths))
+            ]
+            assert [len(one) for one in read] == piece.other_documents.lengths.tolist()
+            seen[key.sample, key.piece] = read
+            return super().build_example(piece, key)
+
+    corpus = memory_corpus([[30, 0], [5], [7], [4, 4]])
+    monkeypatch.setattr("megatfm.data.packing_plan.group_blocks", lambda *_: [(2, 2), (3, 1), (4, 1)])
+    rows = PackedDataset(corpus, Looking(20), sequence_length=24, seed=0)
+    rows_of(rows)
+    texts = [document.tolist() for document in corpus.documents]
+    assert seen[0, 0] == seen[0, 1] == [texts[2]], "whole, and without empty ones"
+    assert seen[2, 0] == [texts[0]]
+    assert seen[3, 0] == []
+    assert any(
+        "1 of 6 sequences lie in groups of blocks with no other document" in note for note in rows.warnings
+    )
+
+
+def test_an_objective_that_says_too_much_is_named(memory_corpus: Any) -> None:
+    with pytest.raises(
+        MegatfmError, match=r"of lengths \[2\d\] of 20 tokens, for rows of \[20\]: its max_tokens = 20 is"
+    ):
+        PackedDataset(memory_corpus([[30]]), Whole(20), sequence_length=20, seed=0)
+
+
+def test_the_plan_is_the_same_however_many_documents_are_planned_at_once(
+    corpus: Corpus, causal: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for objective in (causal, Whole(50)):
+        plans = set()
+        for at_once in (1, 7, 2**18):
+            monkeypatch.setattr("megatfm.data.packing_plan.SAMPLES_AT_ONCE", at_once)
+            rows = PackedDataset(corpus, objective, sequence_length=64, seed=3)
+            plans.add(str([rows.place(position) for position in range(len(rows))]))
+        assert len(plans) == 1

@@ -1,0 +1,150 @@
+"""A plan is made once: opening again, anywhere in an epoch, reads it and the blocks that the next rows need."""
+
+import multiprocessing
+import os
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatfm.corpus.corpus import Corpus
+from megatfm.data import packing_plan
+from megatfm.data.dataset import PackedDataset
+from megatfm.data.loader import DataLoader
+from megatfm.errors import MegatfmError
+
+
+def open_rows(folder: Path, objective: Any, name: str | None = "causal", **options: Any) -> PackedDataset:
+    options = {"sequence_length": 64, "seed": 3, "streams": 4} | options
+    return PackedDataset(Corpus.open(folder), objective, plan_cache_key=name, **options)
+
+
+def places(rows: PackedDataset) -> list[Any]:
+    return [rows.place(position) for position in range(len(rows))]
+
+
+def test_a_plan_is_made_once(folder: Path, causal: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = places(open_rows(folder, causal, None))
+    assert not (folder / ".plans").exists(), "without a name nothing is stored"
+    assert places(open_rows(folder, causal)) == expected
+    made: list[str] = []
+    make = packing_plan.build_packing_plan
+    monkeypatch.setattr(packing_plan, "build_packing_plan", lambda *args: made.append("") or make(*args))
+    assert places(open_rows(folder, causal)) == expected
+    assert not made
+    for other in ({"seed": 4}, {"sequence_length": 32}, {"name": "other"}):
+        open_rows(folder, causal, **other)
+    assert len(made) == 3
+
+
+def plan_together(folder: Path, objective: Any, start: Any, made: Any, out: Any) -> None:
+    make = packing_plan.build_packing_plan
+
+    def slowly(*args: Any) -> Any:
+        made.put(os.getpid())
+        time.sleep(0.5)
+        return make(*args)
+
+    packing_plan.build_packing_plan = slowly
+    start.wait()
+    out.put(places(open_rows(folder, objective)))
+
+
+def test_of_ranks_that_open_a_corpus_at_once_one_plans(folder: Path, causal: Any) -> None:
+    """Forked, since only processes have locks of their own."""
+    context = multiprocessing.get_context("fork")
+    start, made, out = context.Barrier(3), context.Queue(), context.Queue()
+    ranks = [context.Process(target=plan_together, args=(folder, causal, start, made, out)) for _ in range(3)]
+    for rank in ranks:
+        rank.start()
+    expected = places(open_rows(folder, causal, None))
+    assert [out.get(timeout=60) for _ in ranks] == [expected] * 3
+    for rank in ranks:
+        rank.join()
+    assert made.get(timeout=60)
+    assert made.empty()
+    assert len(list((folder / ".plans").iterdir())) == 1, "the lock is gone"
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "other"])
+def test_a_damaged_plan_is_made_again(folder: Path, causal: Any, damage: str) -> None:
+    expected = places(open_rows(folder, causal))
+    (path,) = (folder / ".plans").iterdir()
+    data = bytearray(path.read_bytes())
+    data[-4] ^= 1
+    changed = {
+        "cut": data[:-4],
+        "flipped": data,
+        "empty": b"",
+        "other": b'{"key": "0", "notes": [], "blake3": ""}\n',
+    }[damage]
+    path.write_bytes(changed)
+    assert places(open_rows(folder, causal)) == expected
+    data[-4] ^= 1
+    assert path.read_bytes() == data, "it was stored again"
+
+
+def test_a_plan_that_was_made_by_another_objective_is_named(folder: Path, causal_type: Any) -> None:
+    class Longer(causal_type):  # type: ignore[misc]
+        def sequence_lengths(self, n_tokens: Any, keys: Any) -> Any:
+            return n_tokens + 100
+
+        def build_example(self, piece: Any, key: Any) -> Any:
+            fields = super().build_example(piece, key)
+            return {name: [*field, *[0] * 99] for name, field in fields.items()}
+
+    open_rows(folder, causal_type())
+    rows = open_rows(folder, Longer())
+    with pytest.raises(MegatfmError, match=r"its plan says .* delete the folder \.plans"):
+        rows.row(0)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes anywhere")
+def test_a_folder_that_is_read_only_needs_no_plan(folder: Path, causal: Any) -> None:
+    folder.chmod(0o500)
+    open_rows(folder, causal)
+
+
+def test_a_folder_where_no_plan_can_be_stored_is_planned_each_time(folder: Path, causal: Any) -> None:
+    (folder / ".plans").write_text("in the way")
+    assert places(open_rows(folder, causal)) == places(open_rows(folder, causal, None))
+
+
+def test_old_plans_are_forgotten(folder: Path, causal: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing_plan, "MAX_STORED_PLANS", 3)
+    for seed in range(6):
+        open_rows(folder, causal, seed=seed)
+    assert len(list((folder / ".plans").iterdir())) == 3
+
+
+def blocks_of(rows: PackedDataset, positions: range) -> set[tuple[int, int]]:
+    """Epoch and number of each block in which a token of one of the rows lies."""
+    found = set()
+    for slot in rows.order.slots(np.array(positions)):
+        begin = slot.begin + rows.order.carry_length(slot.begin) + 64 * rows.order.block_order(slot)[slot.row]
+        tokens = range(begin, min(begin + 64, rows.order.size))
+        found |= {(slot.epoch, rows.order.block_at(slot.epoch, at)) for at in tokens}
+    return found
+
+
+@pytest.mark.parametrize("share", [0.01, 0.99])
+def test_a_resume_late_in_an_epoch_costs_what_an_early_one_costs(
+    folder: Path, causal: Any, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted: nothing is planned, and only the blocks of the next rows are read, once each."""
+    open_rows(folder, causal)
+    monkeypatch.setattr(packing_plan, "build_packing_plan", lambda *_: pytest.fail("planned again"))
+    read: list[int] = []
+    block = Corpus.read_block
+    monkeypatch.setattr(Corpus, "read_block", lambda self, number: read.append(number) or block(self, number))
+    rows = open_rows(folder, causal)
+    start = int(share * len(rows)) // 8 * 8
+    with DataLoader(rows, global_batch=8, micro_batch=8, position=start) as loader:
+        next(loader)
+    # A step and the two ahead of it. Late in an epoch they reach into the next, which may begin with a block just read.
+    needed = Counter(block for _, block in blocks_of(rows, range(start, start + 24)))
+    assert read
+    assert Counter(read) <= needed

@@ -1,0 +1,43 @@
+"""Engines declare what they carry out, and configs that ask for more are refused."""
+
+import pytest
+
+from megatfm.config import load_config
+from megatfm.engines.registry import EngineRegistry
+from megatfm.errors import UsageError
+
+SETTINGS = {
+    "pp": ("parallel.pp = 2", "parallel.pp=2", "fp32"),
+    "cp": ("parallel.cp = 2", "parallel.cp=2", "fp32"),
+    "fp16": ("train.precision = 'fp16'", "train.precision=fp16", "fp16"),
+    "fp8": ("train.precision = 'fp8'", "train.precision=fp8", "fp8"),
+    "recompute": ("train.recompute = 'full'", "train.recompute=full", "fp32"),
+    "compile": ("train.compile = True", "train.compile=true", "fp32"),
+}
+
+
+@pytest.mark.parametrize("feature", SETTINGS)
+def test_a_feature_is_refused_unless_declared(feature: str) -> None:
+    engines = EngineRegistry()
+    engines.register("able", features=[feature])(lambda setup: None)  # type: ignore[list-item, arg-type, return-value]
+    engines.register("plain")(lambda setup: None)  # type: ignore[arg-type, return-value]
+    setting, override, precision = SETTINGS[feature]
+    for name in ("able", "plain"):
+        config = load_config("quickstart", [f"parallel.engine={name}", override])
+        if name == "able":
+            engines.check(config, precision)
+            continue
+        with pytest.raises(UsageError) as refused:
+            engines.check(config, precision)
+        assert str(refused.value).startswith(
+            f"{setting}: parallel.engine = 'plain' does not declare {feature!r}"
+        )
+        assert str(refused.value).endswith("or parallel.engine = 'able'")
+
+
+def test_an_unknown_engine_or_feature() -> None:
+    engines = EngineRegistry()
+    with pytest.raises(UsageError, match=r"unknown engine 'other'"):
+        engines.check(load_config("quickstart", ["parallel.engine=other"]), "fp32")
+    with pytest.raises(UsageError, match=r"there is no 'zero'; there are: pp, cp, ep, fp16, "):
+        engines.register("mine", features=["zero"])  # type: ignore[list-item]

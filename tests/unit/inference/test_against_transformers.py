@@ -1,0 +1,182 @@
+"""Greedy and beam search give what transformers' `generate` gives, for prompts and inputs of different lengths."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatfm.config import ModelConfig
+from megatfm.errors import UsageError
+from megatfm.inference.beam_search import LengthPenalty, beam_search, gnmt_penalty
+from megatfm.inference.decoding import Prompts, generate
+from tests.support.reference_gradients import Pair, pair
+
+VOCABULARY, STOP = 40, [3, 17]
+SMALL = {
+    "vocab_size": VOCABULARY, "d_model": 24, "n_layers": 2, "attention.n_heads": 4, "ffn.d_ff": 40, "norm.eps": 1e-5,
+    "embedding.tied": False,
+}  # fmt: skip
+GPT2 = {
+    **SMALL, "norm.name": "layer_norm", "ffn.activation": "gelu_tanh", "attention.bias": True, "ffn.bias": True,
+    "position.name": "learned", "position.max_positions": 64,
+}  # fmt: skip
+T5 = {
+    **SMALL, "family": "encoder_decoder", "ffn.activation": "relu", "attention.scale": 1.0,
+    "position.name": "t5",
+}  # fmt: skip
+MODELS = {
+    "gpt2": ("GPT2LMHeadModel", GPT2),
+    "llama": ("LlamaForCausalLM", {**SMALL, "attention.n_kv_heads": 2, "position.theta": 100.0}),
+    "t5": ("T5ForConditionalGeneration", T5),
+}
+LENGTHS = (7, 3, 5, 1)
+NEW = 14
+
+
+def power(alpha: float) -> LengthPenalty:
+    """n^α, as in transformers."""
+    return lambda n: float(n) ** alpha
+
+
+def pair_of(model: str, seed: int = 0) -> Pair:
+    name, values = MODELS[model]
+    # In float32: transformers' masks of padded rows are not made for float64.
+    both = pair(ModelConfig.from_dotted(**values), torch.float32, seed, among=[name])
+    both.ours.eval()
+    for head in (both.ours.head, both.theirs.lm_head):
+        head.weight.data *= 4  # far from uniform, so that no two texts are nearly alike
+    return both
+
+
+def rows(seed: int) -> list[Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    return [torch.randint(4, VOCABULARY, (n,), generator=random) for n in LENGTHS]
+
+
+def prompts_of(model: str, seed: int = 0) -> Prompts:
+    if model == "t5":
+        return Prompts([torch.tensor([0])] * len(LENGTHS), encoder=rows(seed))
+    return Prompts(rows(seed))
+
+
+def theirs_of(both: Pair, model: str, seed: int = 0, **options: object) -> Tensor:
+    """The new tokens [B, n] of their `generate`, on rows padded as they want it."""
+    longest, padded = max(LENGTHS), []
+    for row in rows(seed):
+        empty = torch.zeros(longest - len(row), dtype=torch.int64)
+        padded.append(torch.cat([row, empty] if model == "t5" else [empty, row]))
+    inputs = torch.stack(padded)
+    start = {"decoder_start_token_id": 0} if model == "t5" else {}
+    out = both.theirs.generate(
+        inputs, attention_mask=(inputs != 0).long(), max_new_tokens=NEW, do_sample=False, pad_token_id=0,
+        eos_token_id=STOP, bos_token_id=None, **start, **options,
+    )  # fmt: skip
+    return out[:, 1 if model == "t5" else longest :]
+
+
+def until_stop(tokens: list[int]) -> list[int]:
+    ends = [i + 1 for i, token in enumerate(tokens) if token in STOP]
+    return tokens[: ends[0]] if ends else tokens
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+@pytest.mark.parametrize("model", MODELS)
+def test_greedy(model: str, seed: int) -> None:
+    both = pair_of(model, seed)
+    theirs = [until_stop(row) for row in theirs_of(both, model, seed).tolist()]
+    for cache in (True, False):
+        made = generate(
+            both.ours, prompts_of(model, seed), max_tokens=NEW, stop_token=STOP, cache=cache
+        ).tolist()
+        start = 1 if model == "t5" else max(LENGTHS)
+        assert [until_stop(row[start:]) for row in made] == theirs
+    assert len({token for row in theirs for token in row}) > 6, "texts this dull would prove nothing"
+
+
+@pytest.mark.parametrize(("beams", "alpha"), [(1, 1.0), (2, 0.0), (3, 1.0), (4, 2.0), (4, -0.5), (5, 0.6)])
+@pytest.mark.parametrize("model", MODELS)
+def test_beams(model: str, beams: int, alpha: float) -> None:
+    seed = 11
+    both, found = pair_of(model, seed), []
+    theirs = theirs_of(
+        both, model, seed, num_beams=beams, length_penalty=alpha, early_stopping="never"
+    ).tolist()
+    for cache in (True, False):
+        found = beam_search(
+            both.ours, prompts_of(model, seed), beams=beams, max_tokens=NEW, stop_token=STOP,
+            penalty=power(alpha), cache=cache,
+        )  # fmt: skip
+        assert [each.tokens.tolist() for each in found] == [until_stop(row) for row in theirs]
+    if beams > 1:
+        greedy = generate(both.ours, prompts_of(model, seed), max_tokens=NEW, stop_token=STOP).tolist()
+        assert any(
+            until_stop(row[-NEW:]) != each.tokens.tolist() for row, each in zip(greedy, found, strict=True)
+        )
+
+
+@pytest.mark.parametrize("penalty", [gnmt_penalty(0.6), gnmt_penalty(0.0), power(1.0), power(-1.0)])
+def test_enough_beams_find_the_best_text_of_all(penalty: LengthPenalty) -> None:
+    """Among all texts of up to four tokens out of four, each scored by itself."""
+    config = ModelConfig.from_dotted(**{**MODELS["llama"][1], "vocab_size": 5})
+    ours = pair(config, torch.float64, 3).ours.eval()
+    ours.head.weight.data *= 3
+    prompt = torch.tensor([4, 1, 4])
+    (found,) = beam_search(
+        ours, Prompts([prompt]), beams=128, max_tokens=4, stop_token=3, penalty=penalty, vocab_size=4
+    )
+    best, scores = (-math.inf, ()), []
+    for n in range(1, 5):
+        for text in itertools.product(range(4), repeat=n):
+            if 3 in text[:-1] or (n < 4 and text[-1] != 3):
+                continue
+            whole = torch.cat([prompt, torch.tensor(text)])
+            with torch.no_grad():
+                logs = ours(whole[None]).logits[0, :, :4].log_softmax(-1)
+            score = float(logs[2:-1].gather(1, whole[3:, None]).sum()) / penalty(n)
+            scores.append(score)
+            best = max(best, (score, text))
+    assert tuple(found.tokens.tolist()) == best[1]
+    assert found.score == pytest.approx(best[0], rel=1e-9)
+    assert len(scores) == 1 + 3 + 9 + 27 * 4
+
+
+def test_beams_go_past_ids_that_a_head_masks() -> None:
+    """As if the vocabulary had the other ids alone, which are numbered without a gap."""
+    ours = pair(ModelConfig.from_dotted(**MODELS["llama"][1]), torch.float64, 3).ours.eval()
+    few = beam_search(ours, Prompts(rows(0)), beams=4, max_tokens=6, stop_token=STOP, vocab_size=20)
+    hook = ours.register_forward_hook(
+        lambda _, __, output: output._replace(
+            logits=output.logits.index_fill(-1, torch.arange(20, 40), -math.inf)
+        )
+    )
+    masked = beam_search(ours, Prompts(rows(0)), beams=4, max_tokens=6, stop_token=STOP)
+    hook.remove()
+    assert [each.tokens.tolist() for each in masked] == [each.tokens.tolist() for each in few]
+
+
+def test_the_penalties() -> None:
+    assert gnmt_penalty(0.6)(1) == 1.0
+    assert gnmt_penalty(1.0)(7) == 2.0
+
+
+def test_what_cannot_be_continued() -> None:
+    t5, gpt2 = pair_of("t5").ours, pair_of("gpt2").ours
+    token = torch.tensor([5])
+    with pytest.raises(UsageError, match="'encoder_decoder' needs tokens for its encoder"):
+        generate(t5, Prompts([token]), max_tokens=1)
+    with pytest.raises(UsageError, match="'decoder' has no encoder: give no tokens for one"):
+        generate(gpt2, Prompts([token], [token]), max_tokens=1)
+    with pytest.raises(UsageError, match="the encoder needs at least one token for each prompt"):
+        generate(t5, Prompts([token, token], encoder=[token]), max_tokens=1)
+    with pytest.raises(
+        UsageError,
+        match=r"of 64 tokens and 2 more, but model.position.max_positions = 64: ask for at most 1$",
+    ):
+        generate(gpt2, Prompts([token.repeat(64)]), max_tokens=2)
+    with pytest.raises(UsageError, match=r"a prompt of 69 tokens .* = 64: shorten it by 5$"):
+        generate(gpt2, Prompts([token.repeat(69)]), max_tokens=2)
+    assert generate(gpt2, Prompts([token.repeat(64)]), max_tokens=1).shape == (1, 65)
+    with pytest.raises(UsageError, match="at least one beam"):
+        beam_search(gpt2, Prompts([token]), beams=0, max_tokens=1, stop_token=None)

@@ -1,0 +1,184 @@
+"""Sentences to vectors, against transformers and pooling by hand."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    BertModel,
+    BertTokenizer,
+    RobertaConfig,
+    RobertaModel,
+    XLNetConfig,
+    XLNetModel,
+)
+
+import megatfm
+from megatfm.errors import UsageError
+from megatfm.inference.embeddings import SentenceEmbedder
+from megatfm.tokenizers import SentencePieceTokenizer
+from tests.support.reference_gradients import perturb
+
+from .conftest import MODEL, random_model, write_run
+from .test_load import rewrite
+
+PIECES = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "[MASK]",
+    *"abcdefghij",
+    *(f"##{letter}" for letter in "abcdefghij"),
+]
+SENTENCES = ["a bad cab", "i", "deaf babe fed a bee had a big bag", "", "cab"]
+SMALL = {
+    "vocab_size": len(PIECES), "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 40, "max_position_embeddings": 32,
+}  # fmt: skip
+
+
+def folder_of(path: Path, theirs: Any) -> Path:
+    """As a MiniLM lies on the Hub: a bare encoder and a vocab.txt."""
+    perturb(theirs)
+    theirs.eval().save_pretrained(path)
+    (path / "vocab.txt").write_text("\n".join(PIECES) + "\n")
+    return path
+
+
+@pytest.fixture
+def bert(tmp_path: Path) -> tuple[Path, BertModel, BertTokenizer]:
+    theirs = BertModel(BertConfig(**SMALL))
+    folder = folder_of(tmp_path / "bert", theirs)
+    return folder, theirs, BertTokenizer.from_pretrained(folder)
+
+
+def by_hand(theirs: Any, given: Any, pooling: str) -> torch.Tensor:
+    with torch.no_grad():
+        hidden = theirs(**given).last_hidden_state
+    if pooling == "first":
+        return hidden[:, 0]
+    counted = given["attention_mask"].bool()
+    if pooling == "masked":
+        text = counted & (given["input_ids"] > 4)
+        counted = torch.where(text.any(1, keepdim=True), text, counted)
+    return torch.stack([rows[kept].mean(0) for rows, kept in zip(hidden, counted, strict=True)])
+
+
+@pytest.mark.parametrize("pooling", ["mean", "first", "masked"])
+@pytest.mark.parametrize("batch", [1, 2, 32])
+def test_vectors_are_transformers(bert: Any, pooling: Any, batch: int) -> None:
+    folder, theirs, tokenizer = bert
+    encoder = megatfm.load(folder)
+    vectors = encoder.encode(SENTENCES, pooling=pooling, batch=batch)
+    wanted = by_hand(theirs, tokenizer(SENTENCES, padding=True, return_tensors="pt"), pooling)
+    torch.testing.assert_close(vectors, wanted, rtol=1e-5, atol=1e-5)
+    unit = encoder.encode(SENTENCES, pooling=pooling, normalize=True)
+    torch.testing.assert_close(unit, torch.nn.functional.normalize(wanted), rtol=1e-5, atol=1e-5)
+
+
+def test_a_folder_of_sentence_transformers_says_how(bert: Any, caplog: pytest.LogCaptureFixture) -> None:
+    folder, theirs, tokenizer = bert
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode_cls_token": True}))
+    modules = [
+        {"type": f"sentence_transformers.models.{name}"} for name in ("Transformer", "Pooling", "Normalize")
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 8}))
+    vectors = megatfm.load(folder).encode(SENTENCES)
+    given = tokenizer(SENTENCES, padding=True, truncation=True, max_length=8, return_tensors="pt")
+    wanted = torch.nn.functional.normalize(by_hand(theirs, given, "first"))
+    torch.testing.assert_close(vectors, wanted, rtol=1e-5, atol=1e-5)
+    assert "2 of 5 texts are cut at 8 tokens" in caplog.text
+    (folder / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode_max_tokens": True}))
+    with pytest.raises(UsageError, match="pooling_mode_max_tokens: megatfm has pooling_mode_mean_tokens"):
+        megatfm.load(folder).encode(SENTENCES)
+
+
+def test_positions_that_begin_after_the_padding_s_id(tmp_path: Path) -> None:
+    theirs = RobertaModel(RobertaConfig(**SMALL, pad_token_id=0))
+    folder = folder_of(tmp_path / "roberta", theirs)
+    tokenizer = BertTokenizer.from_pretrained(folder)
+    given = tokenizer(SENTENCES, padding=True, return_tensors="pt")
+    given.pop("token_type_ids", None)
+    wanted = by_hand(theirs, given, "mean")
+    torch.testing.assert_close(megatfm.load(folder).encode(SENTENCES), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_padding_that_is_forgotten_is_said_once(bert: Any, caplog: pytest.LogCaptureFixture) -> None:
+    folder, _, tokenizer = bert
+    given = tokenizer(SENTENCES, padding=True, return_tensors="pt")
+    model = megatfm.load(folder)
+    marked = given["attention_mask"].long() - 1
+    with torch.no_grad(), caplog.at_level(logging.WARNING):
+        caplog.clear()
+        model(given["input_ids"], documents=marked)
+        model(given["input_ids"][:1])
+        assert caplog.text == ""
+        model(given["input_ids"])
+        model(given["input_ids"])
+    assert caplog.text.count("rows end in the padding token 0, and no `documents` say so") == 1
+
+
+def test_what_can_t_be_pooled(bert: Any) -> None:
+    encoder = megatfm.load(bert[0])
+    with pytest.raises(UsageError, match="pooling = 'max': choose one of mean, first, masked"):
+        encoder.encode("a", pooling="max")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="no sentences"):
+        encoder.encode([])
+    with pytest.raises(UsageError, match="sentences: 7 is no text"):
+        encoder.encode(["a", 7])  # type: ignore[list-item]
+    with pytest.raises(UsageError, match="batch = 0: choose 1 or more"):
+        encoder.encode("a", batch=0)
+    short = SentenceEmbedder(encoder.module, encoder.tokenizer, max_tokens=2)
+    with pytest.raises(
+        UsageError, match="max_tokens = 2: 2 tokens stand around a text already: choose 3 or more"
+    ):
+        short.encode("a")
+    assert SentenceEmbedder(encoder.module, encoder.tokenizer, max_tokens=3).encode("abc").shape == (1, 24)
+
+
+def mean_of(model: torch.nn.Module, ids: list[int], **fields: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([ids]), **fields).hidden[0].mean(0)
+
+
+@pytest.mark.parametrize("begins", [None, (), (7,)])
+def test_a_decoder_reads_what_stood_before_texts_in_training(
+    begins: tuple[int, ...] | None, tmp_path: Path, tokenizer_model: bytes
+) -> None:
+    run = write_run(tmp_path / "run", tokenizer_model, random_model(MODEL, torch.float32))
+    if begins is not None:
+        rewrite(run, {"begins": [*begins]})
+    model = megatfm.load(run)
+    tokenizer = SentencePieceTokenizer(tokenizer_model)
+    before = [tokenizer.bos] if begins is None else [*begins]
+    for text in ("import textwrap", "Größe"):
+        wanted = mean_of(model.module, [*before, *tokenizer.encode(text).tolist()])
+        torch.testing.assert_close(
+            model.encode([text, "a longer text beside it"])[0], wanted, rtol=1e-5, atol=1e-5
+        )
+
+
+def test_xlnet_reads_its_marks_behind_the_text(tmp_path: Path) -> None:
+    """[CLS] with a segment of its own, as transformers' tokenizer says it."""
+    theirs = XLNetModel(XLNetConfig(vocab_size=len(PIECES), d_model=24, n_layer=2, n_head=4, d_inner=40))
+    folder = folder_of(tmp_path / "xlnet", theirs)
+    model = megatfm.load(folder)
+    ids = [5, 18, 3, 2]  # a ##d [SEP] [CLS]
+    segments = torch.tensor([[0, 0, 0, 2]])
+    with torch.no_grad():
+        wanted = theirs(torch.tensor([ids]), token_type_ids=segments).last_hidden_state[0].mean(0)
+    torch.testing.assert_close(model.encode(["ad", "a bad cab"])[0], wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_an_encoder_decoder_makes_no_vectors(tmp_path: Path, tokenizer_model: bytes) -> None:
+    config = MODEL.model_copy(update={"family": "encoder_decoder"})
+    run = write_run(tmp_path / "run", tokenizer_model, random_model(config, torch.float32))
+    with pytest.raises(UsageError, match="family = 'encoder_decoder' makes no vectors of texts"):
+        megatfm.load(run).encode("a")

@@ -1,0 +1,308 @@
+"""Children that live and die together, against small programs in the place of ranks."""
+
+import contextlib
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megatfm.errors import MegatfmError
+from megatfm.launchers.supervisor import Child, _Children, supervise
+
+# A rank: `python rank.py FOLDER RANK BEHAVIOUR…`. It notes each signal that it gets.
+RANK = """
+import os, signal, sys, time
+from pathlib import Path
+folder, rank, behaviour = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+def note(number, frame):
+    with open(folder / f"signals-{rank}", "a") as file:
+        file.write(signal.Signals(number).name + "\\n")
+    if behaviour == "save":
+        sys.exit(75)
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    signal.signal(number, note)
+(folder / f"pid-{rank}.partial").write_text(str(os.getpid()))
+(folder / f"pid-{rank}.partial").rename(folder / f"pid-{rank}")
+if behaviour.startswith("exit"):
+    print("some output", flush=True)
+    print(f"rank {rank} says why", file=sys.stderr)
+    sys.exit(int(behaviour.removeprefix("exit")))
+if behaviour == "abort":
+    os.kill(os.getpid(), signal.SIGKILL)
+while True:
+    time.sleep(0.01)
+    if behaviour == "abort-later" and (folder / "now").exists():
+        sys.exit(1)
+"""
+LAUNCHER = """
+import sys
+from pathlib import Path
+from megatfm.launchers import supervisor as module
+from tests.unit.launchers.test_supervisor import team
+module.SETTLE_SECONDS, module.GRACE_SECONDS = 0.3, 0.5
+sys.exit(module.supervise(team(Path(sys.argv[1]), sys.argv[2:])))
+"""
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def team(folder: Path, behaviours: list[str]) -> list[Child]:
+    """One child for each behaviour; all but the first have a log, as ranks do."""
+    program = folder / "rank.py"
+    program.write_text(RANK)
+    return [
+        Child(
+            f"rank {rank}",
+            [sys.executable, str(program), str(folder), str(rank), behaviour],
+            log=folder / "logs" / f"rank-{rank}.log" if rank else None,
+        )
+        for rank, behaviour in enumerate(behaviours)
+    ]
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start a launcher in a process of its own and wait until all its ranks are up."""
+    started = []
+
+    def start(*behaviours: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", LAUNCHER, str(tmp_path), *behaviours]
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        started.append(process)
+        wait_until(lambda: all((tmp_path / f"pid-{rank}").exists() for rank in range(len(behaviours))))
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+    for path in tmp_path.glob("pid-?"):  # whoever a failing test left running would keep the pipes open
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(path.read_text()), signal.SIGKILL)
+    for process in started:
+        process.communicate()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def is_running(folder: Path, rank: int) -> bool:
+    """A zombie has ended already: nobody in a container may ever reap it."""
+    try:
+        stat = Path(f"/proc/{(folder / f'pid-{rank}').read_text()}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def signals(folder: Path, rank: int) -> list[str]:
+    path = folder / f"signals-{rank}"
+    return path.read_text().split() if path.exists() else []
+
+
+@pytest.mark.parametrize(
+    ("behaviours", "code"),
+    [
+        (["exit0"] * 3, 0),
+        (["exit75"] * 2, 75),
+        (["exit2"] * 2, 2),
+        (["exit3"] * 2, 1),
+        (["exit0", "exit75"], 1),
+    ],
+)
+def test_the_code_is_the_one_that_all_agree_on(tmp_path: Path, behaviours: list[str], code: int) -> None:
+    assert supervise(team(tmp_path, behaviours)) == code
+
+
+def test_the_first_child_has_the_terminal_and_the_others_their_logs(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):
+        supervise(team(tmp_path, ["exit0", "exit0"]))
+    assert capfd.readouterr().out == "some output\n" * 2
+    log = (tmp_path / "logs" / "rank-1.log").read_text()
+    assert log.count("rank 1 says why") == 2, "a second launch appends"
+
+
+def test_a_rank_that_fails_is_named_and_ends_the_others(
+    tmp_path: Path, launch: Callable[..., subprocess.Popen[str]]
+) -> None:
+    process = launch("save", "save", "exit3")
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert said == (
+        "megatfm: rank 2 failed first (exit code 3), so the others were ended; "
+        f"the end of {tmp_path}/logs/rank-2.log:\n  some output\n  rank 2 says why\n"
+    )
+    assert signals(tmp_path, 0) == signals(tmp_path, 1) == ["SIGTERM"]
+
+
+def test_a_rank_that_ignores_sigterm_is_killed(
+    tmp_path: Path, launch: Callable[..., subprocess.Popen[str]]
+) -> None:
+    process = launch("hang", "abort")
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert said.startswith("megatfm: rank 1 failed first (killed by SIGKILL), so the others were ended")
+    assert signals(tmp_path, 0) == ["SIGTERM"]
+    assert not is_running(tmp_path, 0)
+
+
+def test_a_rank_that_is_stopped_is_what_the_others_ended_for(
+    tmp_path: Path, launch: Callable[..., subprocess.Popen[str]]
+) -> None:
+    process = launch("save", "hang", "abort-later")
+    os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGSTOP)
+    (tmp_path / "now").touch()
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert said.startswith(
+        "megatfm: rank 1 failed first (stopped, and never continued), so the others were ended"
+    )
+    assert not is_running(tmp_path, 1)
+
+
+def test_a_usage_error_is_said_once_by_rank_0(
+    tmp_path: Path, launch: Callable[..., subprocess.Popen[str]]
+) -> None:
+    process = launch("exit2", "exit2")
+    _, said = process.communicate(timeout=30)
+    assert (process.returncode, said) == (2, "rank 0 says why\n")
+
+
+# The rank dies of Ctrl-C by the signal's default action: Python's own handler only sets a flag, and `input` then
+# waits for ever if the signal came after its prompt and before its read (CPython looks at the flag after the read).
+ASKS = """
+import os, sys
+from megatfm.launchers.supervisor import Child, supervise
+code = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); print('heard ' + input('asks '))"
+sys.exit(supervise([Child(f"rank {rank}", [sys.executable, "-c", code]) for rank in range(int(sys.argv[1]))]))
+"""
+
+
+def at_a_terminal(tmp_path: Path, ranks: int, typed: bytes) -> tuple[int, str]:
+    """What a launcher of ranks that ask for a line leaves and shows, when this is typed to the question."""
+    pid, terminal = pty.fork()
+    if not pid:
+        os.chdir(ROOT)
+        os.execv(sys.executable, [sys.executable, "-c", ASKS, str(ranks)])
+    shown = b""
+    with contextlib.suppress(OSError):  # EIO: the other end is closed
+        while select.select([terminal], [], [], 60)[0] and (data := os.read(terminal, 4096)):
+            shown += data
+            if b"asks " in shown and typed:
+                os.write(terminal, typed)
+                typed = b""
+    # Its end of the terminal closes before it has ended, unless it hangs.
+    deadline = time.monotonic() + 60
+    while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.close(terminal)
+    if ended == (0, 0):
+        os.kill(pid, signal.SIGKILL)
+        ended = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(ended[1]), shown.decode()
+
+
+def test_a_single_rank_may_ask_at_the_terminal_as_a_debugger_does(tmp_path: Path) -> None:
+    code, shown = at_a_terminal(tmp_path, 1, b"a line\n")
+    assert (code, "heard a line" in shown) == (0, True)
+    code, shown = at_a_terminal(tmp_path, 1, b"\x03")
+    assert code == 75, "Ctrl-C reaches it"
+
+
+def test_of_several_ranks_none_waits_at_the_terminal_for_ever(tmp_path: Path) -> None:
+    code, shown = at_a_terminal(tmp_path, 2, b"a line\n")
+    assert code == 1
+    assert "EOFError" in shown
+
+
+@pytest.mark.parametrize("wait_first", [True, False], ids=["forwarded-late", "noted-late"])
+def test_a_rank_that_dies_of_a_signal_that_we_got_too_has_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_first: bool
+) -> None:
+    """Ctrl-C comes to both at once: the rank is dead before it is passed on, or before we have noted our own."""
+    program = tmp_path / "both.py"
+    program.write_text(
+        "import os, signal, sys\nsignal.signal(signal.SIGINT, signal.SIG_DFL)\nopen(sys.argv[1]).read()\n"
+        "os.kill(os.getppid(), signal.SIGINT)\nos.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    os.mkfifo(tmp_path / "go")
+    forward_signals, dead = _Children.forward_signals, []
+
+    def let_it_die(children: _Children) -> None:
+        if not dead:
+            dead.append(children.processes["rank 0"].pid)
+            (tmp_path / "go").write_text("")
+            os.waitid(os.P_PID, dead[0], os.WEXITED | os.WNOWAIT)
+
+    def forward(children: _Children) -> None:
+        if wait_first:
+            let_it_die(children)
+        forward_signals(children)
+        let_it_die(children)
+
+    monkeypatch.setattr(_Children, "forward_signals", forward)
+    forwarded: list[int] = []
+    command = [sys.executable, str(program), str(tmp_path / "go")]
+    rank = Child("rank 0", command, forward_signal=lambda pid, number: forwarded.append(pid))
+    assert supervise([rank]) == 75
+    assert forwarded == [], "its number may be another process's by now"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_reaches_every_rank_once(
+    tmp_path: Path, launch: Callable[..., subprocess.Popen[str]], number: signal.Signals
+) -> None:
+    process = launch("save", "save", "save")
+    process.send_signal(number)
+    _, said = process.communicate(timeout=30)
+    assert (process.returncode, said) == (75, "")
+    assert [signals(tmp_path, rank) for rank in range(3)] == [[number.name]] * 3
+
+
+def test_repeated_signals_are_passed_on_once_and_a_second_interrupt_ends_all(
+    tmp_path: Path, launch: Callable[..., subprocess.Popen[str]]
+) -> None:
+    process = launch("hang", "hang")
+    for number, expected in ((signal.SIGTERM, 1), (signal.SIGTERM, 1), (signal.SIGINT, 2)):
+        process.send_signal(number)
+        wait_until(lambda count=expected: len(signals(tmp_path, 0)) == len(signals(tmp_path, 1)) == count)  # type: ignore[misc]
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert signals(tmp_path, 0) == ["SIGTERM", "SIGINT", "SIGTERM"]
+    assert not is_running(tmp_path, 0)
+    assert not is_running(tmp_path, 1)
+
+
+def test_ranks_die_with_a_launcher_that_is_killed(
+    tmp_path: Path, launch: Callable[..., subprocess.Popen[str]]
+) -> None:
+    process = launch("hang", "hang")
+    os.kill(process.pid, signal.SIGKILL)
+    wait_until(lambda: not is_running(tmp_path, 0) and not is_running(tmp_path, 1))
+
+
+def test_a_program_that_is_not_there_leaves_nobody_running(tmp_path: Path) -> None:
+    children = [*team(tmp_path, ["hang"]), Child("rank 1", [str(tmp_path / "nothing")])]
+    with pytest.raises(MegatfmError, match=r"can't start rank 1: .*/nothing: No such file"):
+        supervise(children)
+    assert not (tmp_path / "pid-0").exists() or not is_running(tmp_path, 0)
+
+
+def test_signal_handlers_are_put_back(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    supervise(team(tmp_path, ["exit0"]))
+    assert signal.getsignal(signal.SIGTERM) is before

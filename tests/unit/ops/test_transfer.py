@@ -1,0 +1,72 @@
+"""Memory as torch's own: the helper, and the tests' own means of planting other memory."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatfm.ops import transfer as module
+from megatfm.ops.transfer import align_all, aligned, aligned_bytes, is_aligned
+from tests.support.alignment import Kernels, lies_wrong, misaligned, only_torchs_memory
+
+ROWS = torch.arange(15.0).view(5, 3)
+WRONG = {
+    "8 bytes on": misaligned(ROWS),
+    "a slice": ROWS[1:],
+    "by columns": ROWS.T,
+    "8 bytes on, by columns": misaligned(ROWS.T),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_what_lies_wrong_is_copied(kind: str) -> None:
+    wrong = WRONG[kind]
+    assert lies_wrong(wrong)
+    assert not is_aligned(wrong)
+    right = aligned(wrong)
+    assert torch.equal(right, wrong)
+    assert not lies_wrong(right)
+
+
+def test_what_lies_right_stays() -> None:
+    for tensor in (ROWS, torch.empty(0), torch.tensor(3.0), torch.zeros(0, 5)):
+        assert aligned(tensor) is tensor
+
+
+def test_a_buffer_is_left_by_all_or_by_none() -> None:
+    def parts(sizes: list[int]) -> dict[str, Tensor]:
+        return {str(i): part for i, part in enumerate(torch.arange(float(sum(sizes))).split(sizes))}
+
+    kept, left = parts([16, 32, 5]), parts([16, 3, 32])
+    both = align_all({**kept, **{f"left {name}": part for name, part in left.items()}})
+    assert all(both[name] is part for name, part in kept.items())
+    buffer = next(iter(left.values())).untyped_storage().data_ptr()
+    for name, part in left.items():
+        found = both[f"left {name}"]
+        assert torch.equal(found, part)
+        assert not lies_wrong(found)
+        assert found.untyped_storage().data_ptr() != buffer
+
+
+@pytest.mark.parametrize("line", [64, 4096])
+def test_bytes_begin_at_a_line_wherever_numpy_begins(monkeypatch: pytest.MonkeyPatch, line: int) -> None:
+    real = np.empty
+    for off in (0, 8, 16, 40):
+
+        def empty(size: int, dtype: type, off: int = off) -> np.ndarray:
+            memory = real(size + 2 * line, dtype)
+            return memory[-memory.ctypes.data % line + off :][:size]
+
+        monkeypatch.setattr(module.np, "empty", empty)
+        for size in (0, 1, 1000):
+            memory = aligned_bytes(size, line)
+            assert memory.size == size
+            assert not size or memory.ctypes.data % line == 0
+
+
+def test_kernels_on_other_memory_are_found() -> None:
+    with only_torchs_memory():
+        aligned(misaligned(ROWS)).T @ ROWS[1:, :2].T.T[:4].repeat(2, 1)[:5]
+    with Kernels() as kernels:
+        misaligned(ROWS) @ ROWS.T
+    assert kernels.wrong == {"aten.mm.default [5, 3]"}

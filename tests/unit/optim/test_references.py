@@ -1,0 +1,448 @@
+"""Each optimizer over fifteen steps in float64 against code that shares nothing with it: a library's or the paper's."""
+
+import importlib
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from pydantic import TypeAdapter
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatfm.config import OptimizerConfig
+from megatfm.engines.interface import OptimizerGroup
+from megatfm.engines.optimizers import ElementwiseOptimizer, TorchOptimizer
+from megatfm.optim import matrix_optimizers
+from megatfm.optim.matrix_optimizers import BatchedMuon, split_batches
+from megatfm.optim.parameters import OPTIMIZERS, ParameterInfo, Role
+
+STEPS, RATE = 15, 0.05
+SECTION: TypeAdapter[Any] = TypeAdapter(OptimizerConfig)
+SHAPES: dict[str, tuple[tuple[int, ...], Role]] = {
+    "tall": ((6, 4), "matrix"),
+    "wide": ((3, 7), "matrix"),
+    "table": ((9, 2), "embedding"),
+    "gain": ((5,), "vector"),
+    "stacked": ((2, 3), "vector"),
+}
+SCALES = {"wide": 0.5}
+Weights = dict[str, Tensor]
+
+
+def start() -> Weights:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64)
+        for name, (shape, _) in SHAPES.items()
+    }
+
+
+def gradients(weights: Weights, step: int) -> Weights:
+    """They depend on the weights, so that an error in one step shows in all that follow."""
+    generator = torch.Generator().manual_seed(step)
+    return {
+        name: 0.3 * weight + torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+        for name, weight in weights.items()
+    }
+
+
+def rate(step: int) -> float:
+    """A warm-up of five steps."""
+    return RATE * min(1.0, step / 5)
+
+
+def parameters() -> dict[str, ParameterInfo]:
+    return {
+        name: ParameterInfo(shape, role, role != "vector", True, SCALES.get(name, 1.0))
+        for name, (shape, role) in SHAPES.items()
+    }
+
+
+def ours(name: str, **options: Any) -> tuple[Weights, list[TorchOptimizer]]:
+    """The weights after all steps of the registered optimizer, as an engine takes them."""
+    config = SECTION.validate_python({"name": name, "lr": RATE, **options})
+    weights = start()
+    groups = [group for group in OPTIMIZERS.get(name)(config, parameters()) if group.names]
+    made = [TorchOptimizer(group, {n: weights[n] for n in group.names}) for group in groups]
+    for step in range(1, STEPS + 1):
+        towards = gradients(weights, step)
+        for optimizer in made:
+            optimizer.step(towards, rate(step))
+    return weights, made
+
+
+def theirs(update: Callable[[str, Tensor, Tensor, int, float], None]) -> Weights:
+    """The weights after as many in-place updates (name, weight, gradient, step, rate) of each."""
+    weights = start()
+    for step in range(1, STEPS + 1):
+        for name, gradient in gradients(weights, step).items():
+            update(name, weights[name], gradient, step, rate(step) * SCALES.get(name, 1.0))
+    return weights
+
+
+def with_library(make: Callable[[str, Tensor], torch.optim.Optimizer]) -> Weights:
+    """An optimizer of somebody else for each weight."""
+    made: dict[str, torch.optim.Optimizer] = {}
+
+    def update(name: str, weight: Tensor, gradient: Tensor, step: int, lr: float) -> None:
+        optimizer = made.setdefault(name, make(name, weight))
+        weight.grad = gradient
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.step()
+
+    return theirs(update)
+
+
+def decay_of(name: str, weight_decay: float) -> float:
+    return 0.0 if SHAPES[name][1] == "vector" else weight_decay
+
+
+def assert_same(got: Weights, wanted: Weights, tolerance: float = 1e-12) -> None:
+    first = start()
+    for name, weight in wanted.items():
+        assert (weight - first[name]).norm() > 0.05 * first[name].norm(), f"{name} hardly moved"
+        assert (got[name] - weight).norm() <= tolerance * weight.norm(), name
+
+
+class Adam:
+    """Kingma & Ba 2015, algorithm 1: the direction, in float64."""
+
+    def __init__(self, beta1: float, beta2: float, eps: float) -> None:
+        self.beta1, self.beta2, self.eps = beta1, beta2, eps
+        self.moments: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, name: str, gradient: Tensor, step: int) -> Tensor:
+        m, v = self.moments.get(name, (torch.zeros_like(gradient), torch.zeros_like(gradient)))
+        m = self.beta1 * m + (1 - self.beta1) * gradient
+        v = self.beta2 * v + (1 - self.beta2) * gradient**2
+        self.moments[name] = m, v
+        return m / (1 - self.beta1**step) / ((v / (1 - self.beta2**step)) ** 0.5 + self.eps)
+
+
+def adamw(betas: tuple[float, float], eps: float, weight_decay: float) -> Callable[..., None]:
+    """Loshchilov & Hutter 2019, algorithm 2."""
+    adam = Adam(*betas, eps)
+
+    def update(name: str, weight: Tensor, gradient: Tensor, step: int, lr: float) -> None:
+        weight -= lr * (adam(name, gradient, step) + decay_of(name, weight_decay) * weight)
+
+    return update
+
+
+def test_adamw() -> None:
+    wanted = theirs(adamw((0.8, 0.9), 1e-6, 0.3))
+    assert_same(ours("adamw", betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3)[0], wanted)
+
+
+def test_muon() -> None:
+    """Jordan et al. 2024 with its quintic iteration in bfloat16, and AdamW for what isn't a matrix."""
+    momentum: Weights = {}
+    rest = adamw((0.9, 0.95), 1e-8, 0.2)
+
+    def update(name: str, weight: Tensor, gradient: Tensor, step: int, lr: float) -> None:
+        if SHAPES[name][1] != "matrix":
+            return rest(name, weight, gradient, step, lr)
+        lr = lr * 0.02 / RATE
+        buffer = momentum.setdefault(name, torch.zeros_like(gradient))
+        buffer.lerp_(gradient, 0.05)
+        x = gradient.lerp(buffer, 0.95).bfloat16()
+        tall = x.shape[0] > x.shape[1]
+        x = x.T if tall else x
+        x = x / x.norm().clamp(min=1e-7)
+        for _ in range(5):
+            a = x @ x.T
+            x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+        x = (x.T if tall else x).double()
+        weight *= 1 - lr * 0.2
+        weight -= lr * max(1, weight.shape[0] / weight.shape[1]) ** 0.5 * x
+        return None
+
+    # A rounding of bfloat16 here or there, of updates that sum up to a tenth of the weights.
+    assert_same(ours("muon", weight_decay=0.2)[0], theirs(update), tolerance=2e-3)
+
+
+def test_adafactor() -> None:
+    optimization = importlib.import_module("transformers.optimization")
+
+    def make(name: str, weight: Tensor) -> torch.optim.Optimizer:
+        return optimization.Adafactor(
+            [weight],
+            lr=RATE,
+            eps=(1e-30, 0.02),
+            clip_threshold=1.2,
+            decay_rate=-0.7,
+            relative_step=False,
+        )
+
+    options = {"beta2_decay": 0.7, "eps2": 0.02, "clip_threshold": 1.2}
+    assert_same(ours("adafactor", **options)[0], with_library(make))
+
+
+def test_adafactor_s_decay_is_that_of_the_rate() -> None:
+    """transformers multiplies it by each tensor's scale, too; torch does not."""
+    for name, (shape, role) in SHAPES.items():
+        moved = []
+        for weight_decay in (0.0, 0.5):
+            config = SECTION.validate_python({"name": "adafactor", "lr": RATE, "weight_decay": weight_decay})
+            info = ParameterInfo(shape, role, role != "vector", True)
+            (group,) = OPTIMIZERS.get("adafactor")(config, {name: info})
+            weights = {name: start()[name]}
+            TorchOptimizer(group, weights).step(gradients(weights, 1), RATE)
+            moved.append(weights[name])
+        torch.testing.assert_close(moved[0] - moved[1], RATE * decay_of(name, 0.5) * start()[name])
+
+
+def test_adafactor_does_not_mind_how_small_gradients_are() -> None:
+    """In a large model that is clipped they are, and torch's own floor would make float32's updates larger."""
+    config = SECTION.validate_python({"name": "adafactor", "lr": RATE, "clip_threshold": 1e6})
+    (group,) = OPTIMIZERS.get("adafactor")(config, {"w": ParameterInfo((6, 4), "matrix", True, True)})
+    gradient = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+    moved = []
+    for scale in (1.0, 1e-6):
+        weight = torch.ones(6, 4)
+        TorchOptimizer(group, {"w": weight}).step({"w": scale * gradient}, RATE)
+        moved.append(weight - 1)
+    torch.testing.assert_close(moved[0], moved[1], rtol=1e-4, atol=1e-6)
+
+
+def test_lamb() -> None:
+    """You et al. 2020, algorithm 2, φ the identity; what doesn't decay is left to Adam."""
+    adam = Adam(0.9, 0.99, 1e-6)
+
+    def update(name: str, weight: Tensor, gradient: Tensor, step: int, lr: float) -> None:
+        direction = adam(name, gradient, step) + decay_of(name, 0.2) * weight
+        ratio = weight.norm() / direction.norm() if SHAPES[name][1] != "vector" else 1.0
+        weight -= lr * ratio * direction
+
+    assert_same(ours("lamb", betas=(0.9, 0.99), weight_decay=0.2)[0], theirs(update))
+
+
+@pytest.mark.parametrize("zero", ["weight", "gradient"])
+def test_lamb_with_a_norm_of_zero(zero: str) -> None:
+    config = SECTION.validate_python({"name": "lamb", "lr": RATE, "weight_decay": 0.0})
+    (group,) = OPTIMIZERS.get("lamb")(config, {"w": ParameterInfo((2, 2), "matrix", True, True)})
+    weight = torch.zeros(2, 2) if zero == "weight" else torch.ones(2, 2)
+    before = weight.clone()
+    TorchOptimizer(group, {"w": weight}).step(
+        {"w": torch.full((2, 2), 0.0 if zero == "gradient" else 1.0)}, 0.1
+    )
+    assert torch.allclose(before - weight, torch.full((2, 2), 0.0 if zero == "gradient" else 0.1), rtol=1e-5)
+
+
+def test_lion(library: ModuleType) -> None:
+    def make(name: str, weight: Tensor) -> torch.optim.Optimizer:
+        decay = decay_of(name, 0.4)
+        return library.lion.Lion([weight], lr=RATE, betas=(0.8, 0.95), weight_decay=decay, foreach=False)
+
+    assert_same(ours("lion", betas=(0.8, 0.95), weight_decay=0.4)[0], with_library(make))
+
+
+@pytest.mark.parametrize("max_dim", [100, 5, 2], ids=["both sides", "one side", "no side"])
+@pytest.mark.parametrize("every", [1, 4])
+def test_soap(library: ModuleType, every: int, max_dim: int) -> None:
+    rest = adamw((0.9, 0.95), 1e-8, 0.2)
+    made: dict[str, Any] = {}
+
+    def update(name: str, weight: Tensor, gradient: Tensor, step: int, lr: float) -> None:
+        if SHAPES[name][1] != "matrix":
+            return rest(name, weight, gradient, step, lr)
+        options = {"betas": (0.9, 0.95), "precondition_frequency": every, "max_precondition_dim": max_dim}
+        soap = made.setdefault(name, library.soap.SOAP([weight], weight_decay=0.2, **options))
+        soap.param_groups[0]["lr"], weight.grad = lr, gradient
+        soap.step()
+        return None
+
+    options = {
+        "betas": (0.9, 0.95),
+        "precondition_frequency": every,
+        "max_precond_dim": max_dim,
+        "weight_decay": 0.2,
+    }
+    assert_same(ours("soap", **options)[0], theirs(update), tolerance=1e-9)
+
+
+def test_schedule_free() -> None:
+    """Defazio et al. 2024, section 3.1, with x, y and z apart; the average weighs steps by their squared rate."""
+    beta, sum_of, x, z, squares = (
+        0.9,
+        [0.0],
+        start(),
+        start(),
+        {n: torch.zeros_like(w) for n, w in start().items()},
+    )
+    y = start()
+    for step in range(1, STEPS + 1):
+        weight = rate(step) ** 2
+        sum_of[0] += weight
+        for name, gradient in gradients(y, step).items():
+            lr = rate(step) * SCALES.get(name, 1.0)
+            squares[name] = 0.99 * squares[name] + 0.01 * gradient**2
+            direction = gradient / ((squares[name] / (1 - 0.99**step)) ** 0.5 + 1e-8)
+            z[name] = z[name] - lr * (direction + decay_of(name, 0.2) * y[name])
+            x[name] = x[name] + weight / sum_of[0] * (z[name] - x[name])
+            y[name] = (1 - beta) * z[name] + beta * x[name]
+    got, (made,) = ours("schedule_free_adamw", betas=(0.9, 0.99), weight_decay=0.2)
+    assert_same(got, y)
+    config = SECTION.validate_python({"name": "schedule_free_adamw", "lr": RATE})
+    (group,) = OPTIMIZERS.get("schedule_free_adamw")(config, parameters())
+    again = ElementwiseOptimizer(group, got)
+    again._torch = made
+    assert_same(again.averaged(), x)
+    assert all((x[name] - y[name]).norm() > 1e-3 for name in x), "they would not be told apart"
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """pytorch-optimizer, whose SOAP rounds its bases to float32: here it doesn't."""
+    library = importlib.import_module("pytorch_optimizer.optimizer")
+    in_double = SimpleNamespace(**{**vars(torch), "float32": torch.float64})
+    monkeypatch.setattr(importlib.import_module("pytorch_optimizer.optimizer.soap"), "torch", in_double)
+    return library
+
+
+@pytest.mark.parametrize("name", ["muon", "soap", "lamb", "adafactor"])
+def test_a_stack_is_moved_as_its_matrices_are(name: str) -> None:
+    """Also after its state was stored and put in place again. Muon and SOAP move all in the same products, which may
+    round otherwise than one alone: Muon's are in bfloat16. SOAP's matrices are square here: the first covariance of
+    others has eigenvalues of 0, whose eigenvectors may be any."""
+    m, n = (5, 5) if name == "soap" else (6, 4)
+    close = {"muon": {"rtol": 0, "atol": 2e-4}, "soap": {"rtol": 1e-9, "atol": 0}}.get(name)
+    config = SECTION.validate_python({"name": name, "lr": RATE})
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(3, m, n, generator=generator, dtype=torch.float64)
+
+    def group_of(names: list[str], shape: tuple[int, ...], role: Role) -> OptimizerGroup:
+        infos = {each: ParameterInfo(shape, role, True, True) for each in names}
+        return next(group for group in OPTIMIZERS.get(name)(config, infos) if group.names)
+
+    def bare(group: OptimizerGroup) -> int:
+        return len(TorchOptimizer(group, {"stack": weights.clone()})._parts["stack"])
+
+    alone = {str(i): weights[i].clone() for i in range(3)}
+    one_by_one = TorchOptimizer(group_of(list(alone), (m, n), "matrix"), alone)
+    stack, group = {"stack": weights.clone()}, group_of(["stack"], (3, m, n), "matrices")
+    assert group.granularity == "whole_tensor"
+    assert bare(group) == (1 if close else 3), "of these two, all matrices are moved at once"
+    together = TorchOptimizer(group, stack)
+    for _ in range(6):
+        gradient = torch.randn(3, m, n, generator=generator, dtype=torch.float64)
+        one_by_one.step(dict(zip(alone, gradient, strict=True)), RATE)
+        together.step({"stack": gradient}, RATE)
+        one_each = torch.stack(list(alone.values()))
+        torch.testing.assert_close(stack["stack"], one_each, **(close or {"rtol": 0, "atol": 0}))
+        kept, together = together.state(), TorchOptimizer(group, stack)
+        together.load(kept)
+
+
+class Asked(TorchDispatchMode):
+    """Counts operators that compute."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def test_muon_s_matrices_of_a_shape_are_moved_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: by torch's steps, in no more operators however many there are, and a batch at a time."""
+    monkeypatch.setattr(matrix_optimizers, "split_batches", lambda moves, _: split_batches(moves, 3 * 24))
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    shapes = [(6, 4)] * 3 + [(4, 6), (2, 6, 4), (4, 6), (6, 4)]
+    mine = [draw(*shape).requires_grad_() for shape in shapes]
+    theirs = [[each.clone() for each in weight.detach().view(-1, *weight.shape[-2:])] for weight in mine]
+    options = {"lr": 0.02, "momentum": 0.9}
+    made = BatchedMuon(
+        [{"params": mine[:4], "weight_decay": 0.2}, {"params": mine[4:], "weight_decay": 0.1, "lr": 0.01}],
+        **options,
+    )
+    reference = torch.optim.Muon(
+        [
+            {"params": [each for several in theirs[:4] for each in several], "weight_decay": 0.2},
+            {"params": [each for several in theirs[4:] for each in several], "weight_decay": 0.1, "lr": 0.01},
+        ],
+        **options,
+    )
+    for _ in range(6):
+        for weight, several in zip(mine, theirs, strict=True):
+            weight.grad = draw(*weight.shape)
+            for each, gradient in zip(several, weight.grad.view(-1, *weight.shape[-2:]), strict=True):
+                each.grad = gradient.clone()
+        made.step()
+        reference.step()
+        for weight, several in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(
+                weight.view(-1, *weight.shape[-2:]), torch.stack(several), rtol=0, atol=4e-4
+            )
+
+
+def test_more_matrices_ask_for_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        matrix_optimizers, "split_batches", lambda moves, _: split_batches(moves, matrix_optimizers.BATCH)
+    )
+
+    def asked(n: int) -> int:
+        weights = [torch.ones(6, 4, requires_grad=True) for _ in range(n)]
+        made = BatchedMuon(weights, lr=0.1, momentum=0.9)
+        for weight in weights:
+            weight.grad = torch.ones(6, 4)
+        made.step()
+        with Asked() as mode:
+            made.step()
+        return mode.count
+
+    assert asked(12) == asked(3) < 40
+
+
+def test_a_gpu_s_matrices_are_moved_together() -> None:
+    config = SECTION.validate_python({"name": "muon", "lr": RATE})
+    infos = {"matrix": ParameterInfo((6, 4), "matrix", True, True)}
+    group = next(group for group in OPTIMIZERS.get("muon")(config, infos) if group.names)
+    kinds = {"cpu": torch.optim.Muon, "meta": BatchedMuon}  # meta in the place of a GPU
+    for device, kind in kinds.items():
+        assert type(group.build([{"params": [torch.zeros(6, 4, device=device)]}])) is kind
+
+
+def test_a_batch_is_no_larger_than_it_may_be() -> None:
+    moves = [(torch.zeros(2, 3), torch.zeros(2, 3), float(i)) for i in range(5)]
+    assert [[by for _, _, by in batch] for batch in split_batches(moves, 12)] == [[0, 1], [2, 3], [4]]
+    assert [len(batch) for batch in split_batches(moves, 1)] == [1] * 5
+
+
+def test_muon_s_iteration_in_the_weights_own_type_is_its_polynomial_and_makes_nothing_of_rounding() -> None:
+    """Each singular value goes five times through ax + bx³ + cx⁵; in bfloat16 a last bit is as large as 1e-2."""
+    a, b, c = 3.4445, -4.7750, 2.0315  # of the authors
+    generator = torch.Generator().manual_seed(5)
+    for shape in ((6, 4), (4, 6), (5, 5)):
+        x = torch.randn(shape, generator=generator, dtype=torch.float64)
+        u, s, vt = torch.linalg.svd(x / x.norm(), full_matrices=False)
+        for _ in range(5):
+            s = a * s + b * s**3 + c * s**5
+        made = matrix_optimizers.newton_schulz(x[None], in_bf16=False)
+        torch.testing.assert_close(made[0], u * s @ vt, rtol=0, atol=1e-12)
+        near = x * (1 + 1e-9 * torch.randn(shape, generator=generator, dtype=torch.float64))
+        changes = [
+            float(
+                (matrix_optimizers.newton_schulz(near.float()[None], in_bf16=how).float() - other).abs().max()
+            )
+            for how, other in ((False, made.float()), (True, made.float()))
+        ]
+        assert changes[0] < 1e-4 < 1e-3 < changes[1]
+
+
+def test_muon_s_type_is_chosen_by_the_config() -> None:
+    infos = {"matrix": ParameterInfo((6, 4), "matrix", True, True)}
+    config = SECTION.validate_python({"name": "muon", "lr": RATE, "newton_schulz_dtype": "param"})
+    group = next(group for group in OPTIMIZERS.get("muon")(config, infos) if group.names)
+    made = group.build([{"params": [torch.zeros(6, 4, dtype=torch.float64, requires_grad=True)]}])
+    weight = made.param_groups[0]["params"][0]
+    weight.grad = torch.randn(6, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    made.step()
+    direction = matrix_optimizers.newton_schulz(weight.grad[None], in_bf16=False)[0]
+    torch.testing.assert_close(weight.detach(), -config.matrix_lr * 1.5**0.5 * direction, rtol=1e-9, atol=0)

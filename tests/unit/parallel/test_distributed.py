@@ -1,0 +1,238 @@
+"""Real process groups through torchrun, mpirun and plain variables."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from megatfm.errors import MegatfmError
+from megatfm.parallel.distributed import (
+    TIMEOUTS,
+    _own_address,
+    _wait_for_all_ranks,
+    check_resolves,
+    distributed_session,
+    init_distributed,
+    shutdown,
+)
+from megatfm.parallel.process_environment import ProcessEnvironment
+
+
+def group_facts() -> tuple[int, int, bool]:
+    with distributed_session() as rank:
+        return rank.rank, rank.world_size, rank.is_main
+
+
+def test_a_group_that_is_there_is_used(workers) -> None:  # type: ignore[no-untyped-def]
+    assert workers.run(group_facts, 2) == [(0, 2, True), (1, 2, False)]
+
+
+def join_on_machines_of_two_gpus() -> tuple[str, timedelta, timedelta]:
+    os.environ.pop("LOCAL_RANK", None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "device_count", lambda: 2)
+        with distributed_session(collective_timeout=77) as rank:
+            inside = c10d.default_pg_timeout
+        return str(rank.device), inside, c10d.default_pg_timeout
+
+
+def test_a_group_that_is_there_gets_local_ranks_and_timeouts(workers) -> None:  # type: ignore[no-untyped-def]
+    """Whoever made it may not have set LOCAL_RANK."""
+    found = workers.run(join_on_machines_of_two_gpus, 3)
+    assert [device for device, _, _ in found] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert {inside for _, inside, _ in found} == {timedelta(seconds=77)}
+    assert {after for _, _, after in found} == {TIMEOUTS[0]}
+
+
+# Ranks share one output, where a long line of print may be cut in two by another's: one write each.
+PROGRAM = """
+import os, sys
+import torch, torch.distributed as dist
+from megatfm.errors import MegatfmError
+from megatfm.parallel.distributed import init_distributed, shutdown
+try:
+    me = init_distributed(timeout=float(sys.argv[1]), device="cpu")
+except MegatfmError as error:
+    os.write(1, f"{type(error).__name__}: {error}\\n".encode())
+    sys.exit(error.exit_code)
+total = torch.tensor([float(me.rank + 1)])
+dist.all_reduce(total)
+shutdown()
+shutdown()
+line = f"{me.launcher} {me.rank}/{me.world_size} local {me.local_rank} {me.device} sum {total.item():g}\\n"
+os.write(1, line.encode())
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> str:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return str(path)
+
+
+def run(command: list[str], **environment: str) -> tuple[int, list[str]]:
+    done = subprocess.run(
+        command,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
+    )
+    return done.returncode, sorted(done.stdout.splitlines())
+
+
+def test_a_single_process_has_a_group_without_ports(program: str) -> None:
+    assert run([sys.executable, program, "20"]) == (0, ["none 0/1 local 0 cpu sum 1"])
+
+
+def test_torchrun(program: str) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    code, lines = run([*torchrun, program, "30"])
+    assert code == 0
+    assert lines[-2:] == ["torchrun 0/2 local 0 cpu sum 3", "torchrun 1/2 local 1 cpu sum 3"]
+
+
+@pytest.mark.skipif(not shutil.which("mpirun"), reason="needs Open MPI: run `make system-deps`")
+def test_mpirun(program: str) -> None:
+    pytest.importorskip("mpi4py", reason="needs mpi4py: pip install 'megatfm[mpi]'")
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    spread = {"OMPI_MCA_rmaps_base_oversubscribe": "1"}
+    code, lines = run(["mpirun", "-n", "2", sys.executable, program, "30"], **root, **spread)
+    assert code == 0, lines
+    assert lines == ["mpirun 0/2 local 0 cpu sum 3", "mpirun 1/2 local 1 cpu sum 3"]
+
+
+MPIRUN = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+
+
+def test_mpirun_without_mpi4py(program: str, tmp_path: Path) -> None:
+    (tmp_path / "mpi4py.py").write_text("raise ImportError(\"No module named 'mpi4py'\")\n")
+    code, lines = run([sys.executable, program, "5"], **MPIRUN)
+    assert code == 2
+    assert lines == [
+        "UsageError: started by mpirun, but mpi4py can't be used (No module named 'mpi4py'): "
+        "pip install 'megatfm[mpi]', with an MPI library on the system"
+    ]
+
+
+def test_ranks_that_never_come(program: str) -> None:
+    where = {
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "9",
+    }
+    code, lines = run([sys.executable, program, "1"], **where)
+    assert code == 1
+    said = [line for line in lines if line.startswith("MegatfmError")]
+    assert len(said) == 1
+    assert said[0].startswith("MegatfmError: rank 1 of 2 could not meet the others at 127.0.0.1:9 within 1 s")
+
+
+def test_the_time_that_rank_0_has_waited_already_counts() -> None:
+    store, place = dist.HashStore(), ProcessEnvironment("torchrun", 0, 2)
+    with pytest.raises(MegatfmError, match="rank 1 of 2 did not start within 1000 s"):
+        _wait_for_all_ranks(store, place, timedelta(seconds=1000), time.monotonic() - 1001)
+
+
+def test_a_last_count_that_does_not_come_is_told_by_the_store_s_own_reason() -> None:
+    store, place = dist.HashStore(), ProcessEnvironment("torchrun", 0, 2)
+    store.set("megatfm/here/1", "n2")
+    with pytest.raises(dist.DistError):
+        _wait_for_all_ranks(store, place, timedelta(seconds=0), time.monotonic())
+
+
+@pytest.mark.parametrize(
+    ("hosts", "known", "address"),
+    [
+        ([("a", "n1"), ("a", "n1")], {}, "127.0.0.1"),
+        ([("a", "n1"), ("b", "n2")], {"n2": "127.0.0.1"}, "127.0.0.1"),
+        ([("a", "n1"), ("b", "n2"), ("c", "n3")], {"n3": "::1"}, "::1"),
+        ([("a", "n1"), ("b", "n2")], {}, "n2: Name or service not known"),
+        ([("a", "localhost"), ("b", "localhost")], {"localhost": "127.0.0.1"}, "all are called localhost"),
+    ],
+)
+def test_where_the_others_reach_rank_0(
+    hosts: list[tuple[str, str]], known: dict[str, str], address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = socket.getaddrinfo
+
+    def look_up(host: str, *rest: Any, **more: Any) -> Any:
+        if host not in known:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return real(known[host], *rest, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    if address[0].isdigit() or address[0] == ":":
+        assert _own_address(hosts) == address
+        return
+    with pytest.raises(MegatfmError, match=rf"{address}.*set MASTER_ADDR"):
+        _own_address(hosts)
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    assert _own_address(hosts) == "10.0.0.1"
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Attempted to get default timeout for nccl backend"
+)  # torch built for a CPU
+def test_groups_that_are_made_later_have_the_run_s_timeout() -> None:
+    """Those that are split from another, too, for which torch asks the same function."""
+    usual = [c10d._get_default_timeout(c10d.Backend(name)) for name in ("gloo", "nccl")]
+    init_distributed(timeout=5, device="cpu", collective_timeout=77)
+    try:
+        group = dist.new_group([0])
+        assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
+        assert c10d._get_default_timeout(c10d.Backend("nccl")) == timedelta(seconds=77)
+    finally:
+        shutdown()
+    assert [c10d._get_default_timeout(c10d.Backend(name)) for name in ("gloo", "nccl")] == usual
+
+
+def test_initialise_here_and_leave() -> None:
+    assert init_distributed(timeout=5, device="cpu").launcher == "none"
+    assert dist.get_world_size() == 1
+    shutdown()
+    assert not dist.is_initialized()
+
+
+def test_a_host_that_nobody_knows_is_named_at_once(program: str) -> None:
+    begun = time.monotonic()
+    where = {
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "no.such.host.invalid",
+        "MASTER_PORT": "9",
+    }
+    code, lines = run([sys.executable, program, "300"], **where)
+    assert code == 1
+    (said,) = [line for line in lines if line.startswith("MegatfmError")]
+    assert "rank 1 on " in said
+    assert "knows no host 'no.such.host.invalid'" in said
+    assert time.monotonic() - begun < 100
+
+
+def test_a_name_server_that_does_not_answer_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(*_: object) -> None:
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket, "getaddrinfo", away)
+    check_resolves("head", 0)
+    monkeypatch.undo()
+    with pytest.raises(MegatfmError, match="no host's name"):
+        check_resolves("x" * 300 + ".", 0)

@@ -1,0 +1,126 @@
+"""Where a model is cut, what a rank keeps of it, and what its parameters are called."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from megatfm.config import ModelConfig, load_config
+from megatfm.models import build
+from megatfm.parallel.pipeline_stages import Pipeline, cost, prune_to_stages, split_into_stages
+from tests.plugins import plugin
+
+SMALL = {"vocab_size": 96, "d_model": 16, "n_layers": 6, "attention.n_heads": 2, "ffn.d_ff": 32}
+
+
+@pytest.fixture
+def make() -> Callable[..., nn.Module]:
+    def make(**options: object) -> nn.Module:
+        with torch.device("meta"):
+            return build(ModelConfig.from_dotted({**SMALL, **options}))
+
+    return make
+
+
+def first_steps(pipeline: Pipeline) -> list[str]:
+    return [stage.split_points[0].name for stage in pipeline.stages]
+
+
+def test_costs_are_products_with_weights(make: Callable[..., nn.Module]) -> None:
+    """Against a count by hand: a block's matrices, its attention over the row, and the head but not the lookup."""
+    model = make(**{"embedding.tied": True})
+    costs = {point.name: cost(model, point, {"tokens": 10}) for point in model.split_points}
+    matrices = 4 * 16 * 16 + 3 * 16 * 32
+    assert costs["decoder.embedding"] == costs["decoder.norm"] == 0
+    assert costs["decoder.layers.0"] == 10 * (matrices + 2 * 10 * 16)
+    assert costs["head"] == 10 * 96 * 16
+
+
+def test_a_large_vocabulary_is_a_stage_of_its_own() -> None:
+    model = load_config("gpt2-124m", []).model
+    with torch.device("meta"):
+        whole = build(model)
+    pipeline = split_into_stages(whole, "1f1b", 4, 1, lengths={"tokens": 1024})
+    assert first_steps(pipeline) == ["decoder.embedding", "decoder.layers.4", "decoder.layers.8", "head"]
+    assert max(stage.cost for stage in pipeline.stages) < 1.15 * min(stage.cost for stage in pipeline.stages)
+
+
+def test_cuts_weigh_each_block_by_its_own_kind(make: Callable[..., nn.Module]) -> None:
+    """Eight times the width inside costs eight times; of a window the pairs that it sees count, by hand."""
+    plugin("dilated")
+    window = {"name": "dilated", "width": 2, "step": 1}
+    kinds = {"layer_types": ["wide"] * 3 + ["near"] * 3, "layer_type.wide.ffn.d_ff": 256}
+    kinds["layer_type.near.attention.pattern"] = window
+    model = make(**kinds)
+    costs = {point.name: cost(model, point, {"tokens": 10}) for point in model.split_points}
+    assert costs["decoder.layers.0"] == 10 * (4 * 16 * 16 + 3 * 16 * 256) + 2 * 16 * 100
+    assert costs["decoder.layers.3"] == 10 * (4 * 16 * 16 + 3 * 16 * 32) + 2 * 16 * (1 + 2 + 8 * 3)
+    pipeline = split_into_stages(model, "1f1b", 2, 1, lengths={"tokens": 10})
+    assert first_steps(pipeline)[1] == "decoder.layers.2", "half of the blocks would not be half of the cost"
+
+
+def test_heads_of_masked_models_weigh_what_the_objective_predicts(make: Callable[..., nn.Module]) -> None:
+    model = make(family="encoder")
+    head = {point.name: point for point in model.split_points}["head"]
+    assert cost(model, head, {"tokens": 10}, 0.4) == pytest.approx(4 * 96 * 16)
+    assert cost(model, head, {"tokens": 10}) == pytest.approx(1.5 * 96 * 16)
+
+
+def test_a_stage_may_begin_with_any_head_that_costs_something(make: Callable[..., nn.Module]) -> None:
+    """Of an encoder with a large vocabulary, the head of span boundaries too is a stage of its own."""
+    model = make(family="encoder", n_layers=2, vocab_size=9600, heads={"boundary": {}})
+    pipeline = split_into_stages(model, "1f1b", 3, 1, lengths={"tokens": 32})
+    assert first_steps(pipeline) == ["encoder.embedding", "head", "boundary"]
+
+
+def test_what_travels_between_stages(make: Callable[..., nn.Module]) -> None:
+    t5 = make(family="encoder_decoder", n_encoder_layers=2, **{"position.name": "t5"})
+    pipeline = split_into_stages(t5, "interleaved", 2, 2, lengths={"tokens": 8, "encoder_tokens": 8}, at=[
+        "encoder.layers.1", "decoder.layers.2", "head",
+    ])  # fmt: skip
+    assert [list(stage.inputs) for stage in pipeline.stages] == [
+        [],
+        ["encoder_hidden"],
+        ["encoder_hidden", "hidden"],
+        ["hidden"],
+    ]
+    assert [list(stage.outputs) for stage in pipeline.stages] == [
+        ["encoder_hidden"],
+        ["encoder_hidden", "hidden"],
+        ["hidden"],
+        [],
+    ]
+    assert pipeline.parameter_ranks["encoder.embedding.tokens.weight"] == (0, 1)
+    assert pipeline.parameter_ranks["decoder.position.weight"] == (0, 1)
+    assert pipeline.parameter_ranks["decoder.layers.5.ffn.w_up.weight"] == (0,)
+
+
+@pytest.mark.parametrize("options", [
+    {"attention.n_kv_heads": 1}, {"family": "encoder", "distinct_layers": 2},
+    {"family": "encoder_decoder", "position.name": "t5"},
+    {"family": "electra", "embedding.dim": 8, "position.name": "learned", "position.max_positions": 8,
+     "generator": {"d_model": 8, "n_heads": 2, "d_ff": 8}},
+])  # fmt: skip
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_a_rank_keeps_what_its_stages_use_under_the_same_names(
+    make: Callable[..., nn.Module], options: dict[str, object], schedule: str
+) -> None:
+    names = [name for name, _ in make(**options).named_parameters()]
+    kept: dict[str, list[int]] = {}
+    for rank in range(2):
+        model = make(**options)
+        pipeline = split_into_stages(
+            model, schedule, 2, 2 if schedule == "zbv" else 1, lengths={"tokens": 8, "encoder_tokens": 8}
+        )
+        shapes = {name: p.shape for name, p in model.named_parameters()}
+        prune_to_stages(model, pipeline.stages_of(rank))
+        for name, parameter in model.named_parameters():
+            assert parameter.shape == shapes[name]
+            kept.setdefault(name, []).append(rank)
+        for stage in pipeline.stages_of(rank):
+            for point in stage.split_points:
+                for path in point.modules:
+                    model.get_submodule(path)
+    assert set(kept) == set(names)
+    assert {name: tuple(ranks) for name, ranks in kept.items()} == dict(pipeline.parameter_ranks)

@@ -1,0 +1,152 @@
+"""What ranks tell one another: rank 0's result or error, everyone's items, and who has problems."""
+
+import socket
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megatfm.checkpoint.local import NodeTopology
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.object_collectives import (
+    all_gather,
+    broadcast_each,
+    gather_errors,
+    run_and_gather,
+    run_on_rank_0,
+    run_on_rank_0_raising,
+    scatter,
+    unique_on_host,
+)
+from tests.support.workers import Workers
+
+
+def agreed() -> tuple[int, str, list[int], dict[str, list[str]]]:
+    rank, calls = dist.get_rank(), list[int]()
+
+    def work() -> int:
+        calls.append(rank)
+        return 7
+
+    def fails() -> None:
+        raise UsageError(f"rank {rank} says no")
+
+    result = run_on_rank_0_raising(work)
+    assert calls == ([0] if rank == 0 else [])
+    try:
+        run_on_rank_0_raising(fails)
+        said = "nothing"
+    except UsageError as error:
+        said = str(error)
+    return result, said, all_gather(rank), gather_errors(["bad"] if rank == 2 else [])
+
+
+def test_all_ranks_know_the_same(workers: Workers) -> None:
+    problems = {f"rank 2 on {socket.gethostname()}": ["bad"]}
+    assert workers.run(agreed, 3) == [(7, "rank 0 says no", [0, 1, 2], problems)] * 3
+
+
+def on_machines_of_one_name(folder: Path) -> tuple[set[str], tuple[int, ...]]:
+    """Ranks 0 and 1 share a machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "gethostname", lambda: "localhost")
+        real, boot = Path.read_text, f"boot of {dist.get_rank() // 2}\n"
+        patch.setattr(
+            Path, "read_text", lambda path, *rest: boot if path.name == "boot_id" else real(path, *rest)
+        )
+        return unique_on_host(["a", f"of {dist.get_rank()}"]), NodeTopology.discover(
+            folder, dist.group.WORLD
+        ).node_of_rank
+
+
+def test_machines_of_one_name_are_told_apart(workers: Workers, tmp_path: Path) -> None:
+    (first, nodes), (second, _), (third, _) = workers.run(on_machines_of_one_name, 3, tmp_path)
+    assert (first, second, third) == ({"of 0"}, {"of 1"}, {"a", "of 2"})
+    assert nodes == (0, 0, 1)
+
+
+def told() -> list[list[str]]:
+    mine = f"of {dist.get_rank()}"
+    return [broadcast_each(mine, holders) for holders in (1, 2, 3)]
+
+
+def test_what_the_first_ranks_have_is_told_to_all(workers: Workers) -> None:
+    held = ["of 0", "of 1", "of 2"]
+    assert workers.run(told, 3) == [[held[:1], held[:2], held]] * 3
+
+
+def test_without_a_group_there_is_one_rank() -> None:
+    assert run_on_rank_0_raising(lambda: 3) == 3
+    assert all_gather("x") == ["x"]
+    assert gather_errors([]) == {}
+
+
+class TwoArguments(Exception):
+    """Pickle makes it again of one argument, and fails."""
+
+    def __init__(self, key: str, value: int) -> None:
+        super().__init__(f"{key} = {value}")
+
+
+def unsendable() -> list[str]:
+    """What rank 0 can't send, as a result and as an error, is said on all ranks."""
+
+    def raises() -> None:
+        raise TwoArguments("a", 3)
+
+    said = []
+    for function, work in (
+        (run_on_rank_0_raising, lambda: lambda: 1),
+        (lambda work: run_on_rank_0("not done", work), lambda: lambda: 1),
+        (run_on_rank_0_raising, raises),
+        (lambda work: run_and_gather("not done", work), lambda: lambda: 1),
+    ):
+        try:
+            function(work)  # type: ignore[operator]
+            said.append("nothing")
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    assert run_on_rank_0_raising(lambda: 5) == 5
+    return said
+
+
+def test_what_can_not_be_sent_is_an_error_of_all_ranks(workers: Workers) -> None:
+    for said in workers.run(unsendable, 3):
+        assert "nothing" not in said
+        assert all("lost each other" not in words for words in said)
+        assert all("pickle" in words for words in (said[0], said[1], said[3])), said
+        assert said[2] == "MegatfmError: TwoArguments: a = 3"
+
+
+def in_a_group_without_rank_0() -> tuple[int, list[int], int] | None:
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return None
+    me = dist.get_rank()
+    return (
+        run_on_rank_0("a", lambda: me, group),
+        run_and_gather("b", lambda: me, group),
+        scatter("c", [10, 20], group),
+    )
+
+
+def test_rank_0_is_the_group_s(workers: Workers) -> None:
+    assert workers.run(in_a_group_without_rank_0, 3) == [None, (1, [1, 2], 10), (1, [], 20)]
+
+
+def fails_on_one() -> str:
+    def work() -> int:
+        if dist.get_rank() == 1:
+            raise UsageError("no")
+        return 3
+
+    try:
+        run_and_gather("not done", work)
+    except MegatfmError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_failure_of_one_is_that_of_all(workers: Workers) -> None:
+    (said,) = set(workers.run(fails_on_one, 2))
+    assert said.startswith("not done: rank 1 on ")

@@ -1,0 +1,184 @@
+"""What a path or a folder holds, and what must be copied of it."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from transformers import BertTokenizer, GPT2Tokenizer, RobertaTokenizer
+
+from megatfm.errors import UsageError
+from megatfm.tokenizers import (
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+    find_tokenizer_file,
+    load,
+    tokenizer_files,
+    train_byte_bpe,
+)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, model: bytes, tokenizer: Tokenizer) -> Path:
+    """As prep leaves it."""
+    (tmp_path / "tokenizer.model").write_bytes(model)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer.describe()))
+    return tmp_path
+
+
+def test_a_corpus_holds_a_model_and_its_description(corpus: Path, tokenizer: Tokenizer) -> None:
+    assert find_tokenizer_file(corpus) == corpus / "tokenizer.model"
+    for path in (corpus, str(corpus), corpus / "tokenizer.model"):
+        loaded = load(path)
+        assert isinstance(loaded, SentencePieceTokenizer)
+        assert loaded.hash == tokenizer.hash
+    with pytest.raises(
+        UsageError,
+        match=r"tokenizer.json: this is prep's description of a tokenizer, .*: give tokenizer.model",
+    ):
+        load(corpus / "tokenizer.json")
+
+
+@pytest.mark.parametrize("name", ["spiece.model", "sentencepiece.bpe.model", "tokenizer.model"])
+def test_models_go_by_several_names(tmp_path: Path, model: bytes, name: str) -> None:
+    (tmp_path / name).write_bytes(model)
+    assert find_tokenizer_file(tmp_path) == tmp_path / name
+    assert list(tokenizer_files(tmp_path)) == ["tokenizer.model"]
+
+
+def test_a_file_of_any_name_is_told_by_its_content(tmp_path: Path, model: bytes, texts: list[str]) -> None:
+    (tmp_path / "a").write_bytes(model)
+    (tmp_path / "b").write_bytes(train_byte_bpe(texts, vocab_size=400))
+    assert isinstance(load(tmp_path / "a"), SentencePieceTokenizer)
+    assert isinstance(load(tmp_path / "b"), HuggingFaceTokenizer)
+
+
+@pytest.mark.parametrize("before", [b"\xef\xbb\xbf", b"\n", b"\xef\xbb\xbf \r\n\t"])
+def test_a_json_may_begin_with_blanks_and_a_mark(tmp_path: Path, before: bytes, texts: list[str]) -> None:
+    plain = train_byte_bpe(texts, vocab_size=400)
+    (tmp_path / "tokenizer.json").write_bytes(plain)
+    hash, copied = load(tmp_path).hash, tokenizer_files(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes(before + plain)
+    assert load(tmp_path).hash == hash
+    assert tokenizer_files(tmp_path) == copied
+    (tmp_path / "tokenizer.json").write_bytes(before)
+    with pytest.raises(UsageError, match=r"tokenizer\.json"):
+        load(tmp_path)
+
+
+def test_a_fifo_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "tokenizer.json")
+    for path in (tmp_path, tmp_path / "tokenizer.json"):
+        with pytest.raises(UsageError, match=r"no regular file|no tokenizer.model or tokenizer.json here"):
+            load(path)
+
+
+def test_a_folder_of_both_is_read_with_its_special_tokens(folders: dict[str, Path], model: bytes) -> None:
+    """T5's model alone has no sentinels."""
+    folder = folders["t5"]
+    (folder / "spiece.model").write_bytes(model)
+    assert len(load(folder).sentinels) == 100
+    (folder / "spiece.model").unlink()
+
+
+@pytest.mark.parametrize("family", ["gpt2", "roberta", "bert", "t5", "llama2"])
+def test_a_copy_is_the_same_tokenizer(folders: dict[str, Path], family: str, tmp_path: Path) -> None:
+    """Written in the order that is given; while one is missing there is no tokenizer."""
+    before = load(folders[family])
+    for name, content in tokenizer_files(folders[family] / "tokenizer.json").items():
+        assert find_tokenizer_file(tmp_path) is None
+        (tmp_path / name).write_bytes(content)
+    after = load(tmp_path)
+    assert (after.hash, after.special) == (before.hash, before.special)
+
+
+def test_a_config_without_its_tokens_is_not_overlooked(tmp_path: Path, model: bytes) -> None:
+    """A slow tokenizer's folder: its config adds tokens which the model lacks."""
+    (tmp_path / "spiece.model").write_bytes(model)
+    (tmp_path / "tokenizer_config.json").write_text('{"extra_ids": 100}')
+    assert find_tokenizer_file(tmp_path) is None
+    with pytest.raises(UsageError, match=r"no tokenizer\.json here: .*save_pretrained"):
+        load(tmp_path)
+    assert load(tmp_path / "spiece.model").sentinels
+
+
+def test_folders_of_old_say_how_to_go_on(tmp_path: Path) -> None:
+    (tmp_path / "vocab.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"no tokenizer\.json here: .*save_pretrained"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("lower", [True, False])
+def test_a_vocab_txt_alone_is_bert_s(tmp_path: Path, lower: bool) -> None:
+    """The same ids as transformers gives."""
+    pieces = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        "un",
+        "##aff",
+        "##able",
+        "Größe",
+        "gro",
+        "##ße",
+        "東",
+        ",",
+        "a",
+    ]
+    (tmp_path / "vocab.txt").write_text("\n".join(pieces) + "\n", encoding="utf-8")
+    if not lower:
+        (tmp_path / "tokenizer_config.json").write_text('{"do_lower_case": false}')
+    theirs = BertTokenizer.from_pretrained(tmp_path)
+    ours = load(tmp_path)
+    for text in ("unaffable, a", "Größe größe", "東a,UNAFF", "weird [MASK]"[:5]):
+        assert ours.encode(text).tolist() == theirs(text, add_special_tokens=False)["input_ids"], text
+    special = ours.special
+    assert (special.pad, special.unk, special.cls, special.sep, special.mask) == (0, 1, 2, 3, 4)
+    assert load_files(tmp_path, tmp_path / "copy").hash == ours.hash
+    (tmp_path / "vocab.txt").write_text("a\nb\n")
+    with pytest.raises(UsageError, match=r"vocab\.txt: no WordPiece: it has no \[PAD\]"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "roberta"])
+@pytest.mark.parametrize("leading", [False, True])
+def test_a_vocab_json_with_its_merges_is_gpt2_s_or_roberta_s(
+    folders: dict[str, Path], tmp_path: Path, family: str, leading: bool
+) -> None:
+    """The same ids as transformers gives."""
+    model = json.loads((folders[family] / "tokenizer.json").read_text())
+    pieces = {**model["model"]["vocab"], **{each["content"]: each["id"] for each in model["added_tokens"]}}
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["model"]["merges"]]
+    (tmp_path / "vocab.json").write_text(json.dumps(pieces))
+    (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]) + "\n")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_prefix_space": leading}))
+    kind = GPT2Tokenizer if family == "gpt2" else RobertaTokenizer
+    theirs, ours = kind.from_pretrained(tmp_path), load(tmp_path)
+    for text in ("the cat's hat, 12 of them", " Größe  東\n\tx", "", "a b"):
+        assert ours.encode(text).tolist() == theirs(text, add_special_tokens=False)["input_ids"], text
+    assert ours.special.eos == theirs.eos_token_id
+    assert ours.special.mask == theirs.mask_token_id
+    if family == "roberta":  # GPT-2's has none
+        assert ours.special.pad == theirs.pad_token_id
+    assert load_files(tmp_path, tmp_path / "copy").hash == ours.hash
+    (tmp_path / "vocab.json").write_text(json.dumps({"a</w>": 0, "<|endoftext|>": 1}))
+    with pytest.raises(UsageError, match=r"vocab\.json: (neither|not the vocabulary)"):
+        load(tmp_path)
+
+
+def load_files(place: Path, copy: Path) -> Tokenizer:
+    copy.mkdir()
+    for name, content in tokenizer_files(place).items():
+        (copy / name).write_bytes(content)
+    return load(copy)
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    assert find_tokenizer_file(tmp_path) is None
+    with pytest.raises(UsageError, match=r"no tokenizer.model or tokenizer.json here: .*megatfm prep"):
+        load(tmp_path)
+    with pytest.raises(UsageError, match=r"x\.json: can't read the tokenizer \(No such file"):
+        load(tmp_path / "x.json")

@@ -1,0 +1,323 @@
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tensorboardX.proto import event_pb2
+
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.tracking import metrics
+from megatfm.tracking.metrics import MetricsLog, RunInfo, log_event
+
+
+def training_record(step: int, loss: float = 2.5) -> dict[str, object]:
+    return {"step": step, "tokens": step * 100, "loss": loss, "lr": 1e-3, "time": 1_700_000_000.0 + step}
+
+
+def steps(folder: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def write_steps(run: RunInfo, first: int, last: int, sinks: tuple[str, ...] = ()) -> None:
+    log = MetricsLog(run, sinks)
+    for step in range(first, last + 1):
+        log.write(training_record(step, loss=float(step)))
+    log.close()
+
+
+def test_lines_hold_the_records_and_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
+    log = MetricsLog(RunInfo(tmp_path / "runs" / "a"))
+    record = training_record(1) | {"evaluation": {"code": {"loss": 1.25, "tokens": 7}}, "note": "ä\n"}
+    log.write(record)
+    assert json.loads((tmp_path / "runs/a/metrics.jsonl").read_text()) == record
+    log.close()
+
+
+def test_a_resume_leaves_every_step_exactly_once(tmp_path: Path) -> None:
+    write_steps(RunInfo(tmp_path), 1, 9)
+    write_steps(RunInfo(tmp_path, first_step=6), 7, 12)
+    assert steps(tmp_path) == list(range(1, 13))
+
+
+def test_a_line_torn_by_a_kill_is_mended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_steps(RunInfo(tmp_path), 1, 6)
+    path = tmp_path / "metrics.jsonl"
+    for torn in (b'{"step":7,"los', b'{"step":6}', b"\0" * 40):  # cut; whole but for its end; a hole
+        whole = path.read_bytes()
+        path.write_bytes(whole + torn)
+        MetricsLog(RunInfo(tmp_path, first_step=6)).close()
+        assert path.read_bytes() == whole
+        assert caplog.messages.pop() == f"{path}: dropped 1 damaged line(s)"
+
+
+def test_a_run_from_the_start_begins_an_empty_record(tmp_path: Path) -> None:
+    write_steps(RunInfo(tmp_path), 0, 3)
+    write_steps(RunInfo(tmp_path), 0, 2)
+    assert steps(tmp_path) == [0, 1, 2]
+
+
+def test_a_lost_record_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    MetricsLog(RunInfo(tmp_path, first_step=5)).close()
+    assert "the steps up to 5 are not in the record" in caplog.text
+
+
+def test_a_branch_has_no_record_of_what_another_run_did(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    MetricsLog(RunInfo(tmp_path, first_step=5, is_branch=True)).close()
+    assert not caplog.messages
+
+
+def test_a_step_is_never_written_twice(tmp_path: Path) -> None:
+    log = MetricsLog(RunInfo(tmp_path, first_step=4))
+    with pytest.raises(ValueError, match="step 4 was written already"):
+        log.write(training_record(4))
+    log.close()
+
+
+def test_numbers_that_json_lacks_stay_readable_and_strict(tmp_path: Path) -> None:
+    log = MetricsLog(RunInfo(tmp_path))
+    log.write(
+        training_record(1, float("nan")) | {"evaluation": {"a": {"loss": float("inf")}}, "x": [-float("inf")]}
+    )
+    log.close()
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    record = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert str(float(record["loss"])) == "nan"
+    assert float(record["evaluation"]["a"]["loss"]) == float("inf")
+    assert float(record["x"][0]) == -float("inf")
+
+
+def test_an_unwritable_record_is_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(MegatfmError, match=r"can't write .*metrics.jsonl: Is a directory"):
+        MetricsLog(RunInfo(tmp_path))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which Linux has")
+def test_a_full_disk_is_one_clear_line(tmp_path: Path) -> None:
+    log = MetricsLog(RunInfo(tmp_path))
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, log._file.fileno())
+    os.close(full)
+    with pytest.raises(MegatfmError, match=r"metrics.jsonl: No space left on device; mend that and resume"):
+        log.write(training_record(1))
+    log._file.raw.close()  # the unwritten line must not be tried again at exit
+
+
+def test_events_are_kept_over_resumes_and_torn_lines(tmp_path: Path) -> None:
+    log_event(tmp_path, "stopped", "by SIGTERM", step=7)
+    with (tmp_path / "events.jsonl").open("ab") as file:
+        file.write(b'{"time":1')
+    log_event(tmp_path, "resumed", "on 2 processes")
+    first, torn, second = (tmp_path / "events.jsonl").read_text().splitlines()
+    assert json.loads(first) | {"time": 0} == {
+        "time": 0,
+        "event": "stopped",
+        "detail": "by SIGTERM",
+        "step": 7,
+    }
+    assert torn == '{"time":1'
+    assert json.loads(second)["event"] == "resumed"
+
+
+def tensorboard_events(folder: Path) -> list[event_pb2.Event]:
+    """The events as TensorBoard reads them: TFRecord frames of length, checksum, payload, checksum."""
+    events = []
+    for path in sorted((folder / "tensorboard").iterdir()):
+        data, at = path.read_bytes(), 0
+        while at < len(data):
+            (size,) = struct.unpack_from("<Q", data, at)
+            events.append(event_pb2.Event.FromString(data[at + 12 : at + 12 + size]))
+            at += 12 + size + 4
+    return events
+
+
+def test_tensorboard_gets_every_number_and_purges_on_resume(tmp_path: Path) -> None:
+    log = MetricsLog(RunInfo(tmp_path), ["tensorboard"])
+    found = {"code": {"loss": 1.5, "load": [0.5, 2.0]}}
+    log.write(training_record(1, loss=3.0) | {"evaluation": found, "note": "text"})
+    log.write(training_record(2, loss=2.0))
+    log.close()
+    write_steps(RunInfo(tmp_path, first_step=1), 2, 3, ("tensorboard",))
+
+    events = tensorboard_events(tmp_path)
+    scalars = [(e.step, {v.tag: v.simple_value for v in e.summary.value}) for e in events if e.summary.value]
+    assert scalars[0] == (
+        1,
+        {
+            "train/tokens": 100,
+            "train/loss": 3.0,
+            "train/lr": pytest.approx(1e-3),
+            "evaluation/code/loss": 1.5,
+            "evaluation/code/load/0": 0.5,
+            "evaluation/code/load/1": 2.0,
+        },
+    )
+    assert [(step, values["train/loss"]) for step, values in scalars] == [
+        (1, 3.0),
+        (2, 2.0),
+        (2, 2.0),
+        (3, 3.0),
+    ]
+    assert events[1].wall_time > 0
+    starts = [e.step for e in events if e.session_log.status == event_pb2.SessionLog.START]
+    assert starts == [0, 2]  # TensorBoard forgets what came before from that step on
+
+
+def test_an_unknown_sink_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"unknown log sink 'tensorbord' \(did you mean 'tensorboard'\?\)"):
+        MetricsLog(RunInfo(tmp_path / "run"), ["tensorbord"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_wandb_missing_is_a_usage_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UsageError, match=r"not installed: pip install 'megatfm\[wandb\]'"):
+        MetricsLog(RunInfo(tmp_path), ["wandb"])
+
+
+WANDB_RUN = """
+import sys
+from pathlib import Path
+from megatfm.tracking.metrics import MetricsLog, RunInfo
+
+first_step, last = int(sys.argv[2]), int(sys.argv[3])
+run = RunInfo(Path(sys.argv[1]), first_step, config={"train": {"seed": 7}}, wandb_project="proof")
+log = MetricsLog(run, ["wandb"])
+for step in range(first_step + 1, last + 1):
+    log.write({"step": step, "loss": float(step), "evaluation": {"code": {"loss": 0.5}}})
+log.close()
+"""
+
+
+def wandb_records(file: Path) -> tuple[str, list[dict[str, str]]]:
+    """The run's id and its history, read back from the file that `wandb sync` would send.
+
+    It is LevelDB's log format: a header of 7 bytes, then records of checksum, length, type and payload; files
+    as small as these are one block of whole records.
+    """
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, run_id, history = file.read_bytes(), 7, "", []
+    while at < len(data):
+        size, kind = struct.unpack_from("<HB", data, at + 4)
+        assert kind == 1
+        record = wandb_internal_pb2.Record.FromString(data[at + 7 : at + 7 + size])
+        at += 7 + size
+        if record.HasField("run"):
+            run_id = record.run.run_id
+        if record.HasField("history"):
+            history.append(
+                {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+            )
+    return run_id, history
+
+
+def test_wandb_works_offline_and_goes_on_in_the_same_run(tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="pip install 'megatfm[wandb]'")
+    run = tmp_path / "run"
+    for first, last in ((0, 3), (2, 5)):
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-c", WANDB_RUN, str(run), str(first), str(last)],
+            env=os.environ | {"WANDB_MODE": "offline"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "WARNING" not in done.stderr
+    files = sorted(run.glob("wandb/offline-run-*/*.wandb"))
+    (first_id, first_half), (second_id, second_half) = (wandb_records(file) for file in files)
+    assert first_id == second_id == (run / "wandb-id").read_text()
+    assert [row["step"] for row in first_half] == ["1", "2", "3"]
+    assert [(row["step"], row["train/loss"]) for row in second_half] == [
+        ("3", "3"),
+        ("4", "4"),
+        ("5", "5"),
+    ]
+    assert second_half[0]["evaluation/code/loss"] == "0.5"
+
+
+def test_wandb_that_refuses_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb", reason="pip install 'megatfm[wandb]'")
+
+    def refuse(**_: object) -> None:
+        raise wandb.errors.UsageError("No API key configured.\nUse `wandb login` to log in.")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.raises(UsageError) as caught:
+        MetricsLog(RunInfo(tmp_path), ["wandb"])
+    assert "\n" not in str(caught.value)
+    assert "WANDB_MODE=offline" in str(caught.value)
+
+
+def test_wandb_that_is_away_leaves_the_run_offline_and_is_not_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wandb = pytest.importorskip("wandb", reason="pip install 'megatfm[wandb]'")
+    asked: list[str | None] = []
+
+    class Offline:
+        def define_metric(self, *_: object, **__: object) -> None: ...
+        def finish(self) -> None: ...
+
+    def away(mode: str | None = None, **_: object) -> Offline:
+        asked.append(mode)
+        if mode != "offline":
+            raise wandb.errors.CommError("Run initialization has timed out\nafter 90 s")
+        return Offline()
+
+    monkeypatch.setattr(wandb, "init", away)
+    monkeypatch.setattr(metrics.WeightsAndBiases, "is_away", False)
+    for _ in range(2):
+        MetricsLog(RunInfo(tmp_path), ["wandb"]).close()
+    assert asked == [None, "offline", "offline"]
+    (message,) = caplog.messages
+    assert "W&B can't be reached (Run initialization has timed out after 90 s)" in message
+
+
+def test_half_a_character_is_written_as_json_escapes_it(tmp_path: Path) -> None:
+    log_event(tmp_path, "started", "a prompt of \udcff")
+    line = (tmp_path / "events.jsonl").read_bytes()
+    assert b"\\udcff" in line
+    assert json.loads(line)["detail"] == "a prompt of \udcff"
+
+
+def test_a_record_that_ends_before_the_checkpoint_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_steps(RunInfo(tmp_path), 1, 3)
+    MetricsLog(RunInfo(tmp_path, first_step=5)).close()
+    assert caplog.messages == [
+        f"{tmp_path / 'metrics.jsonl'} ends at step 3: those up to 5 are not in the record"
+    ]
+    caplog.clear()
+    MetricsLog(RunInfo(tmp_path, first_step=3)).close()
+    MetricsLog(RunInfo(tmp_path, first_step=5, is_branch=True)).close()
+    assert not caplog.messages
+
+
+def test_an_error_in_a_step_closes_the_sinks_too(tmp_path: Path) -> None:
+    closed = []
+
+    class Noted:
+        def write(self, record: object) -> None: ...
+        def sync(self) -> None:
+            raise OSError("full")
+
+        def close(self) -> None:
+            closed.append(True)
+
+    log = MetricsLog(RunInfo(tmp_path))
+    log._sinks = [Noted()]
+    with pytest.raises(ZeroDivisionError), log:
+        raise ZeroDivisionError
+    assert closed == [True]
+    assert log._file.closed

@@ -1,0 +1,385 @@
+"""The run directory: its lock, its files, and what a crash leaves in the log."""
+
+import json
+import logging
+import multiprocessing
+import os
+import re
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatfm import tokenizers
+from megatfm.config import Config, load_config
+from megatfm.errors import LockedError, MegatfmError, UsageError
+from megatfm.files import temporary_path
+from megatfm.tracking.console import RunLog, log
+from megatfm.tracking.hardware import commit
+from megatfm.tracking.run_directory import RunDirectory, run_folder
+from tests.support.workers import Workers
+
+CPU = torch.device("cpu")
+RECORD = {"loss": 1.5, "tokens_per_second": 2e3, "lr": 1e-3, "grad_norm": 0.5}
+
+
+def enter(run: RunDirectory) -> None:
+    with run:
+        pass
+
+
+def test_a_run_directory_has_one_trainer(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path / "a", 0):
+        with pytest.raises(
+            LockedError, match=rf"/a: another process is training .* \(process {os.getpid()} on .*\): wait"
+        ):
+            enter(RunDirectory(tmp_path / "a", 0))
+        enter(RunDirectory(tmp_path / "a", 1))  # another rank of the first
+        enter(RunDirectory(tmp_path / "b", 0))
+    enter(RunDirectory(tmp_path / "a", 0))
+
+
+def hold(folder: Path, says: Connection) -> None:
+    with RunDirectory(folder, 0):
+        says.send("locked")
+        time.sleep(60)
+
+
+def test_the_lock_dies_with_its_holder(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    hears, says = context.Pipe()
+    holder = context.Process(target=hold, args=(tmp_path, says))
+    holder.start()
+    try:
+        assert hears.recv() == "locked"
+        with pytest.raises(MegatfmError, match="another process is training"):
+            enter(RunDirectory(tmp_path, 0))
+        holder.kill()
+        holder.join(20)
+        enter(RunDirectory(tmp_path, 0))
+    finally:
+        holder.kill()
+        holder.join()
+
+
+def test_a_folder_that_can_not_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MegatfmError, match=r"file/a: can't write the run directory: Not a directory"):
+        enter(RunDirectory(tmp_path / "file" / "a", 0))
+
+
+def refuse(
+    run: RunDirectory, error: Exception, *, steps: int = 0, leave: str | None = None, delay: float = 0
+) -> None:
+    """Fail as training does: after what is written before the first step, or after some."""
+    with run, RunLog(run, steps=1):
+        if run.is_main:
+            run.write("plan.txt", "a plan")
+            run.log_event("started", "seed 0", 0)
+        if leave:
+            (run.folder / leave).write_text("precious")
+        if steps:
+            run.keep()
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+            time.sleep(delay)
+        raise error
+
+
+def refuse_together(folder: Path, order: tuple[int, ...]) -> None:
+    """The ranks leave one after another."""
+    rank = torch.distributed.get_rank()
+    with pytest.raises(UsageError, match="no such optimizer"):
+        refuse(RunDirectory(folder, rank), UsageError("no such optimizer"), delay=0.1 * order.index(rank))
+
+
+def test_a_run_that_is_refused_before_its_first_step_leaves_nothing(tmp_path: Path, workers: Workers) -> None:
+    with pytest.raises(UsageError):
+        refuse(RunDirectory(tmp_path / "runs" / "a", 0), UsageError("no such optimizer"))
+    for order in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
+        workers.run(refuse_together, 3, tmp_path / "runs" / "b", order)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("error", "steps"),
+    [(UsageError("too late"), 1), (MegatfmError("a full disk"), 0), (ValueError("a bug"), 0)],
+)
+def test_a_run_that_failed_otherwise_keeps_its_log(tmp_path: Path, error: Exception, steps: int) -> None:
+    with pytest.raises(type(error)):
+        refuse(RunDirectory(tmp_path / "a", 0), error, steps=steps)
+    assert str(error) in (tmp_path / "a" / "logs" / "rank-0.log").read_text()
+    assert (tmp_path / "a" / "plan.txt").is_file()
+
+
+def test_a_refused_run_leaves_what_others_wrote(tmp_path: Path) -> None:
+    """A file that somebody put there meanwhile, and a folder that was there before, where the log tells the reason."""
+    with pytest.raises(UsageError):
+        refuse(RunDirectory(tmp_path / "a", 0), UsageError("no"), leave="logs/notes")
+    assert sorted(path.name for path in (tmp_path / "a").rglob("*")) == ["logs", "notes"]
+    (tmp_path / "b").mkdir()
+    with pytest.raises(UsageError):
+        refuse(RunDirectory(tmp_path / "b", 0), UsageError("no such optimizer"))
+    assert "ERROR no such optimizer" in (tmp_path / "b" / "logs" / "rank-0.log").read_text()
+    with RunDirectory(tmp_path / "b", 0), pytest.raises(LockedError):
+        enter(RunDirectory(tmp_path / "b", 0))
+    assert (tmp_path / "b" / "plan.txt").is_file()
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "logs"])
+def test_checkpoints_and_logs_may_be_links_to_a_disk_of_their_own(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are followed, and the log says so; a link to nowhere, or into another run, is refused."""
+    (tmp_path / "run").mkdir()
+    link, target = tmp_path / "run" / name, tmp_path / "disk" / "of-run"
+    link.symlink_to(target)
+    with pytest.raises(
+        MegatfmError, match=rf"run/{name} is a symbolic link to no folder: make .*/disk/of-run, or"
+    ):
+        enter(RunDirectory(tmp_path / "run", 0))
+    target.mkdir(parents=True)
+    caplog.set_level("INFO", logger="megatfm")
+    with RunDirectory(tmp_path / "run", 0) as run:
+        run.announce_links()
+    assert f"run/{name} is a symbolic link: what it is for lies in {target}" in caplog.text
+    for file in ("config.toml", "lock"):
+        enter(RunDirectory(tmp_path / "run", 0))  # a file of that name alone makes no run
+        (target.parent / file).touch()
+    with pytest.raises(
+        UsageError, match=rf"run/{name} is a symbolic link into another run, {target.parent}, .*: link"
+    ):
+        enter(RunDirectory(tmp_path / "run", 0))
+
+
+def test_a_link_within_the_run_or_above_it_is_none_into_another(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "a" / "big").mkdir(parents=True)
+    for name in ("config.toml", "lock"):
+        (tmp_path / "runs" / "a" / name).touch()
+    (tmp_path / "runs" / "a" / "checkpoints").symlink_to("big")
+    (tmp_path / "scratch").symlink_to("runs")
+    enter(RunDirectory(tmp_path / "scratch" / "a", 0))
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.model").write_bytes(b"a tokenizer")
+    return load_config("quickstart", ["data.tokenizer=t.model"])
+
+
+def test_where_a_run_lives(tmp_path: Path, config: Config) -> None:
+    assert run_folder(config) == tmp_path / "runs" / "quickstart"
+    assert run_folder(config.model_copy(update={"run_dir": "/x/y"})) == Path("/x/y")
+
+
+def test_a_path_that_is_no_text_is_refused(config: Config) -> None:
+    with pytest.raises(UsageError, match=r"udcff': a run directory's path must be UTF-8"):
+        run_folder(config.model_copy(update={"run_dir": os.fsdecode(b"/x/\xff")}))
+
+
+def test_a_run_describes_itself(tmp_path: Path, config: Config) -> None:
+    run = RunDirectory(tmp_path / "a", 0)
+    enter(run)
+    run.write_run_files(config, "the plan\n", CPU)
+    assert load_config(tmp_path / "a") == config.model_copy(update={"run_dir": str(tmp_path / "a")})
+    assert json.loads((tmp_path / "a" / "environment.json").read_text())["torch"] == torch.__version__
+    assert (tmp_path / "a" / "plan.txt").read_text() == "the plan\n"
+    assert (tmp_path / "a" / "tokenizer.model").read_bytes() == b"a tokenizer"
+    run.write_run_files(config, "another\n", CPU)
+    assert (tmp_path / "a" / "plan.txt").read_text() == "another\n"
+    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == [
+        "config.toml", "environment.json", "lock", "logs", "plan.txt", "tokenizer.model",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("given", ["tokenizer.json", "."])
+def test_a_copy_of_the_tokenizer_is_whole(tmp_path: Path, config: Config, given: str) -> None:
+    """A tokenizer.json may need the roles that a file beside it gives to its tokens."""
+    (tmp_path / "from").mkdir()
+    text = ["def f(x):\n    return x\n" * 20]
+    (tmp_path / "from" / "tokenizer.json").write_bytes(tokenizers.train_byte_bpe(text, vocab_size=310))
+    (tmp_path / "from" / "tokenizer_config.json").write_text('{"eos_token": "<sep>"}')
+    given = str(tmp_path / "from" / given)
+    data = config.data.model_copy(update={"tokenizer": given})
+    with RunDirectory(tmp_path / "a", 0) as run:
+        run.write_run_files(config.model_copy(update={"data": data}), "the plan", CPU)
+    kept, before = tokenizers.load(tmp_path / "a"), tokenizers.load(given)
+    assert kept.hash == before.hash
+    assert kept.id_to_piece(kept.eos) == "<sep>"
+
+
+def test_another_tokenizer_takes_the_place_of_the_old_one_s(tmp_path: Path, config: Config) -> None:
+    """Of a run that begins anew in its folder, or was allowed to: `generate` needs the one that trains."""
+    run = RunDirectory(tmp_path / "a", 0)
+    enter(run)
+    run.write_run_files(config, "", CPU)
+    for name, content in (("tokenizer.json", b'{"version": "1.0"}'), ("tokenizer.model", b"another")):
+        (tmp_path / "new").mkdir(exist_ok=True)
+        (tmp_path / "new" / name).write_bytes(content)
+        data = config.data.model_copy(update={"tokenizer": str(tmp_path / "new" / name)})
+        run.write_run_files(config.model_copy(update={"data": data}), "", CPU)
+        assert (tmp_path / "a" / name).read_bytes() == content
+        assert len(list((tmp_path / "a").glob("tokenizer*"))) == 1
+
+
+def test_a_file_that_can_not_be_written_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(secrets, "token_hex", lambda _: "0" * 8)
+    run = RunDirectory(tmp_path, 0)
+    run.write("plan.txt", "old")
+    temporary_path(tmp_path / "plan.txt").mkdir()  # stands for a full disk
+    with pytest.raises((MegatfmError, OSError)):
+        run.write("plan.txt", "new")
+    assert (tmp_path / "plan.txt").read_text() == "old"
+
+
+@pytest.mark.parametrize("place", [temporary_path, Path])
+def test_a_planted_link_is_not_written_through(
+    tmp_path: Path, place: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(secrets, "token_hex", lambda _: "0" * 8)
+    (tmp_path / "precious").write_text("precious")
+    place(tmp_path / "plan.txt").symlink_to(tmp_path / "precious")
+    RunDirectory(tmp_path, 0).write("plan.txt", "new")
+    assert (tmp_path / "plan.txt").read_text() == "new"
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("successor", [False, True])
+def test_a_folder_that_is_taken_away_is_noticed(tmp_path: Path, rank: int, successor: bool) -> None:
+    folder = tmp_path / "a"
+    with (
+        RunDirectory(folder, 0) as first,
+        nullcontext(first) if rank == 0 else RunDirectory(folder, rank) as run,
+    ):
+        run.check_not_moved()
+        shutil.rmtree(folder)
+        if successor:
+            folder.mkdir()
+            (folder / "lock").write_text("another's")
+        with pytest.raises(MegatfmError, match="removed, moved or replaced while it was trained in"):
+            run.check_not_moved()
+        with pytest.raises(MegatfmError, match="nothing more is written"):
+            run.log_failure("it hangs", 3, [1], ["n1"])
+    assert [path.name for path in tmp_path.rglob("*")] == (["a", "lock"] if successor else [])
+
+
+def train_and_fail(run: RunDirectory) -> None:
+    with run, RunLog(run, steps=10) as screen:
+        log.info("a message")
+        screen.step(RECORD | {"step": 3}, is_due=True)
+        screen.step(RECORD | {"step": 4}, is_due=False)
+        raise ValueError("the cause")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_log_file_gets_the_traceback_and_the_screen_does_not(
+    tmp_path: Path, rank: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = list(log.handlers)
+    with pytest.raises(ValueError, match="the cause"):
+        train_and_fail(RunDirectory(tmp_path, rank))
+    assert log.handlers == before, "handlers are taken off again"
+    text = (tmp_path / "logs" / f"rank-{rank}.log").read_text()
+    assert "INFO a message" in text
+    assert "step 3  loss 1.5000  2,000 tokens/s  lr 1.00e-03  grad norm 0.50" in text
+    assert "step 4" not in text
+    assert "ERROR the cause\nTraceback (most recent call last)" in text
+    assert "in train_and_fail" in text
+    shown = capsys.readouterr()
+    assert ("a message" in shown.out) == (rank == 0)
+    assert "Traceback" not in shown.out + shown.err
+
+
+def test_on_a_terminal_lines_scroll_above_the_bar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes what it writes to for a terminal
+    monkeypatch.setenv("COLUMNS", "160")
+    with RunDirectory(tmp_path, 0) as run, RunLog(run, steps=10) as screen:
+        for step in (1, 2, 3, 4):
+            screen.step(RECORD | {"step": step, "loss": float(step)}, is_due=step % 2 == 0)
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out)
+    lines = re.findall(r"step (\d)  loss ([\d.]+)  2,000 tokens/s  lr", shown)
+    assert lines == [("2", "2.0000"), ("4", "4.0000")]
+    assert "4/10" in shown, "the bar is there"
+
+
+def test_a_line_tells_the_utilization_and_the_time_that_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = iter([100.0, 104.0, 106.0])
+    monkeypatch.setattr("megatfm.tracking.console.time.monotonic", lambda: next(now))
+    with RunDirectory(tmp_path, 0) as run, RunLog(run, steps=1003) as screen:
+        screen.step(RECORD | {"step": 501, "mfu": 0.4123, "mfu_causal": 0.38}, is_due=True)
+        screen.step(RECORD | {"step": 502}, is_due=True)
+        screen.step(RECORD | {"step": 1003}, is_due=True)
+    lines = (tmp_path / "logs" / "rank-0.log").read_text().splitlines()
+    assert "tokens/s  MFU 41.2 % (38 % causal)  lr" in lines[0]
+    assert lines[0].endswith("grad norm 0.50  0:33:28 left"), "502 steps of 4 seconds"
+    assert lines[1].endswith("grad norm 0.50  0:25:03 left"), "501 steps of 3 seconds"
+    assert lines[2].endswith("grad norm 0.50")
+
+
+def test_the_logger_is_as_it_was_after_a_run_and_after_one_whose_log_cannot_be_written(
+    tmp_path: Path,
+) -> None:
+    log.setLevel(logging.WARNING)
+    try:
+        before = log.level, list(log.handlers)
+        with RunDirectory(tmp_path / "a", 0) as run, RunLog(run, steps=1):
+            assert log.level == logging.INFO
+        assert (log.level, log.handlers) == before
+        (tmp_path / "b" / "logs" / "rank-0.log").mkdir(parents=True)
+        with RunDirectory(tmp_path / "b", 0) as run, pytest.raises(MegatfmError, match="can't write"):
+            RunLog(run, steps=1).__enter__()
+        assert (log.level, log.handlers) == before
+    finally:
+        log.setLevel(logging.NOTSET)
+
+
+def test_a_log_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
+    for message in ("first", "second"):
+        with RunDirectory(tmp_path, 0) as run, RunLog(run, steps=1):
+            log.info(message)
+    lines = (tmp_path / "logs" / "rank-0.log").read_text().splitlines()
+    assert [line.split()[-1] for line in lines] == ["first", "second"]
+
+
+def test_a_run_goes_on_where_nobody_reads_the_screen_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    with RunDirectory(tmp_path, 0) as run, open(writes, "w") as screen:
+        monkeypatch.setattr(sys, "stdout", screen)
+        with RunLog(run, steps=1):
+            for message in ("first", "second"):
+                log.info(message)
+    text = (tmp_path / "logs" / "rank-0.log").read_text()
+    assert text.count("nobody reads the screen any more") == 1
+    assert [word for word in ("INFO first", "INFO second") if word in text] == ["INFO first", "INFO second"]
+    assert capsys.readouterr().err == "", "no traceback of logging's"
+
+
+def test_the_commit_is_that_of_the_checkout_or_of_what_a_job_copied(tmp_path: Path) -> None:
+    assert commit(tmp_path) == {}, "an installed package is no checkout"
+    (tmp_path / "origin.json").write_text(json.dumps({"commit": "c0ffee", "changed": []}))
+    assert commit(tmp_path) == {"commit": "c0ffee"}
+    (tmp_path / "origin.json").write_text(json.dumps({"commit": "c0ffee", "changed": [" M a.py"]}))
+    assert commit(tmp_path) == {"commit": "c0ffee with changes"}
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "first"], check=True)
+    assert re.fullmatch("[0-9a-f]{40}", commit(tmp_path)["commit"])

@@ -1,0 +1,87 @@
+"""The layout that fits the processes that are left."""
+
+import pytest
+
+from megatfm.config import Config, load_config
+from megatfm.errors import UsageError
+from megatfm.parallel.mesh import axis_sizes
+from megatfm.train.startup_checks import elastic_config, fit_layout, layout_changes
+
+
+def config(**settings: object) -> Config:
+    words = ["data.tokenizer=t", "data.train=d", "train.global_batch=24", "train.micro_batch=4"]
+    return load_config("quickstart", words + [f"{key}={value}" for key, value in settings.items()])
+
+
+def layout(made: Config, world_size: int) -> tuple[dict[str, int], int]:
+    return axis_sizes(made.parallel, world_size), made.train.micro_batch
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 6])
+def test_what_fits_stays(world_size: int) -> None:
+    made = config()
+    assert fit_layout(made, world_size) == (made, None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "world_size", "axes", "micro_batch"),
+    [
+        ({}, 4, (1, 4, 1), 3),  # a share of 6 rows
+        ({}, 8, (1, 8, 1), 3),
+        ({}, 24, (1, 24, 1), 1),
+        ({"parallel.dp_shard": 8}, 6, (1, 6, 1), 4),
+        ({"parallel.dp_shard": 4, "parallel.dp_replicate": 2}, 6, (2, 3, 1), 4),
+        ({"parallel.dp_replicate": 4}, 6, (2, 3, 1), 4),
+        ({"parallel.dp_replicate": 2}, 3, (1, 3, 1), 4),
+        ({"parallel.tp": 2, "parallel.dp_shard": 4}, 6, (1, 3, 2), 4),
+    ],
+)
+def test_the_data_axes_and_the_micro_batch_give_way(
+    settings: dict[str, object], world_size: int, axes: tuple[int, int, int], micro_batch: int
+) -> None:
+    before = config(**settings)
+    after, said = fit_layout(before, world_size)
+    sizes, micro = layout(after, world_size)
+    assert (sizes["dp_replicate"], sizes["dp_shard"], sizes["tp"]) == axes
+    assert micro == micro_batch
+    assert after.train.global_batch == before.train.global_batch
+    assert said is not None
+    assert all(" → " in change for change in said.split(", "))
+
+
+def test_fewer_ranks_divide_experts() -> None:
+    """The experts of a rank are more, and what is computed the same."""
+    experts = {"model.ffn.name": "moe", "model.ffn.n_experts": 8, "model.ffn.top_k": 2}
+    after, said = fit_layout(config(**experts, **{"parallel.ep": 4, "parallel.dp_shard": 4}), 6)
+    assert layout(after, 6)[0]["dp_shard"] == 6
+    assert after.parallel.ep == 2
+    assert said == "parallel.dp_shard 4 → -1, parallel.ep 4 → 2"
+
+
+@pytest.mark.parametrize(
+    ("settings", "world_size", "words"),
+    [
+        (
+            {},
+            5,
+            "no layout fits 5 processes: train.global_batch = 24 and 1 ranks a model go with 1, 2, 3, 4, 6, 8",
+        ),
+        ({"parallel.tp": 2}, 3, "go with 2, 4, 6, 8"),
+        ({"parallel.tp": 2}, 1, "no layout fits 1 process:"),
+    ],
+)
+def test_what_can_not_fit_is_said(settings: dict[str, object], world_size: int, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        fit_layout(config(**settings), world_size)
+
+
+def test_it_is_done_only_where_it_is_asked_for() -> None:
+    assert elastic_config(config(), 4) == config()
+    assert elastic_config(config(**{"resilience.elastic": "true"}), 4).train.micro_batch == 3
+
+
+def test_what_was_changed_is_what_differs() -> None:
+    given = config(**{"parallel.dp_replicate": 2, "train.micro_batch": 2})
+    fitted, said = fit_layout(given, 3)
+    assert said == ", ".join(layout_changes(given, fitted))
+    assert layout_changes(given, given) == []

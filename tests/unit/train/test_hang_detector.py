@@ -1,0 +1,167 @@
+"""Whom a detector blames, from heartbeats and ends at times that the test gives."""
+
+import pytest
+
+from megatfm.train.rank_monitor_server import CAUSE_WINDOW_SECONDS, Diagnosis, HangDetector, Heartbeat
+
+HOSTS = ["n0", "n0", "n1", "n1"]
+
+
+@pytest.fixture
+def detector() -> HangDetector:
+    return HangDetector(HOSTS, hang_timeout=10.0, heartbeat_timeout=4.0, start=0.0)
+
+
+def everybody(detector: HangDetector, now: float, **heartbeats: Heartbeat) -> None:
+    """All ranks say that they are well; those given as r1=… say something else, and r1=None nothing."""
+    for rank in range(len(HOSTS)):
+        heartbeat = heartbeats.get(f"r{rank}", Heartbeat(7, "step", 8, now % 1, True, "engines/native.py:1"))
+        if heartbeat is not None:
+            detector.record_heartbeat(rank, heartbeat, now)
+
+
+def given(detector: HangDetector, now: float) -> Diagnosis:
+    diagnosis = detector.diagnose(now)
+    assert diagnosis is not None
+    return diagnosis
+
+
+def test_while_all_move_there_is_none(detector: HangDetector) -> None:
+    for second in range(30):
+        everybody(detector, float(second))
+        assert detector.diagnose(second + 0.5) is None
+
+
+def test_a_rank_that_is_silent_is_blamed_and_not_those_that_wait_for_it(detector: HangDetector) -> None:
+    everybody(detector, 0.0)
+    for second in range(1, 11):
+        everybody(detector, second, r2=None, r0=Heartbeat(7, "step", 8, second, True))  # type: ignore[arg-type]
+        if second < 10:
+            assert detector.diagnose(second) is None
+    diagnosis = given(detector, 10.1)
+    assert (diagnosis.ranks, diagnosis.hosts, diagnosis.step, diagnosis.hung, diagnosis.reporter) == (
+        [2],
+        ["n1"],
+        7,
+        True,
+        0,
+    )
+    assert (
+        diagnosis.text
+        == "rank 2 on n1 at step 7, step: no sign of life for 10 s: it was stopped, or its machine is gone"
+    )
+
+
+def test_those_that_wait_for_one_that_gets_on_do_not_hang(detector: HangDetector) -> None:
+    """Rank 2 reads a checkpoint for minutes, and says so; once it stops to, it is blamed."""
+    for second in range(1, 60):
+        waits = Heartbeat(7, "save", 8, float(second), True)
+        everybody(detector, second, r0=waits, r1=waits, r3=waits, r2=Heartbeat(7, "save", 8, 0.5, False))
+        assert detector.diagnose(second + 0.1) is None
+    for second in range(60, 75):
+        waits = Heartbeat(7, "save", 8, float(second), True)
+        age = second - 59.5
+        everybody(detector, second, r0=waits, r1=waits, r3=waits, r2=Heartbeat(7, "save", 8, age, False))
+        if age > 10:
+            assert given(detector, second + 0.1).ranks == [2]
+
+
+def test_a_rank_ahead_of_the_others_excuses_none(detector: HangDetector) -> None:
+    behind, ahead = Heartbeat(7, "step", 8, 20.0, True), Heartbeat(7, "step", 9, 0.1, False)
+    assert stalled(detector, behind, behind, ahead, ahead).ranks == [0, 1]
+
+
+def stalled(detector: HangDetector, *heartbeats: Heartbeat) -> Diagnosis:
+    for rank, heartbeat in enumerate(heartbeats):
+        detector.record_heartbeat(rank, heartbeat, 20.0)
+    return given(detector, 20.1)
+
+
+def test_of_those_at_the_same_place_the_one_outside_a_collective_is_blamed(detector: HangDetector) -> None:
+    waits = Heartbeat(7, "step", 8, 11.0, True, "megatfm/engines/native/engine.py:50, in step")
+    works = Heartbeat(7, "step", 8, 11.0, False, "megatfm/data/loader.py:9, in row")
+    diagnosis = stalled(detector, waits, waits, waits, works)
+    assert (diagnosis.ranks, diagnosis.hung, diagnosis.reporter) == ([3], True, 0)
+    assert (
+        "rank 3 on n1 at step 7, step: has not moved for 11 s (megatfm/data/loader.py:9, in row)"
+        in diagnosis.text
+    )
+
+
+def test_whoever_is_behind_is_blamed_although_it_waits_as_well(detector: HangDetector) -> None:
+    ahead, behind = Heartbeat(7, "save", 9, 11.0, True), Heartbeat(7, "step", 8, 11.5, True)
+    diagnosis = stalled(detector, behind, ahead, ahead, ahead)
+    assert (diagnosis.ranks, diagnosis.reporter) == ([0], 1)
+
+
+def test_where_nobody_stands_out_all_are_named(detector: HangDetector) -> None:
+    diagnosis = stalled(detector, *[Heartbeat(7, "step", 8, 11.0, True)] * 4)
+    assert diagnosis.ranks == [0, 1, 2, 3]
+    assert diagnosis.text.startswith("rank 0 on n0 at step 7, step, rank 1 on n0 at step 7, step, rank 2")
+
+
+def test_many_ranks_are_not_all_listed() -> None:
+    detector = HangDetector(["n"] * 20, hang_timeout=10.0, heartbeat_timeout=4.0, start=0.0)
+    diagnosis = stalled(detector, *[Heartbeat(age=11.0)] * 20)
+    assert len(diagnosis.ranks) == 20
+    assert "rank 7 on n at step 0, start and 12 more: has" in diagnosis.text
+
+
+def test_a_failure_is_settled_before_it_is_told_and_the_cause_beats_its_victims(
+    detector: HangDetector,
+) -> None:
+    everybody(detector, 0.0)
+    detector.record_failure(0, "RuntimeError: Connection closed by peer", 1.0, lost_peer=True)
+    assert detector.diagnose(1.1) is None
+    detector.record_failure(3, None, 1.2)
+    detector.record_failure(1, "RuntimeError: Connection closed by peer", 1.3, lost_peer=True)
+    diagnosis = given(detector, 1.1 + CAUSE_WINDOW_SECONDS)
+    assert (diagnosis.ranks, diagnosis.hosts, diagnosis.hung, diagnosis.reporter) == ([3], ["n1"], False, 0)
+    assert (
+        diagnosis.text == "rank 3 on n1 at step 7, step: ended without a word: it was killed, or it crashed"
+    )
+
+
+def test_of_two_causes_the_first_is_blamed(detector: HangDetector) -> None:
+    detector.record_failure(2, "ValueError: first", 1.0)
+    detector.record_failure(1, None, 1.2)
+    assert given(detector, 3.0).text == "rank 2 on n1 at step 0, start: failed: ValueError: first"
+
+
+def test_what_all_say_alike_is_nobodys(detector: HangDetector) -> None:
+    for rank in range(4):
+        detector.record_failure(rank, "run: another process is training", 1.0)
+    diagnosis = given(detector, 1.0)
+    assert (diagnosis.ranks, diagnosis.text) == ([], "run: another process is training")
+
+
+def test_ranks_that_waited_in_vain_accuse_the_one_that_says_nothing(detector: HangDetector) -> None:
+    everybody(detector, 5.0, r1=Heartbeat(7, "step", 8, 4.0, False, "megatfm/x.py:1, in f"))
+    for rank in (0, 2, 3):
+        detector.record_failure(rank, "RuntimeError: Timed out", 6.0, lost_peer=True)
+    diagnosis = given(detector, 7.0)
+    assert (diagnosis.ranks, diagnosis.hung, diagnosis.reporter) == ([1], True, 0)
+
+
+def test_only_victims_are_better_than_nobody(detector: HangDetector) -> None:
+    for rank in range(4):
+        detector.record_failure(rank, f"gloo {rank}", 1.0 + rank / 10, lost_peer=True)
+    assert given(detector, 2.0).ranks == [0]
+
+
+def test_who_has_left_is_neither_awaited_nor_blamed(detector: HangDetector) -> None:
+    for rank in range(3):
+        detector.record_exit(rank)
+        detector.record_failure(rank, None, 1.0)  # its connection closes, as it should
+    everybody(detector, 5.0)
+    assert detector.diagnose(6.0) is None
+    detector.record_exit(3)
+    assert detector.all_gone
+    assert detector.diagnose(100.0) is None
+
+
+def test_a_judge_that_was_stopped_itself_blames_nobody_for_it(detector: HangDetector) -> None:
+    everybody(detector, 0.0)
+    detector.exclude_pause(60.0)
+    assert detector.diagnose(61.0) is None
+    assert detector.diagnose(75.0) is not None

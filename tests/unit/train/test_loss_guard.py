@@ -1,0 +1,248 @@
+"""Leaps and steps that are skipped: what counts as one, and what is remembered of the decision."""
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatfm.config import ResilienceConfig
+from megatfm.engines.interface import LossScale, LossTotals
+from megatfm.errors import MegatfmError
+from megatfm.train.resilience import DECISIONS, DecisionLog, LossGuard
+
+
+class Engine:
+    """An engine of one number: a step moves it by the gradient, unless that is not finite."""
+
+    def __init__(self) -> None:
+        self.weight, self.gradient, self.loss = 1.0, torch.tensor([0.0]), 0.0
+        self.loss_scale: LossScale | None = None
+
+    def step(self, lr: float, clip: float, *, skip: bool) -> float:
+        norm = math.nan if skip or not math.isfinite(self.loss) else float(self.gradient.abs())
+        if math.isfinite(norm):
+            self.weight -= lr * float(self.gradient)
+        return norm
+
+
+def guard(path: Path, **settings: Any) -> LossGuard:
+    return LossGuard(ResilienceConfig(**settings), 1.0, DecisionLog(path / DECISIONS, is_writer=True))
+
+
+def carried_out(kept: LossGuard, engine: Engine, step: int, loss: float, gradient: float) -> bool:
+    engine.gradient, engine.loss = torch.tensor([gradient]), loss
+    stats = LossTotals({"causal": 1.0}, lambda: [loss, 1.0])
+    norm, said = kept.guarded_step(engine, step, stats, 0.1)  # type: ignore[arg-type]
+    assert (said is None) == math.isfinite(norm)
+    return said is None
+
+
+@pytest.mark.parametrize(
+    ("loss", "gradient"), [(math.nan, 1.0), (math.inf, 1.0), (2.0, math.inf), (2.0, math.nan)]
+)
+def test_what_is_not_finite_leaves_the_weights_and_is_counted(
+    tmp_path: Path, loss: float, gradient: float
+) -> None:
+    kept, engine = guard(tmp_path), Engine()
+    assert carried_out(kept, engine, 1, 2.0, 1.0)
+    kept.observe(2.0)
+    before = engine.weight
+    assert not carried_out(kept, engine, 2, loss, gradient)
+    assert (engine.weight, kept.consecutive_skips, kept.skipped) == (before, 1, 1)
+    assert carried_out(kept, engine, 3, 2.0, 1.0)
+    kept.observe(2.0)
+    assert (kept.consecutive_skips, kept.skipped) == (0, 1)
+    assert engine.weight < before
+    line = json.loads((tmp_path / DECISIONS).read_text())
+    assert {key: line[key] for key in line if key != "check"} == {"decision": "skip", "step": 2}
+
+
+def test_float16_may_halve_its_scale_as_often_as_it_takes_to_settle(tmp_path: Path) -> None:
+    """From 2²⁴ down to 1 it takes 24 steps; at 1, an overflow is one of the gradients themselves, and so counts."""
+    kept, engine = guard(tmp_path, max_skipped=2), Engine()
+    engine.loss_scale = LossScale(first=2.0**24)
+    genuine = engine.step
+
+    def step(lr: float, clip: float, *, skip: bool) -> float:
+        norm = genuine(lr, clip, skip=skip)
+        engine.loss_scale.update(math.isfinite(norm))
+        return norm
+
+    engine.step = step  # type: ignore[method-assign]
+    for number in range(24):
+        assert engine.loss_scale.value == 2.0 ** (24 - number)
+        assert not carried_out(kept, engine, number + 1, 2.0, math.inf)
+    assert (kept.consecutive_skips, kept.skipped) == (0, 0)
+    assert not (tmp_path / DECISIONS).exists()
+    for number in (25, 26):
+        assert not carried_out(kept, engine, number, 2.0, math.inf)
+    with pytest.raises(MegatfmError, match=r"step 27: .* 3 steps in a row"):
+        carried_out(kept, engine, 27, 2.0, math.inf)
+
+
+def test_a_loss_that_is_not_finite_counts_whatever_the_scale(tmp_path: Path) -> None:
+    kept, engine = guard(tmp_path, max_skipped=2), Engine()
+    engine.loss_scale = LossScale()
+    assert not carried_out(kept, engine, 1, math.nan, 1.0)
+    assert (kept.consecutive_skips, kept.decisions.skips) == (1, {1})
+
+
+def test_too_many_in_a_row_end_the_run(tmp_path: Path) -> None:
+    kept, engine = guard(tmp_path, max_skipped=2), Engine()
+    for step in (1, 2):
+        assert not carried_out(kept, engine, step, math.nan, 1.0)
+    with pytest.raises(MegatfmError, match=r"step 3: loss nan, .* 3 steps in a row, .*optimizer\.lr"):
+        carried_out(kept, engine, 3, math.nan, 1.0)
+
+
+def test_a_step_that_was_skipped_is_skipped_again_whatever_its_numbers(tmp_path: Path) -> None:
+    carried_out(guard(tmp_path), Engine(), 5, math.nan, 1.0)
+    again, engine = guard(tmp_path), Engine()
+    again.decisions.read()
+    assert carried_out(again, engine, 4, 2.0, 1.0)
+    before = engine.weight
+    assert not carried_out(again, engine, 5, 2.0, 1.0)
+    assert engine.weight == before
+    assert (tmp_path / DECISIONS).read_text().count("\n") == 1, "decided once"
+
+
+def noise(seed: int, count: int) -> list[float]:
+    draw = random.Random(seed)
+    return [3.0 + draw.gauss(0, 0.05) for _ in range(count)]
+
+
+def spikes(kept: LossGuard, losses: list[float]) -> list[int]:
+    return [index for index, loss in enumerate(losses) if kept.observe(loss) is not None]
+
+
+def test_a_spike_is_found_once_and_noise_and_descent_are_not(tmp_path: Path) -> None:
+    assert spikes(guard(tmp_path), noise(0, 500)) == []
+    assert (
+        spikes(guard(tmp_path), [10 * math.exp(-step / 50) + loss for step, loss in enumerate(noise(1, 500))])
+        == []
+    )
+    losses = noise(2, 300)
+    losses[200:204] = [9.0, 8.0, 8.5, 9.0]
+    assert spikes(guard(tmp_path), losses) == [200], "the steps after it belong to it"
+
+
+def test_the_score_is_robust_and_says_how_far(tmp_path: Path) -> None:
+    kept = guard(tmp_path, spike_window=16, spike_score=10.0)
+    for loss in [
+        1.0,
+        1.1,
+        0.9,
+        1.0,
+        1.1,
+        0.9,
+        1.0,
+        50.0,
+    ]:  # an outlier in the window doesn't hide the next one
+        kept.observe(loss)
+    kept.observe(1.0)
+    score = kept.observe(6.0)
+    # By hand: median 1.0 and median deviation 0.1 → (6 − 1) / (1.4826 · 0.1).
+    assert score == pytest.approx(5.0 / 0.14826, rel=1e-6)
+
+
+def test_too_few_losses_and_off_find_nothing(tmp_path: Path) -> None:
+    assert spikes(guard(tmp_path, spike_window=128), [*noise(0, 31), 100.0]) == []
+    assert spikes(guard(tmp_path, spike_window=128), [*noise(0, 32), 100.0]) == [32]
+    assert spikes(guard(tmp_path, spike="off"), [*noise(0, 100), 100.0]) == []
+
+
+def test_a_loss_that_stands_still_makes_no_spike_of_the_next_bit(tmp_path: Path) -> None:
+    assert spikes(guard(tmp_path), [*[2.0] * 60, 2.0001]) == []
+    assert spikes(guard(tmp_path), [*[2.0] * 60, 2.1]) == [60]
+
+
+def test_the_memory_goes_through_a_checkpoint(tmp_path: Path) -> None:
+    losses = noise(3, 100)
+    kept = guard(tmp_path)
+    spikes(kept, losses[:70])
+    copy = guard(tmp_path)
+    copy.load(json.loads(json.dumps(kept.state())))
+    assert copy.state() == kept.state()
+    assert (
+        [kept.observe(loss) for loss in (9.0, 3.0)]
+        == [copy.observe(loss) for loss in (9.0, 3.0)]
+        != [None, None]
+    )
+    old = guard(tmp_path)
+    old.load({})
+    assert old.state() == guard(tmp_path).state()
+
+
+def test_a_rollback_voids_what_was_decided_about_other_data(tmp_path: Path) -> None:
+    kept = guard(tmp_path, max_rollbacks=2)
+    decisions = kept.decisions
+    for step in (3, 7):
+        decisions.skip(step)
+    decisions.record_rollback(9, 4, 90)
+    assert (decisions.skips, decisions.data_resume_positions) == ({3}, {4: 90})
+    decisions.skip(6)
+    decisions.record_rollback(12, 8, 130)
+    assert (decisions.skips, decisions.data_resume_positions) == ({3, 6}, {4: 90, 8: 130})
+    kept.record_rollback(13, 4, 140)
+    again = DecisionLog(decisions.path, is_writer=False)
+    again.read()
+    assert (again.skips, again.data_resume_positions, again.rollbacks) == ({3}, {4: 140}, {4: 2, 8: 1})
+    with pytest.raises(MegatfmError, match="step 15: the loss spikes again after 2 rollbacks to step 4"):
+        kept.record_rollback(15, 4, 160)
+    decisions.clear()
+    assert not decisions.path.exists()
+
+
+def test_a_torn_last_line_is_nothing(tmp_path: Path) -> None:
+    decisions = DecisionLog(tmp_path / DECISIONS, is_writer=True)
+    decisions.skip(2)
+    first = decisions.path.read_bytes()
+    decisions.skip(3)
+    both = decisions.path.read_bytes()
+    for end in range(len(first), len(both)):
+        decisions.path.write_bytes(both[:end])
+        decisions.read()
+        assert decisions.skips == {2}
+    decisions.skip(4)
+    decisions.read()
+    assert decisions.skips == {2, 4}
+
+
+def test_every_bit_that_flips_in_what_was_decided_is_seen(tmp_path: Path) -> None:
+    decisions = DecisionLog(tmp_path / DECISIONS, is_writer=True)
+    decisions.skip(17)
+    decisions.record_rollback(29, 20, 300)
+    content = decisions.path.read_bytes()
+    for position in range(len(content) * 8):
+        flipped = bytearray(content)
+        flipped[position // 8] ^= 1 << position % 8
+        decisions.path.write_bytes(flipped)
+        with pytest.raises(MegatfmError, match=r"decisions\.jsonl, line \d: damaged: restore or remove"):
+            decisions.read()
+
+
+@pytest.mark.parametrize("planted", [b"\x80\x04}.\n", b"[1]\n", b'{"decision": "skip", "step": 2}\n'])
+def test_what_was_not_written_here_is_no_decision(tmp_path: Path, planted: bytes) -> None:
+    (tmp_path / DECISIONS).write_bytes(planted)
+    with pytest.raises(MegatfmError, match=r"decisions\.jsonl, line 1: damaged"):
+        DecisionLog(tmp_path / DECISIONS, is_writer=True).read()
+
+
+def test_steps_are_tried_again_where_the_settings_that_spoiled_them_changed(tmp_path: Path) -> None:
+    decisions = DecisionLog(tmp_path / DECISIONS, is_writer=True)
+    for step in (3, 8, 9):
+        decisions.skip(step)
+    decisions.record_rollback(7, 6, 100)
+    for step in (8, 9):
+        decisions.skip(step)
+    again = DecisionLog(tmp_path / DECISIONS, is_writer=True)
+    again.read()
+    assert again.retry_after(6) == [8, 9]
+    assert again.retry_after(6) == []
+    for found in (again, DecisionLog(tmp_path / DECISIONS, is_writer=False)):
+        found.read()
+        assert (found.skips, found.data_resume_positions, found.rollbacks) == ({3}, {6: 100}, {6: 1})

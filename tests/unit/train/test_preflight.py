@@ -1,0 +1,122 @@
+"""What is checked before training, a part at a time; test_resilience.py breaks things under a whole run."""
+
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatfm.checkpoint.local import NodeTopology
+from megatfm.errors import MegatfmError
+from megatfm.tracking import hardware
+from megatfm.train import startup_checks
+from megatfm.train.startup_checks import (
+    check_local_disk,
+    check_space,
+    find_slow,
+    free_memory,
+    probe_disk,
+)
+
+
+def test_a_probe_leaves_a_file_for_rank_0_to_find(tmp_path: Path) -> None:
+    probe_disk(tmp_path, 3)
+    assert [path.name for path in tmp_path.iterdir()] == [".probe-3"]
+
+
+def test_a_folder_that_can_not_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / ".probe-3").mkdir()  # root may write where permissions forbid it
+    with pytest.raises(
+        MegatfmError, match=rf"{tmp_path}: can't write, sync and rename a file there: Is a directory"
+    ):
+        probe_disk(tmp_path, 3)
+    with pytest.raises(MegatfmError, match="No such file"):
+        probe_disk(tmp_path / "gone", 3)
+
+
+def test_room_is_needed_for_what_is_kept_and_what_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def free(size: float) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=size))
+
+    checkpoints = tmp_path / "checkpoints"
+    for there, due in ((0, 4), (1, 3), (3, 1), (5, 1)):
+        for step in range(there):
+            (checkpoints / f"step-{step:08d}").mkdir(parents=True, exist_ok=True)
+        free(due * 1e9)
+        check_space(tmp_path, checkpoints, 10**9, 3, "or else")
+        free(due * 1e9 - 1)
+        words = f"{tmp_path}: {due} GB are free, but {due} more checkpoint{'s' * (due > 1)} of 1 GB will be written"
+        with pytest.raises(MegatfmError, match=f"^{re.escape(words)}: make room, or else$"):
+            check_space(tmp_path, checkpoints, 10**9, 3, "or else")
+
+
+@pytest.mark.parametrize(
+    ("node", "rank", "ranks_held"),
+    [((0, 0), 0, 2), ((0, 1), 1, 2), ((0, 1, 1), 0, 3), ((0, 1, 1), 1, 3), ((0, 0, 1, 2), 2, 3)],
+)
+def test_a_node_s_disk_holds_its_share_and_that_of_the_node_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: tuple[int, ...], rank: int, ranks_held: int
+) -> None:
+    nodes = NodeTopology(tmp_path / "local" / "run", rank, node, None)
+    needed = 3 * ranks_held * 1000  # the two newest checkpoints and the one being written
+    state = 1000 * len(node)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=needed))
+    check_local_disk(nodes, state)
+    assert list(nodes.folder.iterdir()) == [], "no probe is left"
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=needed - 1))
+    with pytest.raises(
+        MegatfmError, match=rf"^{nodes.folder}: .* are free, but 3 more checkpoints .*checkpoint\.local_dir$"
+    ):
+        check_local_disk(nodes, state)
+
+
+def test_a_node_s_disk_that_can_not_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "run"
+    with pytest.raises(
+        MegatfmError, match=rf"^{folder}: can't make it \(checkpoint\.local_dir\): Not a directory$"
+    ):
+        check_local_disk(NodeTopology(folder, 0, (0,), None), 1)
+
+
+def test_slow_is_far_above_the_median_and_beyond_what_happens() -> None:
+    disk, product, total = "writing and syncing a file", "a matrix product", "a sum over tp"
+    well = {disk: 0.01, product: 0.002, total: 0.01}
+    everyone = [("n0", well), ("n0", well), ("n1", well), ("n1", well)]
+    assert find_slow(everyone) == []
+    everyone[2] = ("n1", well | {disk: 0.4, product: 0.006, total: 0.15})
+    assert find_slow(everyone) == [], "many times the median, but that happens"
+    everyone[2] = ("n1", well | {disk: 0.9, product: 0.02})
+    assert find_slow(everyone) == [
+        "rank 2 on n1 is slow: writing and syncing a file took 0.900 s, on most ranks 0.010 s",
+        "rank 2 on n1 is slow: a matrix product took 0.020 s, on most ranks 0.002 s",
+    ]
+    assert len(find_slow([("n0", well), ("n1", well | {disk: 0.9})])) == 1, "of two, the slower one"
+    slow = {disk: 5.0, product: 1.0, total: 5.0}
+    assert find_slow([("n0", slow)] * 4) == [], "alike: nobody stands out"
+
+
+def test_free_memory_is_shared_by_the_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = free_memory(torch.device("cpu"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert free_memory(torch.device("cpu")) == pytest.approx(alone / 4, rel=0.2)
+
+
+def test_the_product_is_timed() -> None:
+    assert 0 < hardware.time_matmul(torch.float32, torch.device("cpu")) < 5
+    assert startup_checks.SLOW_FACTOR > 1
+
+
+def test_a_check_that_fails_leaves_no_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise MegatfmError("no room")
+
+    monkeypatch.setattr(startup_checks, "checkpoint_bytes", fails)
+    run = SimpleNamespace(folder=tmp_path, rank=0, is_main=True, checkpoints=tmp_path / "checkpoints")
+    with pytest.raises(MegatfmError, match=r"the check before training failed: .*no room"):
+        startup_checks.preflight(None, run, None)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,185 @@
+"""The hub over real sockets: who may speak, and what everybody hears."""
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from megatfm.train import rank_monitor_server
+from megatfm.train.rank_monitor_server import LINE_BYTES, Heartbeat, JsonConnection, RankMonitorServer
+
+
+class Client:
+    """One rank's end of a connection."""
+
+    def __init__(self, port: int, rank: int | None = None, token: str = "secret") -> None:
+        self.line = JsonConnection(socket.create_connection(("127.0.0.1", port), 5))
+        self.heard: list[dict[str, Any]] = []
+        if rank is not None:
+            self.line.send({"rank": rank, "token": token})
+
+    def hears(self, key: str) -> dict[str, Any]:
+        """Wait for a message with this key."""
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            for message in self.line.receive() or ():
+                self.heard.append(message)
+                if key in message:
+                    return message
+            time.sleep(0.01)
+        raise AssertionError(f"no {key}: {self.heard}")
+
+    def is_closed(self) -> bool:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            if self.line.receive() is None:
+                return True
+            time.sleep(0.01)
+        return False
+
+
+Connect = Callable[..., Client]
+
+
+@pytest.fixture
+def open_hub() -> Iterator[Callable[..., Connect]]:
+    """`connect = open_hub(ranks)`, then `connect(rank)` for each: all is closed in the end."""
+    hubs: list[RankMonitorServer] = []
+    clients: list[Client] = []
+
+    def open_hub(ranks: int, limit: float = 60.0, interval: float = 0.1) -> Connect:
+        listener = socket.create_server(("127.0.0.1", 0))
+        thread = RankMonitorServer(["n0"] * ranks, limit, interval, "secret", listener)
+        thread.start()
+        hubs.append(thread)
+        port = listener.getsockname()[1]
+
+        def connect(rank: int | None = None, **how: str) -> Client:
+            clients.append(Client(port, rank, **how))
+            return clients[-1]
+
+        return connect
+
+    yield open_hub
+    for client in clients:
+        client.line.close()
+    for thread in hubs:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_all_hear_signs_and_in_the_end_goodbye(open_hub: Callable[..., Connect]) -> None:
+    connect = open_hub(2)
+    ranks = [connect(rank) for rank in range(2)]
+    for rank in ranks:
+        rank.line.send({"heartbeat": Heartbeat(3, "step", 4, 0.0, False, "").__dict__})
+        rank.hears("heartbeat")
+    for rank in ranks:
+        rank.line.send({"bye": True})
+    for rank in ranks:
+        assert rank.hears("bye") == {"bye": True}
+        assert rank.is_closed()
+
+
+def test_a_closed_connection_is_a_death_that_all_others_hear_of(
+    open_hub: Callable[..., Connect],
+) -> None:
+    connect = open_hub(3)
+    ranks = [connect(rank) for rank in range(3)]
+    ranks[1].line.send({"heartbeat": Heartbeat(3, "save", 4, 0.0, False, "").__dict__})
+    ranks[1].hears("heartbeat")
+    ranks[1].line.close()
+    for rank in (ranks[0], ranks[2]):
+        diagnosis = rank.hears("diagnosis")["diagnosis"]
+        assert diagnosis["ranks"] == [1]
+        assert diagnosis["text"].startswith("rank 1 on n0 at step 3, save: ended without a word")
+
+
+def test_a_rank_that_never_comes_is_named(open_hub: Callable[..., Connect]) -> None:
+    connect = open_hub(2, limit=0.5, interval=0.05)
+    here = connect(0)
+    deadline = time.monotonic() + 20
+    while not any("diagnosis" in message for message in here.heard):
+        assert time.monotonic() < deadline
+        here.line.send({"heartbeat": Heartbeat(0, "start", 1, 0.0, True, "").__dict__})
+        here.heard += here.line.receive() or []
+        time.sleep(0.02)
+    diagnosis = next(message["diagnosis"] for message in here.heard if "diagnosis" in message)
+    assert diagnosis["ranks"] == [1]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        json.dumps({"rank": 1, "token": "guess"}).encode() + b"\n",
+        b'{"bye": true}\n',
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"[1]\n",
+        b"x" * (LINE_BYTES + 1),
+        b'{"token": "\\ud800"}\n',
+        b'{"token": "secret", "rank": 1}\n',
+        b'{"token": "secret", "rank": "x"}\n',
+        b'{"token": "secret"}\n',
+    ],
+    ids=["token", "none", "http", "list", "endless", "surrogate", "too high", "no number", "no rank"],
+)
+def test_strangers_are_shown_the_door_and_change_nothing(
+    open_hub: Callable[..., Connect], said: bytes
+) -> None:
+    connect = open_hub(1)
+    rank = connect(0)
+    stranger = connect()
+    stranger.line.connection.sendall(said)
+    assert stranger.is_closed()
+    rank.line.send({"bye": True})
+    assert rank.hears("bye")
+    assert not any("diagnosis" in message for message in rank.heard)
+
+
+def test_a_stranger_that_stays_silent_is_shown_the_door_and_too_many_are(
+    open_hub: Callable[..., Connect], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_monitor_server, "TOKEN_SECONDS", 0.3)
+    monkeypatch.setattr(rank_monitor_server, "STRANGERS", 2)
+    connect = open_hub(1)
+    rank = connect(0)
+    rank.hears("heartbeat")
+    begun = time.monotonic()
+    first, *others = [connect() for _ in range(5)]
+    assert first.is_closed()
+    assert time.monotonic() - begun < 10, "as one too many, or for its silence"
+    assert all(stranger.is_closed() for stranger in others)
+    rank.line.send({"bye": True})
+    assert rank.hears("bye")
+
+
+def test_a_rank_that_talks_nonsense_has_failed(open_hub: Callable[..., Connect]) -> None:
+    connect = open_hub(2)
+    ranks = [connect(rank) for rank in range(2)]
+    ranks[1].line.send({"heartbeat": 3})
+    assert ranks[0].hears("diagnosis")["diagnosis"]["ranks"] == [1]
+
+
+def test_a_message_that_is_sent_in_part_is_ended_before_the_next() -> None:
+    """Whole messages are dropped where the other side doesn't read; what arrives is a sequence of whole ones."""
+    ours, theirs = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    sender, receiver = JsonConnection(ours), JsonConnection(theirs)
+    heard: list[dict[str, Any]] = []
+    for number in range(400):
+        sender.send({"number": number, "text": "x" * (number * 37 % 900)})
+        if number % 40 == 39:
+            for _ in range(3):
+                messages = receiver.receive()
+                assert messages is not None, "glued together"
+                heard += messages
+    while messages := receiver.receive():
+        heard += messages
+    numbers = [message["number"] for message in heard]
+    assert numbers == sorted(set(numbers))
+    assert 50 < len(numbers) < 400
+    sender.close()
+    receiver.close()
