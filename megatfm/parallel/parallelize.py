@@ -248,7 +248,7 @@ def _table(
     lines = [
         f"mesh  {mesh.describe()}",
         "",
-        f"{'modules':<{width}}{'style':<24}{'parameters':<40}partial gradient",
+        f"{'modules':<{width}}{'style':<26}{'parameters':<40}partial gradient",
     ]
     for (shown, style), paths in rows.items():
         tensors = [p for p in placements.values() if p.name.rpartition(".")[0] in paths]
@@ -259,7 +259,7 @@ def _table(
         )
         partial = ", ".join(dict.fromkeys(axis for p in tensors for axis in p.partial_axes))
         shown_shapes = f"{f'{len(tensors)} × ' if tensors else ''}{', '.join(shapes):<36}"
-        lines.append(f"{shown:<{width}}{style.name:<24}{shown_shapes}{partial}".rstrip())
+        lines.append(f"{shown:<{width}}{style.name:<26}{shown_shapes}{partial}".rstrip())
     return "\n".join(lines) + "\n"
 
 

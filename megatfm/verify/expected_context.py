@@ -253,7 +253,7 @@ class ContextShards:
         """`rank` keys and values of each document, over its tokens on all ranks."""
         options: Any = block_of(self._config, call.path).attention
         documents = sum(1 for _ in self._rows(microbatch, self._side(call)).bounds())
-        self._summed(ledger, call, documents * 2 * options.rank)
+        self._summed(ledger, call, documents * 2 * options.projected_length)
 
     def _of_compressed(
         self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module

@@ -138,7 +138,7 @@ def prep_config(texts: Path) -> Callable[[Project], Path]:
     def write(project: Project) -> Path:
         file = project.folder / "prep.toml"
         settings = PREP.format(out=project.folder / "corpus", texts=texts)
-        file.write_text(f"task_bytes = 5000\nworkers = 1\n{settings}")
+        file.write_text(f"task_bytes = 5000\ntokenizer_threads = 1\n{settings}")
         return file
 
     return write

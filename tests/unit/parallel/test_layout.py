@@ -153,7 +153,7 @@ def test_a_parameter_without_a_row_is_told_with_the_row_to_add() -> None:
     with pytest.raises(
         UsageError,
         match=r"^blocks\.1\.blocks\.0\.weight has no style, .* class Mine a row for it, "
-        r'tp_plan = \(\("blocks\.0", STYLE\),\), with one of: column, enter, ',
+        r'tp_plan = \(\("blocks\.0", STYLE\),\), with one of: colwise, expert_parallel, ',
     ):
         match(Around(Block(), Mine()))
     styles = match(Around(Block(), Mine()), complete=False)
@@ -193,17 +193,18 @@ def test_two_styles_for_a_module_are_refused_and_the_same_one_twice_is_not() -> 
     Other.tp_plan = (("blocks.*.u*", "rowwise"),)
     with pytest.raises(
         UsageError,
-        match=r"^blocks\.0\.up has two styles in plans, 'row' of Other and 'column' of Block: keep one of these rows$",
+        match=r"^blocks\.0\.up has two styles in plans, 'rowwise' of Other and 'colwise' of Block: "
+        r"keep one of these rows$",
     ):
         match(Other(Block()))
 
 
 def test_a_style_that_there_is_not() -> None:
     class Wrong(Around):
-        tp_plan = (("blocks.0", "colum"),)
+        tp_plan = (("blocks.0", "colwis"),)
 
     with pytest.raises(
-        UsageError, match=r"unknown style of a plan 'colum' \(did you mean 'column'\?\); there are: "
+        UsageError, match=r"unknown style of a plan 'colwis' \(did you mean 'colwise'\?\); there are: "
     ):
         match(Wrong(nn.Linear(2, 2)))
 

@@ -69,7 +69,7 @@ def test_heads_of_masked_models_weigh_what_the_objective_predicts(make: Callable
 
 def test_a_stage_may_begin_with_any_head_that_costs_something(make: Callable[..., nn.Module]) -> None:
     """Of an encoder with a large vocabulary, the head of span boundaries too is a stage of its own."""
-    model = make(family="encoder", n_layers=2, vocab_size=9600, heads={"boundary": {}})
+    model = make(family="encoder", n_layers=2, vocab_size=9600, extra_heads={"boundary": {}})
     pipeline = split_into_stages(model, "1f1b", 3, 1, lengths={"tokens": 32})
     assert first_steps(pipeline) == ["encoder.embedding", "head", "boundary"]
 

@@ -89,7 +89,9 @@ def test_what_cannot_be_opened_is_said(opened: list[object], monkeypatch: pytest
 def plan() -> str:
     """Of a run whose engine is never made."""
     with pytest.MonkeyPatch.context() as patch:
-        engine = SimpleNamespace(get=lambda name: lambda setup: setup.layout.table)
+        engine = SimpleNamespace(
+            get=lambda name: lambda setup: setup.layout.table, check=lambda config, precision: None
+        )
         patch.setattr(build, "ENGINES", engine)
         made: Any = build.build_engine(CONFIG, build_mesh(CONFIG.parallel, 2, "cpu"), CPU, "fp32")
     return str(made)
