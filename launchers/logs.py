@@ -16,7 +16,7 @@ from megatfm.launchers.run_jobs import job_ids
 
 POLL_SECONDS = 0.5
 LINE_BYTES = 4096
-"""Of lines that the last look ended in; longer ones tell of trouble at their beginning."""
+"""Bytes kept of a line that the last look ended in; longer ones tell of trouble at their beginning."""
 ERROR_PATTERN = re.compile(
     r"\b(ERROR|CRITICAL|Traceback|Fatal Python error|Segmentation fault|Aborted|hangs?|hung|out of memory)\b"
 )
@@ -38,7 +38,7 @@ class Tail:
             self.offset = start_of_last_lines(file, count)
 
     def read_new_lines(self) -> Iterator[str]:
-        """Whole lines that came since the last look. A file that became shorter is read from its start."""
+        """Yield the complete lines since the last look. A file that became shorter is read from its start."""
         try:
             with self.path.open("rb") as file:
                 if file.seek(0, os.SEEK_END) < self.offset:

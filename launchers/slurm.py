@@ -71,7 +71,7 @@ class Site(Section):
     python: SingleLine | None = None
     """Python inside the container; left out, the one that submits."""
     start: Literal["srun", "torchrun"] = "srun"
-    """Who starts the processes: srun, one task a process, or torchrun, one task a node."""
+    """Starter of the processes: srun, one task a process, or torchrun, one task a node."""
     interface: SlurmToken | None = None
     """Network interface over which processes meet."""
     stop_seconds: PositiveInt = 300

@@ -66,7 +66,7 @@ def max_fitting_nodes(config: Config, counts: Iterable[int], processes_per_node:
 # --- errors and warnings of a launch ---------------------------------------------------------------------------------
 
 START_SECONDS = 120
-"""What a start takes, and by how much SLURM may signal too early (a minute)."""
+"""Seconds that a start takes, and by which SLURM may signal too early (a minute)."""
 
 
 def launch_errors(job: Job, site: Site | None, partition: scheduler.Partition | None = None) -> Iterator[str]:

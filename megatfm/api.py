@@ -1,4 +1,4 @@
-"""What `import megatfm` offers to users; loaded at first use, since it imports torch."""
+"""The public interface of `import megatfm`; loaded at first use, since it imports torch."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -133,7 +133,7 @@ class Model:
         begin: Literal["auto", "bos", "none"] = "auto",
         sentinel: Literal["auto", "always", "never"] = "auto",
     ) -> str:
-        """What follows a prompt, without it: as `megatfm generate` does, whose options these are.
+        """Return the text that follows a prompt, without it: as `megatfm generate` does, whose options these are.
 
         Raises UsageError for a model that makes no text.
         """

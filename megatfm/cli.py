@@ -53,7 +53,7 @@ OF_LAUNCH = ("--nproc", "--nodes", "--slurm", "--mpi", "--gpus-per-node")
 """Flags of `launch` that are looked for at `train`."""
 
 BLOCKED_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
-"""What asks training to stop waits until it can be heard: before its handlers are there, it would be death."""
+"""Signals that ask training to stop wait until its handlers are installed; before, they would kill it."""
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

@@ -1,4 +1,4 @@
-"""What a part of a model costs on a row: parts that differ from the rule say so in a method `cost`, this adds up.
+"""Cost of a part of a model on a row: parts that differ from the rule say so in a method `cost`, this adds up.
 
 The rule: each weight is multiplied once with every token that goes through the module; tables, whose weights have a
 role, are only looked up. Whoever plans, cuts or describes a model reads this, and no list of parts.
@@ -16,7 +16,7 @@ ENCODER_TOKENS = "encoder_tokens"
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """What goes through a part: so many tokens of a row. encoder_tokens: tokens of the memory that cross-attention
+    """Input of a part: so many tokens of a row. encoder_tokens: tokens of the memory that cross-attention
     looks at.
     target_fraction: the share of the tokens that the objective predicts, where that is known."""
 
@@ -55,7 +55,7 @@ class Cost:
 
 
 def module_cost(module: Any, tokens: TokenCounts) -> Cost:
-    """Of a module (of torch) and all in it."""
+    """Return the cost of a module (of torch) and all in it."""
     said = getattr(module, "cost", None)
     found: Cost = said(tokens) if said is not None else default_cost(module, tokens)
     return found

@@ -40,7 +40,7 @@ for name in ("quantizer", "async_io", "cpu_adam", "fused_adam"):
         print(name, installed or ("yes" if builder.is_compatible(verbose=False) else "no"), how, sep="|")
 """
 COMPILE_SECONDS = {"async_io": 600, "cpu_adam": 53, "fused_adam": 44}
-"""What compiling took of a core of a Xeon: async_io, with the pinned memory that it needs, is fifteen files."""
+"""Seconds of a Xeon's core that compiling took: async_io, with the pinned memory that it needs, is fifteen files."""
 OP_USES = {"quantizer": "for deepspeed.quantized_weights and .quantized_gradients"}
 """Operator → what needs it here. The others are DeepSpeed's own business: offload and optimizers here do without."""
 COMPILERS = {"ninja", "g++", "c++", "cc1plus", "nvcc"}
@@ -151,7 +151,7 @@ def slurm() -> Iterator[Finding]:
 
 
 def packages() -> Iterator[Finding]:
-    """What some features need besides."""
+    """Check what some features need besides."""
     for package, (purpose, how) in OPTIONAL.items():
         version = _version(package)
         yield Finding(package, bool(version), f"{version or 'not installed'}, for {purpose}", how)

@@ -20,7 +20,7 @@ class WindowPatternConfig(Section):
     width: PositiveInt = Field(examples=[4096], le=MAX_LENGTH)
     """In decoders, so many tokens up to the query itself; in encoders, the query and half of it on each side."""
     dilation: PositiveInt = Field(default=1, le=MAX_LENGTH)
-    """Of those tokens every `step`-th one, over a window that is so many times as wide (a dilated window)."""
+    """Stride between attended tokens: every `dilation`-th one, over a window that many times as wide."""
     initial_tokens: NonNegativeInt = Field(default=0, le=MAX_LENGTH)
     """So many first tokens of the document are seen as well, in decoders (StreamingLLM: 4; Xiao et al. 2023)."""
 
@@ -123,7 +123,7 @@ class AttentionSection(Section):
 
     @property
     def tp_dims(self) -> dict[str, int]:
-        """What tensor-parallel ranks share among them, by key."""
+        """Sizes that tensor parallelism divides, by key."""
         return {"n_heads": self.n_heads, "n_kv_heads": self.kv_heads}
 
 
@@ -156,7 +156,7 @@ class GQAAttentionConfig(ScaledAttention):
 
     @property
     def tp_dims(self) -> dict[str, int]:
-        """What tensor-parallel ranks share among them, by key: key heads that are normalised together, once each."""
+        """Sizes that tensor parallelism divides, by key: key heads that are normalised together, once each."""
         together = (
             {"n_kv_heads (qk_norm = 'all_heads')": self.kv_heads} if self.qk_norm == "all_heads" else {}
         )
@@ -192,7 +192,7 @@ class LinformerAttentionConfig(AttentionSection):
     projected_length: PositiveInt = Field(default=128, le=MAX_WIDTH)
     """Keys and values that a document has."""
     share: Literal["none", "headwise", "key_value", "layerwise"] = "headwise"
-    """Who has a projection in common: no one, all heads of a layer, besides them its keys and values, or besides those
+    """Sharing of a projection: by no one, all heads of a layer, besides them its keys and values, or besides those
     all layers."""
     scale: PositiveFloat | None = None
     """Factor on the scores; left out, head_dim^-1/2."""

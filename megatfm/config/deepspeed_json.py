@@ -203,7 +203,7 @@ FIXED_VALUES = {
     "zero_optimization.offload_optimizer.ratio": 1.0,
     "zero_optimization.stage3_param_persistence_threshold": 0,
 }
-"""What is always so here; another value is refused."""
+"""Values that are fixed here; others are refused."""
 
 _PROCESS = "Adam's state stays in a process of its own, where no checkpoint reaches it"
 _CUDA = "its operator is compiled for CUDA alone"

@@ -37,7 +37,7 @@ class DenseFFNConfig(Section):
 
     @property
     def tp_dims(self) -> dict[str, int]:
-        """What tensor-parallel ranks share among them, by key."""
+        """Sizes that tensor parallelism divides, by key."""
         return {"d_ff": self.d_ff}
 
 
@@ -205,7 +205,7 @@ class MoEConfig(DenseFFNConfig):
 
     @property
     def tp_dims(self) -> dict[str, int]:
-        """What tensor-parallel ranks share among them, by key."""
+        """Sizes that tensor parallelism divides, by key."""
         return {
             "n_experts": self.n_experts,
             **({"d_ff": self.d_ff * self.n_shared_experts} if self.n_shared_experts else {}),

@@ -37,7 +37,7 @@ class NormSection(Section):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What a norm is made with beside its width and eps."""
+        """Arguments of the norm beside its width and eps."""
         return self.model_extra or {}
 
 
@@ -50,7 +50,7 @@ class RMSNormConfig(NormSection):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What a norm is made with beside its width and eps."""
+        """Arguments of the norm beside its width and eps."""
         return {"zero_centered": self.zero_centered}
 
 
@@ -63,7 +63,7 @@ class LayerNormConfig(NormSection):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What a norm is made with beside its width and eps."""
+        """Arguments of the norm beside its width and eps."""
         return {"bias": self.bias}
 
 
@@ -217,7 +217,7 @@ class GeneratorConfig(Section):
 
     @property
     def tp_dims(self) -> dict[str, int]:
-        """What tensor-parallel ranks share among them, by key."""
+        """Sizes that tensor parallelism divides, by key."""
         return {"n_heads": self.n_heads, "d_ff": self.d_ff}
 
 

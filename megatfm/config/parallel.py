@@ -12,7 +12,7 @@ class ParallelConfig(Section):
     """The layout: the product of all axes is the number of processes."""
 
     engine: str = Field(default="native", min_length=1)
-    """Who carries out the steps: "native", "deepspeed", or the name of a plugin's engine."""
+    """Engine that carries out the steps: "native", "deepspeed", or the name of a plugin's engine."""
     dp_replicate: PositiveInt = Field(default=1, le=MAX_WIDTH)
     """Data-parallel replicas, each holding a whole copy of its shards (with dp_shard > 1: HSDP)."""
     dp_shard: int = Field(default=-1, ge=-1, le=MAX_WIDTH)
@@ -59,7 +59,7 @@ class ParallelConfig(Section):
     """Ranks of dp_shard × cp among which experts are divided, and which send each other tokens; divides their product.
     """
     expert_tp: Literal["by_expert", "by_channel", "folded"] = "by_expert"
-    """What tensor-parallel ranks do with experts: "by_expert": each has some of them; "by_channel": each has a part
+    """Division of experts among tensor-parallel ranks: "by_expert": each has some; "by_channel": each has a part
     of every one's inner channels; "folded": they are among the ranks that `ep` divides, each with its own tokens."""
 
     @model_validator(mode="after")

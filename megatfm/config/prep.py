@@ -37,7 +37,7 @@ class ReadConfig(Section):
     tokens: TokensConfig = TokensConfig()
     """How token ids lie in their files."""
     on_error: Literal["error", "skip"] = "error"
-    """What to do about a file or record that can't be used (no permission, binary, not UTF-8, a broken link, no such
+    """Handling of a file or record that can't be used (no permission, binary, not UTF-8, a broken link, no such
     field): stop at the first one, or skip it, count it and list it."""
     fix_unicode: bool = True
     """Whether text that was decoded wrongly is mended (`cafÃ©` becomes `café`), and stray control characters go. Set
@@ -60,7 +60,7 @@ class ReadConfig(Section):
 
 
 class NearDuplicatesConfig(Section):
-    """What counts as nearly the same text on both sides of the split."""
+    """Texts that count as nearly the same on both sides of the split."""
 
     similarity: Annotated[float, Field(ge=0.5, le=1.0)] = 0.7
     """Share of common shingles (Jaccard similarity, estimated by MinHash) from which two documents are near."""
@@ -96,7 +96,7 @@ class TokenizerConfig(Section):
     """The tokenizer, trained on the training split, or one that there is already."""
 
     kind: Literal["sentencepiece-bpe", "sentencepiece-unigram", "byte-bpe", "wordpiece"] = "sentencepiece-bpe"
-    """What to train. All are lossless but wordpiece, which keeps no white space."""
+    """Kind of tokenizer to train. All are lossless but wordpiece, which keeps no white space."""
     file: PathStr | None = Field(default=None, examples=["gpt2/tokenizer.json"])
     """Train none, but use this one: a tokenizer.json, a SentencePiece model, or a folder that holds one."""
     vocab_size: Annotated[int, Field(ge=1, le=2**20)] = 4096
@@ -149,7 +149,7 @@ class PrepConfig(Section):
     """Text in a part of a stage: what a process does at a time, and loses at most when it is killed. The result does
     not depend on it."""
     dedup_memory_bytes: Annotated[int, Field(ge=2**20)] = 2**30
-    """What a process that looks for duplicates may hold in memory at a time, about, of an index that lies on disk. The
+    """Memory, about, that a process takes at a time for an index on disk when it looks for duplicates. The
     result does not depend on it."""
     compress: bool = True
     """Shards under zstd, with many documents in a sample; with false plain `.tar` with a sample for each document, as
@@ -158,9 +158,9 @@ class PrepConfig(Section):
     """Python packages that register steps and formats: beside the config, in the current directory, or installed."""
     read: ReadConfig
     steps: tuple[StepConfig, ...] = ()
-    """What is done with one document at a time, in this order."""
+    """Steps on one document at a time, in this order."""
     dedup: tuple[DedupConfig, ...] = ()
-    """What is looked for in the whole corpus, in this order, after the steps and the removal of identical texts."""
+    """Searches in the whole corpus, in this order, after the steps and the removal of identical texts."""
     split: SplitConfig = SplitConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
 

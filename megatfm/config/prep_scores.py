@@ -82,7 +82,7 @@ class PresidioConfig(Section):
 
     name: Literal["presidio"]
     entities: tuple[str, ...] = Field(examples=[["US_SSN", "UK_NHS"]], min_length=1)
-    """What to look for, by Presidio's names."""
+    """Entities to look for, by Presidio's names."""
     language: str = "en"
     """The language of its recognisers."""
     min_score: Fraction = 0.5

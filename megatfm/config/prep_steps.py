@@ -48,7 +48,7 @@ class GopherQualityConfig(Section):
 
     name: Literal["gopher_quality"]
     word_tokenizer: Literal["space", "spacy"] = "space"
-    """What a word is: what stands between white space, or what spaCy's tokenizer of `language` says, as in datatrove,
+    """Definition of a word: text between white space, or a token of spaCy's tokenizer of `language`, as in datatrove,
     the code of FineWeb."""
     language: str = "en"
     """The language of spaCy's tokenizer."""
@@ -79,7 +79,7 @@ class GopherRepetitionConfig(Section):
 
     name: Literal["gopher_repetition"]
     word_tokenizer: Literal["space", "spacy"] = "space"
-    """What a word is: what stands between white space, or what spaCy's tokenizer of `language` says, as in datatrove,
+    """Definition of a word: text between white space, or a token of spaCy's tokenizer of `language`, as in datatrove,
     the code of FineWeb."""
     language: str = "en"
     """The language of spaCy's tokenizer."""
@@ -118,7 +118,7 @@ class FineWebConfig(Section):
 
     name: Literal["fineweb"]
     word_tokenizer: Literal["space", "spacy"] = "space"
-    """What a word is: what stands between white space, or what spaCy's tokenizer of `language` says, as in datatrove,
+    """Definition of a word: text between white space, or a token of spaCy's tokenizer of `language`, as in datatrove,
     the code of FineWeb."""
     language: str = "en"
     """The language of spaCy's tokenizer."""
@@ -157,21 +157,21 @@ class PIIConfig(Section):
 
     name: Literal["pii"]
     email: str = "<EMAIL>"
-    """What stands for an e-mail address; with an empty text they stay, here and below."""
+    """Replacement for an e-mail address; with an empty text they stay, here and below."""
     ip: str = "<IP>"
-    """What stands for a public IP address, v4 or v6."""
+    """Replacement for a public IP address, v4 or v6."""
     phone: str = "<PHONE>"
-    """What stands for a telephone number: an international one (+44 …), one in the forms of North America, France or
+    """Replacement for a telephone number: an international one (+44 …), one in the forms of North America, France or
     Britain, or any after a word such as `tel`."""
     ssn: str = "<SSN>"
-    """What stands for a social security number of the United States."""
+    """Replacement for a social security number of the United States."""
     secret: str = "<SECRET>"
-    """What stands for a key or token: of AWS, Google, GitHub, GitLab, Slack, Stripe, OpenAI, OpenRouter, Anthropic,
+    """Replacement for a key or token: of AWS, Google, GitHub, GitLab, Slack, Stripe, OpenAI, OpenRouter, Anthropic,
     SendGrid, Hugging Face, npm, PyPI; a JSON Web Token; a block with a private key."""
     card: str = "<CARD>"
-    """What stands for the number of a payment card: known first digits, and a check digit (ISO 7812) that fits."""
+    """Replacement for the number of a payment card: known first digits, and a check digit (ISO 7812) that fits."""
     iban: str = "<IBAN>"
-    """What stands for a bank account: an IBAN of its country's length, whose check digits (ISO 13616) fit."""
+    """Replacement for a bank account: an IBAN of its country's length, whose check digits (ISO 13616) fit."""
 
 
 class DecontaminateConfig(Section):
@@ -201,7 +201,7 @@ class MetadataFilterConfig(Section):
     max: float | str | None = None
     """Drop what is more."""
     missing: Literal["drop", "keep"] = "drop"
-    """What becomes of documents without the field."""
+    """Handling of documents without the field."""
 
 
 class SampleConfig(Section):
@@ -285,7 +285,7 @@ class RepeatedParagraphsConfig(Section):
 
 
 class MinHashConfig(Section):
-    """Of documents that are nearly the same keeps the first: MinHash and locality-sensitive hashing (Broder 1997)."""
+    """Keeps the first of documents that are nearly the same: MinHash and locality-sensitive hashing (Broder 1997)."""
 
     name: Literal["minhash"]
     similarity: Annotated[float, Field(ge=0.5, le=1.0)] = 0.75

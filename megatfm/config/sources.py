@@ -35,7 +35,7 @@ class ConfigFile:
     is_preset: bool
     """Whether it ships with megatfm."""
     values: dict[str, Any]
-    """What it says, without `extends`."""
+    """The file's keys, without `extends`."""
     extends: str | None
     """Its base: a preset's name, or a path relative to it."""
 

@@ -98,10 +98,10 @@ OLD_NAMES = {
     "transformer.tokens_embed.weight": "openai-gpt",
     "transformer.word_embedding.weight": "xlnet",
 }
-"""What a tensor tells of the model_type, where the config.json of transformers 2 lacks it and a class: no younger model
+"""Tensor → the model_type that it tells, where the config.json of transformers 2 lacks it and a class: no younger model
 has such a file."""
 HEAD_PREFIXES = ("head.", "sentence.", "dense.", "verdict.")
-"""What our names of a head's parameters begin with."""
+"""Prefixes of our names of a head's parameters."""
 
 
 def register_architecture(name: str, architecture: Architecture, *, base: str = "") -> None:

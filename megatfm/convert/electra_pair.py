@@ -18,7 +18,7 @@ from megatfm.models.electra import generator_config
 
 CLASSES = {"discriminator": "ElectraForPreTraining", "generator": "ElectraForMaskedLM"}
 DEBERTA = {"discriminator": "DebertaV2Model", "generator": "DebertaV2ForMaskedLM"}
-"""Of DeBERTa v3: transformers has no class with the verdict, so that the discriminator is stored without it."""
+"""Classes of DeBERTa v3: transformers has no class with the verdict, so that the discriminator is stored without it."""
 SHARED = ("encoder.embedding.tokens.weight", "encoder.embedding.positions.weight")
 """Tables of the discriminator that are the generator's as well."""
 

@@ -95,7 +95,7 @@ ROPE_TYPES = {
     ),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
 }  # fmt: skip
-"""What each kind reads, besides its name and rope_theta."""
+"""Keys that each kind reads, besides its name and rope_theta."""
 
 
 def rope_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:

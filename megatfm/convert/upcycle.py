@@ -23,7 +23,7 @@ from megatfm.version import __version__
 
 EXPERT_TENSOR = re.compile(r"(.*\.ffn)\.experts\.([wb])_(gate|up|down)")
 ROUTER_STD = 0.02
-"""Of the routers' initial weights."""
+"""Standard deviation of the routers' initial weights."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What blocks keep for the backward pass, measured on tensors that have shapes and no values."""
+"""Memory that blocks keep for the backward pass, measured on tensors that have shapes and no values."""
 
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -84,7 +84,7 @@ def block_activation_bytes(config: Config) -> tuple[int, int] | None:
 
 
 class _Products(torch.autograd.Function):
-    """What experts' products keep."""
+    """Stand-in for experts' products: saves what they save."""
 
     @staticmethod
     def forward(ctx, x_MI, weight_GOI, ends_G):  # type: ignore[no-untyped-def]

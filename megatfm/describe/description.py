@@ -68,7 +68,7 @@ class Description:
 
     @property
     def unsharded_bytes(self) -> float:
-        """Of `state_bytes`, those that every data rank holds; ZeRO shards the others over dp_shard."""
+        """The part of `state_bytes` that every data rank holds; ZeRO shards the others over dp_shard."""
         copy, weight = self.copy_bytes, self.weight_bytes
         return (self.state_bytes, copy + weight, copy, 0)[self.zero]
 

@@ -24,7 +24,7 @@ Line = tuple[str, str]
 
 
 def to_lines(found: "Description") -> list[Line]:
-    """What `megatfm describe` prints."""
+    """Return the lines that `megatfm describe` prints."""
     objective = found.config.objective.name
     return [*_architecture(found.config.model), ("objective", objective), ("", ""), *_counts(found)]
 
@@ -75,7 +75,7 @@ def _heads(model: ModelConfig) -> str:
 
 
 def _patterns(model: ModelConfig) -> str:
-    """What blocks look at by [model], and how many of them; of an encoder-decoder, as many as its decoder has."""
+    """Count the blocks by their pattern in [model]; of an encoder-decoder, as many as its decoder has."""
     counted = Counter(_pattern(model.layer_config(depth)) for depth in range(model.n_layers))
     if len(counted) == 1:
         return next(iter(counted))
@@ -203,7 +203,7 @@ def _without_warmup(config: Config) -> list[Line]:
 
 
 def _feed_forward(model: ModelConfig) -> str:
-    """Of each kind of block."""
+    """Name the network of each kind of block."""
     kinds = (model.layer_config(depth).ffn for depth in range(max(1, len(model.layer_types))))
     return "; or ".join(dict.fromkeys(map(_network, kinds)))
 

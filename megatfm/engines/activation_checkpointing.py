@@ -124,7 +124,7 @@ class MemoryBudget:
         self.used = 0
 
     def forward(self, block: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        """What the block gives; kept or recomputed in training, and just computed where nothing needs a gradient."""
+        """Return the block's output, kept or recomputed in training, just computed where nothing needs gradients."""
         if not (block.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
         if block not in self._kinds:
@@ -141,7 +141,7 @@ class MemoryBudget:
 
 
 def kind_of(block: nn.Module) -> Any:
-    """What blocks that keep equally much have in common: parts, patterns of attention, and the shapes of weights."""
+    """Return what identifies blocks that keep equally much: parts, patterns of attention, and the shapes of weights."""
     parts = tuple(
         (path, type(part), repr(getattr(part, "pattern", None))) for path, part in block.named_modules()
     )
@@ -149,7 +149,7 @@ def kind_of(block: nn.Module) -> Any:
 
 
 def measured(block: nn.Module, forward: Forward) -> tuple[Any, int]:
-    """What `forward()` gives, and the bytes that it keeps for the backward pass besides the block's weights."""
+    """Return the output of `forward()`, and the bytes that it saves for the backward pass beside the weights."""
     weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
     storages: dict[int, int] = {}
 

@@ -1,4 +1,4 @@
-"""What engines have in common: the steps that they take alike, and what they do before the first one."""
+"""Base of the engines: the steps that they take alike, and the preparation before the first one."""
 
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -111,11 +111,11 @@ class BaseEngine:
         raise NotImplementedError
 
     def _weights_were_moved(self) -> None:
-        """What the model computes with follows `local`, but for frozen weights."""
+        """Set the weights that the model computes with from `local`, but for frozen ones."""
         raise NotImplementedError
 
     def _weights_were_set(self) -> None:
-        """What the model computes with follows all weights."""
+        """Set the weights that the model computes with from all weights."""
         raise NotImplementedError
 
     def _copied_axes(self, data_axes: DataAxes) -> Sequence[str]:

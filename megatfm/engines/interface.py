@@ -214,7 +214,7 @@ class Stateful(Protocol):
 
     @property
     def observed(self) -> Mapping[str, Tensor]:
-        """What was counted since the last step; the same names on all ranks."""
+        """Return the counts since the last step; the same names on all ranks."""
 
     def accumulate_counts(self, counts: Mapping[str, Tensor]) -> None:
         """Add the counts of a micro-batch."""

@@ -65,7 +65,7 @@ class DeferredReads:
 
 @dataclass(frozen=True)
 class TermWeights:
-    """What terms of a micro-batch count for in the loss of a global batch: factors [terms], in float64 on the device,
+    """Weights of a micro-batch's terms in the loss of a global batch: factors [terms], in float64 on the device,
     by the places of terms."""
 
     factors: Tensor
@@ -123,7 +123,7 @@ class LossAccumulator:
         self._counts_here = torch.zeros_like(self._counts_here)
 
     def shares(self, scale: float = 1.0) -> TermWeights:
-        """What terms count for in the loss of all that was counted, times a scale that is a power of 2."""
+        """Weights of terms in the loss of all that was counted, times a scale that is a power of 2."""
         counts = self._counts.clamp(min=1)
         weights = self._objective.loss_weights.items()
         factors = [scale * (weight / counts[self._places[name]]) for name, weight in weights]

@@ -233,7 +233,7 @@ class ElementwiseOptimizer:
             )
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """What the optimizer moves: name → block."""
+        """Blocks that the optimizer moves, by name."""
         return self._torch.tensors
 
     def step(self, gradients: Mapping[str, Tensor], lr: float, found_inf: Tensor | None = None) -> None:

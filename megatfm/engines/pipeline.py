@@ -41,7 +41,7 @@ class MicrobatchState:
 
 @dataclass
 class PendingReceive:
-    """What is being received for a pass."""
+    """Tensors that are being received for a pass."""
 
     carry: Carry
     works: list[dist.Work]
@@ -148,7 +148,7 @@ class PipelineForwardBackward:
     def _forward(
         self, stage: Stage, inputs: Mapping[str, Tensor], carry: Carry
     ) -> tuple[Carry, dict[str, Tensor]]:
-        """Of the model, for one stage."""
+        """Run the view of one stage; returns what it gives to later stages, and the losses of its heads."""
         takes = {name: tensor for name, tensor in carry.items() if name in stage.inputs}
         output = self._views[stage.index].forward(**inputs, **takes)
         carried = output.carried()

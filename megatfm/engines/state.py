@@ -24,7 +24,7 @@ class StatefulOptimizer(Protocol):
     """State of an optimizer, for checkpoints and evaluation."""
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """What the optimizer moves: name → block."""
+        """Blocks that the optimizer moves, by name."""
 
     def refresh(self) -> None:
         """The weights were set from outside: look again, where there are copies of them."""

@@ -41,7 +41,7 @@ from megatfm.split_points import CarrySpec, SplitPoint
 # B batch, T tokens, Q queries, S keys, R relative positions, D model width
 
 PREDICTED_FRACTION = 1 / 6
-"""Of tokens, as the paper has it: these alone have queries."""
+"""Share of the tokens that the paper predicts; they alone have queries."""
 
 TOGETHER = TwoStreamAttentionConfig.queries_together
 """Queries come in groups of so many, or as many as divide the row: then the query stream can be cut as the row can."""

@@ -40,7 +40,7 @@ DECODER_ONLY, ENCODER_DECODER = ("",), ("encoder_", "")
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """What objectives need to know of a tokenizer: ids with a meaning, and which tokens begin a word."""
+    """Facts of a tokenizer for objectives: ids with a meaning, and which tokens begin a word."""
 
     bos: int
     eos: int
@@ -114,7 +114,7 @@ class Objective(Protocol):
     max_tokens: int | None = None
     """Longest piece of a document whose sequence fits a row. None: documents are cut where rows end."""
     padding_values: Mapping[str, int] = MappingProxyType({})
-    """What stands in padding, for fields where it is not 0 and which are not tokens, targets or documents."""
+    """Values in padding, for fields where it is not 0 and which are not tokens, targets or documents."""
     fields: Mapping[str, Field] | None = None
     """All fields that `build` makes. None: integers [length of the side], whatever they are called."""
     reads_text: bool = True

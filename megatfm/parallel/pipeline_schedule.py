@@ -30,7 +30,7 @@ SPLITS_BACKWARD = ("interleaved-zero-bubble", *V_SHAPED)
 
 
 class Action(NamedTuple):
-    """What a rank does to one micro-batch in one of its stages."""
+    """Action of a rank on one micro-batch in one of its stages."""
 
     stage: int
     kind: Kind

@@ -1,4 +1,4 @@
-"""Who am I among how many? torchrun, srun and mpirun, told apart by the environment that they make."""
+"""Rank and world size from the environment of torchrun, srun or mpirun."""
 
 import re
 import subprocess
@@ -21,7 +21,7 @@ MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID")
 
 @dataclass(frozen=True)
 class ProcessEnvironment:
-    """What the environment says: rank and world size, and where rank 0 listens when that is known already."""
+    """Facts of the environment: rank and world size, and where rank 0 listens when that is known already."""
 
     launcher: Launcher
     rank: int = 0

@@ -44,7 +44,7 @@ Communication = Literal[
     "loss summed",  # a sum over tokens
     "loss over the vocabulary",  # in the module's `loss`; of logits, if it gives these, the parts are gathered
 ]
-"""What ranks send one another at a module's call; what its backward pass sends follows from it."""
+"""Communication of ranks at a module's call; that of its backward pass follows from it."""
 
 
 Install = Callable[[nn.Module, TensorParallelGroup, Layouts], None]

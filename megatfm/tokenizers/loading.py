@@ -12,7 +12,7 @@ from megatfm.tokenizers.sentence_piece import SentencePieceTokenizer
 SP_MODEL, TOKENIZER_JSON, VOCAB_TXT = "tokenizer.model", "tokenizer.json", "vocab.txt"
 VOCAB_JSON, MERGES_TXT = "vocab.json", "merges.txt"
 TOKENIZER_FILENAMES = (SP_MODEL, TOKENIZER_JSON, CONFIG)
-"""What the files of a tokenizer are called, where megatfm leaves them."""
+"""Names of a tokenizer's files where megatfm writes them."""
 
 SP_MODELS = (SP_MODEL, "spiece.model", "sentencepiece.bpe.model")
 

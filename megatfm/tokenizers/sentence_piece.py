@@ -180,7 +180,7 @@ def fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def _settings(model: bytes) -> dict[str, Any]:
-    """What decides how text is treated, out of sentencepiece_model.proto, whose defaults these are."""
+    """Fields that decide how text is treated, of sentencepiece_model.proto, whose defaults these are."""
     messages = {number: dict[int, Any]() for number in (_TRAINER, _NORMALIZER)}
     symbols = []
     for number, value in fields(model):

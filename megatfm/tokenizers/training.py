@@ -138,7 +138,7 @@ def _counted_segments(texts: Iterable[str]) -> Iterator[str]:
 
 
 def _record_errors(sentences: Iterator[str], failures: list[BaseException]) -> Iterator[str]:
-    """What to train on. SentencePiece turns what goes wrong here into a RuntimeError of its own, even a Ctrl-C,
+    """Yield the training texts. SentencePiece turns what goes wrong here into a RuntimeError of its own, even a Ctrl-C,
     so the cause is kept in `failures`."""
     try:
         yield from sentences

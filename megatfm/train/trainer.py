@@ -78,21 +78,18 @@ def train(config: Config, flops_per_token: FlopsPerToken | None = None) -> int:
         monitor.tick(0, "start")
         with RunDirectory(run_folder(config), rank.rank) as run, RunLog(run, config.train.steps) as run_log:
             monitor.attach_run_log(run.log, run.log_failure)
-            if rank.device.type == "cuda" and should_record_allocations(
-                run.folder, config.log.memory_snapshot
-            ):
+            is_recorded = should_record_allocations(run.folder, config.log.memory_snapshot)
+            if rank.device.type == "cuda" and is_recorded:
                 record_allocations()
             decisions, nodes = DecisionLog.of_run(run), resume.discover_nodes(config, run)
             latest = resume.find_resume_point(run.checkpoints, nodes, decisions)
             check_progress(run, latest.step if latest else 0, config.resilience.max_failures)
-            branch = None
-            if latest is None and config.train.branch_from:
-                branch = resume.branch_point(config.train.branch_from)
+            branch_from = None if latest else config.train.branch_from
+            branch = resume.branch_point(branch_from) if branch_from else None
             monitor.tick(0, "start")
             name, start = config.train.precision, latest or branch
-            precision = choose_precision(
-                start.state["precision"] if start and name == "auto" else name, rank.device
-            )
+            name = start.state["precision"] if start and name == "auto" else name
+            precision = choose_precision(name, rank.device)
             with explain_out_of_memory(run.folder, rank.rank, rank.device):
                 engine = build_engine(config, mesh, rank.device, precision)
             trainer = Trainer(config, run, engine, corpora, precision, decisions, run_log, monitor, nodes)
@@ -285,9 +282,8 @@ class Trainer:
         facts = hardware.started(self.launcher)
         if self.run.is_main:
             facts |= {"peak": str(self.utilization.peak)} if self.utilization else {}
-            self.run.write_run_files(
-                self.requested_config, self.engine.layout.table, self.engine.device, facts
-            )
+            layout, device = self.engine.layout, self.engine.device
+            self.run.write_run_files(self.requested_config, layout.table, device, facts)
             checkpoint.remove_leftovers(self.run.checkpoints)
         self.run.announce_links()
         log.info(

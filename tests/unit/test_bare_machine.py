@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DEBOOTSTRAP = 'mkdir -p "$4/proc" "$4/sys" "$4/dev/shm" "$4/dev/pts" "$4/root" "$4/etc"\n'
+DEBOOTSTRAP = 'mkdir -p "$4/proc" "$4/sys" "$4/dev/shm" "$4/dev/pts" "$4/root" "$4/srv" "$4/etc"\n'
 CHROOT = """
 [[ "$*" != *" make "* ]] || {
   echo "shown: $(cat "$1$BIND/precious")"

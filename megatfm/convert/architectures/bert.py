@@ -36,7 +36,7 @@ ENCODER_KEYS: dict[str, Key] = {
     "position_embedding_type": supported_values("absolute"),
     "tie_word_embeddings": supported_values(True),
 }
-"""Of BERT's config.json, with its defaults; others have the same with some more."""
+"""Keys of BERT's config.json, with its defaults; others have the same with some more."""
 POOLER = ignored(
     "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head",
     "pooler_type",

@@ -79,7 +79,7 @@ def allow_fp16_on_cpu() -> Iterator[None]:
 
 
 def _reset_globals() -> None:
-    """What DeepSpeed keeps for a process: groups of a world that may be gone, and numbers that it gives to modules and
+    """Forget what DeepSpeed keeps for a process: groups of a world that may be gone, and numbers of modules and
     parameters, which must be the same on all ranks."""
     comm: Any = importlib.import_module("deepspeed.comm.comm")
     groups = importlib.import_module("deepspeed.utils.groups")
@@ -251,7 +251,7 @@ HOW = "python -c 'from deepspeed.ops.op_builder import {name} as B; B().load()' 
 
 @quiet()
 def load_quantizer(package: ModuleType, device: torch.device, what: str) -> None:
-    """What rounds to 8 and 4 bits, for these keys. Raises UsageError where there is none."""
+    """Load the operator that rounds to 8 and 4 bits, for these keys. Raises UsageError where there is none."""
     if device.type != "cuda":
         raise UsageError(
             f"{what} on {device.type!r}: its operator is CUDA's alone: leave it out, or run on GPUs"

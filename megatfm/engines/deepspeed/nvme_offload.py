@@ -27,7 +27,7 @@ MARK = "megatfm-offload.json"
 """The file by which we know a folder as one of ours; its lock says whether the engine lives."""
 CONTENT = b'{"made by": "megatfm, for what DeepSpeed offloads: removed with its run"}\n'
 BUFFERS_OF_A_STEP = 4
-"""Of the optimizer: a group's weights, gradients and, of each of our optimizers, up to two kinds of state."""
+"""Buffers of the optimizer's step: a group's weights, gradients and, for each optimizer, up to two kinds of state."""
 
 
 class OffloadDirectory:

@@ -28,7 +28,7 @@ READ_AHEAD = "_PartitionedParameterCoordinator__prefetch_nvme"
 
 @dataclass(frozen=True)
 class Part:
-    """What this rank's optimizer moves of a parameter: elements [start, start + size) of `owner`, which are those from
+    """Part of a parameter that this rank's optimizer moves: elements [start, start + size) of `owner`, those from
     `first` on of the flattened parameter. group: of the torch optimizer that moves it, by its number. resident:
     where the owner's elements are between steps; the owner itself, unless they are in a file."""
 
@@ -50,7 +50,7 @@ class Part:
 
 
 class Partitions(ABC):
-    """What one of DeepSpeed's engines holds of named parameters, frozen ones left out.
+    """The parts that one of DeepSpeed's engines holds of named parameters, frozen ones left out.
 
     groups: the names in each group of the torch optimizer.
     """
@@ -82,7 +82,7 @@ class Partitions(ABC):
 
     @abstractmethod
     def weights_changed(self) -> None:
-        """What the model computes with follows the parts."""
+        """Set the weights that the model computes with from the parts."""
 
     @torch.no_grad()
     def set_frozen(self, parameter: Any, whole: Tensor) -> None:
@@ -90,7 +90,7 @@ class Partitions(ABC):
         parameter.copy_(whole)
 
     def optimizer_state(self, owner: Tensor, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """What torch's optimizer remembers of an owner, where it can be read."""
+        """Return the state of torch's optimizer for an owner, where it can be read."""
         return state
 
     def set_optimizer_state(self, owner: Tensor, state: Mapping[str, Tensor]) -> None:
@@ -110,7 +110,7 @@ class Partitions(ABC):
 
 
 class UnpartitionedParameters(Partitions):
-    """Of stage 0."""
+    """Parts under stage 0: whole tensors."""
 
     def _part(self, parameter: Any, group: int) -> Part:
         return Part(parameter, 0, parameter.numel(), 0, group, parameter)
@@ -131,7 +131,7 @@ class UnpartitionedParameters(Partitions):
 
 
 class FlatPartitions(Partitions):
-    """Of stages 1 and 2."""
+    """Parts under stages 1 and 2."""
 
     OWNERS = "single_partition_of_fp32_groups"
 
@@ -177,7 +177,7 @@ class FlatPartitions(Partitions):
 
 
 class Bf16OptimizerPartitions(FlatPartitions):
-    """Of stage 1 in bf16, where DeepSpeed adds each micro-batch's gradients up in float32, over whole weights."""
+    """Parts under stage 1 in bf16, where DeepSpeed adds micro-batches' gradients up in float32, over whole weights."""
 
     OWNERS = "fp32_groups_flat_partition"
 
@@ -194,7 +194,7 @@ class Bf16OptimizerPartitions(FlatPartitions):
 
 
 class ShardedPartitions(Partitions):
-    """Of stage 3."""
+    """Parts under stage 3."""
 
     def __init__(
         self, engine: Any, parameters: Mapping[str, nn.Parameter], groups: Sequence[Sequence[str]]
@@ -291,7 +291,7 @@ class FlatOptimizer:
             options["lr"] = lr * options["lr_ratio"]
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """What the optimizer moves: name → elements, flattened."""
+        """Elements that the optimizer moves, flattened, by name."""
         return self._blocks
 
     def refresh(self) -> None:

@@ -25,13 +25,13 @@ SHAPES = 64
 
 
 class GraphCapture(Protocol):
-    """Who records what is asked of a device."""
+    """Recorder of the work that is queued on a device."""
 
     def warm_up(self, run: Run) -> None:
         """Run it, so that whatever is made once is there."""
 
     def record(self, run: Run) -> Run:
-        """What asks for all that `run` asks for, again, of the same memory. Until then what it writes is undefined.
+        """Return a function that repeats all that `run` queues, on the same memory; what it writes is undefined before.
 
         Raises MegatfmError where the host waits in it."""
 

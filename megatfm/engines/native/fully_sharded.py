@@ -23,7 +23,7 @@ from megatfm.parallel.pipeline_schedule import reduce_gradients
 log = logging.getLogger("megatfm")
 
 CHECKPOINT_MODES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
-"""What torch's selective recomputation watches operations by, in the forward pass and in the second one."""
+"""Modes by which torch's selective recomputation watches operations, in the forward pass and in the second one."""
 
 
 class FullySharded:

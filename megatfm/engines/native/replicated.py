@@ -48,7 +48,7 @@ class Bucket:
         return first, min(each, n_rows - first)
 
     def pack(self, tensors: Mapping[str, Tensor], like: Tensor) -> Tensor:
-        """Whole tensors → the buffer; one that is missing counts as zeros. like: of the buffer's dtype and device."""
+        """Copy whole tensors into the buffer; a missing one is zeros. like: has the buffer's dtype and device."""
         buffer = like.new_empty(self.ranks, self.width)
         for name, start, size in self._columns:
             if name not in tensors:
@@ -201,7 +201,7 @@ class Replicated:
         ]
 
     def _rank(self, bucket: Bucket, data: DataAxes) -> int:
-        """Whose rows of a bucket are kept here."""
+        """Return the index of this rank's rows in a bucket."""
         return self._mesh.rank(data.shard) if bucket.ranks > 1 else 0
 
     def begin(self, is_last: bool) -> None:

@@ -117,7 +117,7 @@ class BigBird(AttentionPattern):
         return 5 + 2 * self.n_random
 
     def _blocks_see(self, q: Tensor, k: Tensor, heads: Tensor, lengths: Tensor) -> Tensor:
-        """Of numbers of blocks in documents of such lengths."""
+        """Return which blocks see which, by their numbers q and k in documents of these lengths."""
         seen, count = (q - k).abs() <= 1, -(-lengths // self.block)
         if not self.extra:
             seen = seen | (k == 0)
