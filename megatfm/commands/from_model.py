@@ -13,7 +13,7 @@ from megatfm.checkpoint import file_io
 from megatfm.config import Config, load_config
 from megatfm.config.key_migrations import migrate
 from megatfm.convert.convert import convert
-from megatfm.convert.electra_pair import is_electra_folder
+from megatfm.convert.electra_pair import is_electra_folder, open_folder
 from megatfm.convert.hf_checkpoint import is_hf_folder
 from megatfm.errors import UsageError
 from megatfm.tracking.run_directory import run_folder
@@ -90,7 +90,8 @@ def _convert_hf_once(
     """Convert a Hugging Face folder, once: the result is kept in the run directory for when the run is resumed."""
     values = dict(override.partition("=")[::2] for override in overrides)
     if base_config is not None:
-        run = run_folder(load_config(base_config, overrides[1:]))
+        model = open_folder(source).config.model_dump(mode="json")
+        run = run_folder(load_config(base_config, overrides[1:], replaced_sections={"model": model}))
     else:
         run = Path(values["run_dir"]) if values.get("run_dir") else Path.cwd() / "runs" / values["name"]
     # Of another folder than before, under the same name, nothing that is here may be taken.

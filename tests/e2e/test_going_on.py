@@ -2,9 +2,11 @@
 
 import json
 import shutil
+import tomllib
 from pathlib import Path
 
 import pytest
+import tomli_w
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -149,6 +151,13 @@ def test_the_command_takes_a_model_with_and_without_a_config(
     assert [config.name for config in taken] == ["from-foreign", "small"]
     (kept,) = {config.train.init_from for config in taken}
     assert [str(path) for path in (tmp_path / "run").glob("from-*")] == [kept]
+    recipe = tomllib.loads(config_file.read_text())
+    del recipe["model"]  # the folder brings it
+    (tmp_path / "recipe.toml").write_text(tomli_w.dumps(recipe))
+    with pytest.raises(SystemExit) as left:
+        cli.main(["train", str(tmp_path / "recipe.toml"), run, "--from", str(foreign)])
+    assert left.value.code == 0
+    assert taken[-1].model == taken[0].model
     other = tmp_path / "other"
     shutil.copytree(foreign, other)
     with pytest.raises(SystemExit):
