@@ -20,8 +20,8 @@ from megatfm.models import build
 from megatfm.parallel import styles
 from megatfm.parallel.collectives import TensorParallelGroup
 from megatfm.parallel.styles import Layouts
-from tests.parity.test_families import MODELS
 from tests.parity.test_frozen import FREEZE, wrong
+from tests.support.models import FAMILY_MODELS
 from tests.support.workers import Workers
 
 Patch = pytest.MonkeyPatch
@@ -122,7 +122,7 @@ def find(fault: str | None, parallel: ParallelConfig) -> set[str]:
 
 def names() -> list[str]:
     with torch.device("meta"):
-        return [name for name, _ in build(MODELS[NAME]).named_parameters()]
+        return [name for name, _ in build(FAMILY_MODELS[NAME]).named_parameters()]
 
 
 @pytest.mark.parametrize("fault", STILL, ids=lambda fault: fault.__name__)

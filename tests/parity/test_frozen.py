@@ -13,10 +13,10 @@ from megatfm.layers.initialisation import initialise
 from megatfm.models import build
 from megatfm.train.build import freeze
 from megatfm.verify.verify import verify
-from tests.parity import test_layouts, test_pipelines
-from tests.parity.test_families import MODELS, PassThroughObjective, batch_for
-from tests.parity.test_layouts import ADAMW, block
+from tests.support.batches import PassThroughObjective, family_batch
 from tests.support.grids import SLOW, cells
+from tests.support.models import ADAMW, FAMILY_MODELS
+from tests.support.parity import build_engine, local_block, microbatches, uneven_microbatches
 from tests.support.workers import Workers
 
 BELOW = ("*.embedding.*", "*.layers.0.*", "*.layers.1.attn.*")
@@ -51,16 +51,13 @@ def frozen_model(config: ModelConfig, patterns: tuple[str, ...]) -> nn.Module:
 
 
 def make_engine(config: ModelConfig, patterns: tuple[str, ...], parallel: ParallelConfig) -> NativeEngine:
-    module = test_pipelines if parallel.pp > 1 else test_layouts
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "build", lambda config: frozen_model(config, patterns))
-        return module.make_engine(config, parallel, ADAMW)
+    return build_engine(config, parallel, build_model=lambda config: frozen_model(config, patterns))
 
 
 def wrong(name: str, parallel: ParallelConfig) -> set[str]:
     """What differs from one device, whose weights plain torch moves, in two steps."""
-    config, patterns = MODELS[name], FREEZE[name]
-    batch, reference = batch_for(config), frozen_model(config, patterns).double().train()
+    config, patterns = FAMILY_MODELS[name], FREEZE[name]
+    batch, reference = family_batch(config), frozen_model(config, patterns).double().train()
     initialise(reference, 7)
     engine = make_engine(config, patterns, parallel)
     named = dict(reference.named_parameters())
@@ -79,13 +76,13 @@ def wrong(name: str, parallel: ParallelConfig) -> set[str]:
     terms = PassThroughObjective([])(reference, batch)
     objective, found = PassThroughObjective(list(terms)), set[str]()
     counts = objective.target_counts(batch)
-    module = test_pipelines if parallel.pp > 1 else test_layouts
+    cut = uneven_microbatches if parallel.pp > 1 else microbatches
     for _ in range(2):
         reference.zero_grad()
         terms = objective(reference, batch)
         loss = torch.stack([objective.loss_weights[n] * terms[n] / counts[n] for n in terms]).sum()
         loss.backward()
-        stats = engine.forward_backward(module.microbatches(engine, batch), objective)
+        stats = engine.forward_backward(cut(engine, batch), objective)
         if stats.loss != pytest.approx(float(loss.detach()), rel=1e-9):
             found.add("loss")
         found |= wrong_gradients(engine, {n: p.grad for n, p in trained.items()})
@@ -94,7 +91,7 @@ def wrong(name: str, parallel: ParallelConfig) -> set[str]:
         if engine.step(ADAMW.lr, ADAMW.max_grad_norm) != pytest.approx(float(norm), rel=1e-9):
             found.add("norm")
         for n, local in engine.local.items():
-            wanted = block(engine, n, named[n].detach())
+            wanted = local_block(engine, n, named[n].detach())
             same = torch.allclose(local, wanted, rtol=0, atol=1e-7) if n in trained else local.equal(wanted)
             found |= set() if same else {f"weight {n}"}
     with_state = {
@@ -110,7 +107,7 @@ def wrong_gradients(engine: NativeEngine, expected: dict[str, Any]) -> set[str]:
     floor = 1e-6 * torch.cat([g.flatten() for g in expected.values()]).norm()
     found = {n for n in engine.local if (n in gradients) != (n in expected)}
     for n in gradients.keys() & expected.keys():
-        error = (gradients[n] - block(engine, n, expected[n])).norm() / max(expected[n].norm(), floor)
+        error = (gradients[n] - local_block(engine, n, expected[n])).norm() / max(expected[n].norm(), floor)
         found |= set() if error <= 1e-9 else {n}
     return {f"gradient {n}" for n in found}
 

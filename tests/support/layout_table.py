@@ -19,12 +19,14 @@ from _pytest.mark import ParameterSet
 
 from megatfm.config import ParallelConfig
 from tests.parity import test_context, test_experts, test_families, test_pipelines
+from tests.support.context_models import CONTEXT_LAYOUTS, CONTEXT_MODELS
+from tests.support.expert_models import EXPERT_CONTEXT_LAYOUTS, EXPERT_PIPELINE_LAYOUTS, EXPERT_TP_LAYOUTS
+from tests.support.models import FAMILY_NAMES
 
 PAGE = Path(__file__).parents[2] / "docs" / "internals" / "parallelism.md"
 BEGIN, END = "<!-- made by tests/support/layout_table.py -->", "<!-- end -->"
 BEGIN_CONTEXTS = "<!-- rows that are cut, made by tests/support/layout_table.py -->"
 GREEN = "✓"
-
 Proven = dict[str, set[str]]
 """Layout → models."""
 
@@ -59,7 +61,7 @@ def proven() -> Proven:
     found: Proven = defaultdict(set)
     for layouts in test_families.LAYOUTS.values():
         for parallel in layouts.values():
-            found[named(parallel)] |= set(test_families.NAMES)
+            found[named(parallel)] |= set(FAMILY_NAMES)
     for models, parallel in pipelines():
         found[named(parallel)] |= set(models)
     for model, ranks in test_experts.CASES:
@@ -67,11 +69,11 @@ def proven() -> Proven:
             if parallel.grad_accumulation == "unsharded" and max(parallel.dp_shard, ranks) > 1:
                 found[named(parallel)].add(f"experts, {model}")
     for model, ranks in test_experts.OTHER_WAYS:
-        for parallel in test_experts.TP_OTHERWISE[ranks].values():
+        for parallel in EXPERT_TP_LAYOUTS[ranks].values():
             found[named(parallel)].add(f"experts, {model}")
     for models, layouts in (
-        (test_experts.IN_ANY_ORDER, test_experts.OTHER_SCHEDULES),
-        (test_experts.ON_PARTS, test_experts.CONTEXTS),
+        (test_experts.IN_ANY_ORDER, EXPERT_PIPELINE_LAYOUTS),
+        (test_experts.ON_PARTS, EXPERT_CONTEXT_LAYOUTS),
     ):
         for parallel in layouts.values():
             found[named(parallel)] |= {f"experts, {model}" for model in models}
@@ -114,7 +116,7 @@ def given(case: Any, count: int) -> Sequence[Any]:
 def table() -> str:
     """Rows are layouts, columns models."""
     found = proven()
-    models = list(dict.fromkeys([*test_families.NAMES, *sorted(set().union(*found.values()))]))
+    models = list(dict.fromkeys([*FAMILY_NAMES, *sorted(set().union(*found.values()))]))
     lines = [f"| Layout | {' | '.join(models)} |", "|---" * (len(models) + 1) + "|"]
     for layout, green in found.items():
         marks = [GREEN if m in green else "" for m in models]
@@ -124,9 +126,9 @@ def table() -> str:
 
 def contexts_table() -> str:
     """Rows are models, columns layouts whose rows are cut."""
-    layouts = [(ranks, named(p)) for ranks, each in test_context.LAYOUTS.items() for p in each.values()]
+    layouts = [(ranks, named(p)) for ranks, each in CONTEXT_LAYOUTS.items() for p in each.values()]
     lines = [f"| Model | {' | '.join(name for _, name in layouts)} |", "|---" * (len(layouts) + 1) + "|"]
-    for model in test_context.MODELS:
+    for model in CONTEXT_MODELS:
         tried = {
             (ranks, named(p))
             for ranks, models in test_context.MANY.items()

@@ -10,7 +10,8 @@ from megatfm.describe.per_rank import rank_state
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.native.replicated import Replicated
 from megatfm.train.startup_checks import block_input_bytes
-from tests.parity.test_layouts import ADAMW, LENGTH, make_engine
+from tests.support.models import ADAMW, LENGTH
+from tests.support.parity import build_engine
 from tests.support.workers import Workers
 from tests.unit.engines.native.test_sharing import EVEN, held
 
@@ -42,7 +43,7 @@ def measure(parallel: ParallelConfig) -> tuple[int, int, int]:
 
     ZeRO 2 keeps the weights that it gathers until a step's last backward pass.
     """
-    engine: NativeEngine = make_engine(EVEN, parallel, ADAMW, precision="bf16")
+    engine: NativeEngine = build_engine(EVEN, parallel, ADAMW, precision="bf16")
     config, counted = config_of(parallel), held(parallel)
     microbatches = config.train.global_batch // (config.train.micro_batch * engine.mesh.data_ranks)
     gradients = engine.memory_needed(microbatches, block_input_bytes(config, 2)).gradients

@@ -23,17 +23,10 @@ from megatfm.engines.interface import OptimizerGroup
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.optimizers import ElementwiseOptimizer
 from megatfm.errors import MegatfmError
-from tests.parity.test_layouts import (
-    CAUSAL,
-    MODEL,
-    block,
-    global_batch,
-    make_engine,
-    microbatches,
-    one_device,
-    one_device_gradients,
-)
+from tests.support.batches import CAUSAL, global_batch
 from tests.support.grids import SLOW, cells
+from tests.support.models import UNTIED_MODEL
+from tests.support.parity import build_engine, local_block, microbatches, one_device, one_device_gradients
 from tests.support.workers import Workers
 from tests.unit.engines.native.test_native import load_and_train, steps, tensor_of, train_and_save
 
@@ -50,7 +43,7 @@ OPTIMIZERS: dict[str, OptimizerSection] = {
 }
 # SOAP's bases start from the covariance of one gradient. Where that is singular, as on the longer side of a matrix,
 # rounding chooses the rest of the basis, and no two layouts round alike: here all rotated sides are of full rank.
-SQUARE = MODEL.with_changes({"attention.n_kv_heads": 4})
+SQUARE = UNTIED_MODEL.with_changes({"attention.n_kv_heads": 4})
 FREE = OPTIMIZERS["schedule_free_adamw"]
 KEYS = {
     "adamw": {"step", "exp_avg", "exp_avg_sq"},
@@ -70,7 +63,7 @@ STEPS = 5
 
 def train(parallel: ParallelConfig, optimizer: OptimizerSection) -> dict[str, Tensor]:
     """Weights after a few steps, whole."""
-    engine = make_engine(SQUARE, parallel, optimizer)
+    engine = build_engine(SQUARE, parallel, optimizer)
     steps(engine, 0, STEPS)
     return {name: engine.local[name].clone() for name in engine.local}
 
@@ -81,11 +74,11 @@ def distances(
     """The largest difference of a weight from those given, and how far the one that moved least has moved."""
     found = []
     for layout in layouts:
-        engine = make_engine(SQUARE, LAYOUTS[layout], optimizer)
+        engine = build_engine(SQUARE, LAYOUTS[layout], optimizer)
         before = {name: tensor.clone() for name, tensor in engine.local.items()}
         steps(engine, 0, STEPS)
         held = {name: tensor for name, tensor in engine.local.items() if tensor.numel()}
-        differences = [float((block(engine, n, wanted[n]) - t).abs().max()) for n, t in held.items()]
+        differences = [float((local_block(engine, n, wanted[n]) - t).abs().max()) for n, t in held.items()]
         moved = [float((tensor - before[name]).abs().max()) for name, tensor in held.items()]
         found.append((max(differences), min(moved)))
     return found
@@ -146,7 +139,7 @@ def averaged_by_hand(engine: NativeEngine) -> dict[str, Tensor]:
 
 
 def evaluates_and_saves_the_average(parallel: ParallelConfig) -> None:
-    engine = make_engine(MODEL, parallel, FREE)
+    engine = build_engine(UNTIED_MODEL, parallel, FREE)
     steps(engine, 0, 4)
     trained = weights(engine)
     x = averaged_by_hand(engine)
@@ -167,7 +160,7 @@ def evaluates_and_saves_the_average(parallel: ParallelConfig) -> None:
 
     batch, losses = global_batch(seed=50), {}
     for kind, blocks in (("average", x), ("trained", trained)):
-        model = one_device(MODEL)
+        model = one_device(UNTIED_MODEL)
         model.load_state_dict(whole(blocks))
         losses[kind], _ = one_device_gradients(model, batch)
     # Far beyond the 1e-12 at which they are told apart below.
@@ -189,7 +182,7 @@ def test_averaged_weights_are_evaluated_and_saved_and_the_others_trained(
 
 
 def evaluate_in_between(every: bool) -> dict[str, Tensor]:
-    engine = make_engine(MODEL, ParallelConfig(dp_shard=2), FREE)
+    engine = build_engine(UNTIED_MODEL, ParallelConfig(dp_shard=2), FREE)
     for step in range(5):
         steps(engine, step, step + 1)
         if every:

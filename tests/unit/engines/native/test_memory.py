@@ -11,7 +11,9 @@ from megatfm.engines.native.zero import max_block_inputs
 from megatfm.parallel.layout import transformer_blocks
 from megatfm.parallel.pipeline_stages import Pipeline
 from megatfm.train.startup_checks import block_input_bytes
-from tests.parity.test_layouts import ADAMW, CAUSAL, LENGTH, ROWS, global_batch, make_engine
+from tests.support.batches import CAUSAL, global_batch
+from tests.support.models import ADAMW, LENGTH, ROWS
+from tests.support.parity import build_engine
 from tests.support.workers import Workers
 from tests.unit.engines.native.test_sharing import EVEN
 from tests.unit.engines.native.test_sharing import held as counted
@@ -42,16 +44,16 @@ def needs(config: Config, engine: NativeEngine) -> MemoryNeeds:
 def compare() -> None:
     for zero in range(4):
         parallel = ParallelConfig(dp_shard=2, zero=zero)  # type: ignore[arg-type]
-        said = needs(config(parallel), make_engine(EVEN, parallel, ADAMW, precision="bf16"))
+        said = needs(config(parallel), build_engine(EVEN, parallel, ADAMW, precision="bf16"))
         found = counted(parallel)
         psi = found["stored"] * (1 if zero == 0 else 2) // 4
         assert said.optimizer_state == found["optimizer"], zero
         assert said.gradients == (found["whole gradients"] or 4 * psi), zero
-        one_pass = needs(config(parallel, ROWS // 2), make_engine(EVEN, parallel, ADAMW, precision="bf16"))
+        one_pass = needs(config(parallel, ROWS // 2), build_engine(EVEN, parallel, ADAMW, precision="bf16"))
         assert one_pass.gradients == (found["whole gradients"] or found["gradients"]), zero
         largest = max(
             sum(p.numel() for p in b.parameters())
-            for b in transformer_blocks(make_engine(EVEN, parallel, ADAMW).model)
+            for b in transformer_blocks(build_engine(EVEN, parallel, ADAMW).model)
         )
         # Between a forward and a backward pass stage 3 has no block gathered; in a block's pass, one.
         assert said.gathered == (0 if zero < 2 else found["computed"] + (zero == 3) * 2 * largest), zero
@@ -64,7 +66,7 @@ def test_gradients_moments_and_gathered_weights_are_those_counted(workers: Worke
 def kept_inputs(n_layers: int) -> tuple[int, int]:
     """Bytes said to be kept of inputs of blocks, and all that full recomputation keeps, in one micro-batch."""
     model = EVEN.model_copy(update={"n_layers": n_layers})
-    engine = make_engine(model, ParallelConfig(zero=0), ADAMW, recomputed="full")
+    engine = build_engine(model, ParallelConfig(zero=0), ADAMW, recomputed="full")
     kept: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,10 +13,12 @@ from megatfm.engines.interface import Batch
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.native.replicated import Replicated, assign_buckets
 from megatfm.models import build
-from tests.parity.test_layouts import CAUSAL, MODEL, global_batch, make_engine, microbatches
+from tests.support.batches import CAUSAL, global_batch
+from tests.support.models import UNTIED_MODEL
+from tests.support.parity import build_engine, microbatches
 from tests.support.workers import Workers
 
-EVEN = MODEL.model_copy(update={"vocab_size": 96})
+EVEN = UNTIED_MODEL.model_copy(update={"vocab_size": 96})
 ADAMW = AdamWConfig(lr=1e-2)
 
 
@@ -45,7 +47,7 @@ class Weighing:
 
 def held(parallel: ParallelConfig) -> dict[str, int]:
     """Bytes that this rank holds, by kind; in bfloat16, after one step."""
-    engine, objective = make_engine(EVEN, parallel, ADAMW, precision="bf16"), Weighing()
+    engine, objective = build_engine(EVEN, parallel, ADAMW, precision="bf16"), Weighing()
     batch = global_batch(seed=1)
     engine.forward_backward(microbatches(engine, batch), objective)
     engine.step(1e-2, clip=1.0)
@@ -97,7 +99,7 @@ def test_bytes_are_those_of_the_formulas(workers: Workers) -> None:
 
 def low_precision_gradients(zero: int) -> dict[str, Tensor]:
     """Whole, by gathering what each rank has."""
-    engine = make_engine(MODEL, ParallelConfig(dp_shard=2, zero=zero), ADAMW, precision="bf16")
+    engine = build_engine(UNTIED_MODEL, ParallelConfig(dp_shard=2, zero=zero), ADAMW, precision="bf16")
     for step in range(2):
         engine.forward_backward(microbatches(engine, global_batch(seed=step)), CAUSAL)
         if step == 0:
