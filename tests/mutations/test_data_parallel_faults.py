@@ -30,9 +30,8 @@ from tests.support.parity import (
     one_device,
     one_device_gradients,
 )
+from tests.support.sharded_engines import low_precision_gradients, overflow_on_one_rank
 from tests.support.workers import Workers
-from tests.unit.engines import test_loss_scale
-from tests.unit.engines.native import test_sharing
 
 Patch = pytest.MonkeyPatch
 
@@ -203,7 +202,7 @@ def dropout_differs(layout: str) -> bool:
 
 def half_precision_differs(layout: str) -> bool:
     try:
-        test_loss_scale.overflow_on_one_rank(DATA_AND_TENSOR_LAYOUTS[layout])
+        overflow_on_one_rank(DATA_AND_TENSOR_LAYOUTS[layout])
     except AssertionError:
         return True
     return False
@@ -211,7 +210,7 @@ def half_precision_differs(layout: str) -> bool:
 
 def bfloat16_differs(layout: str) -> bool:
     zero = DATA_AND_TENSOR_LAYOUTS[layout].zero
-    ours, theirs = (test_sharing.low_precision_gradients(stage) for stage in (zero, 3))
+    ours, theirs = (low_precision_gradients(stage) for stage in (zero, 3))
     return any(not torch.equal(g, theirs[name]) for name, g in ours.items() if "norm" not in name)
 
 

@@ -20,7 +20,7 @@ from megatfm.models import build
 from megatfm.parallel import styles
 from megatfm.parallel.collectives import TensorParallelGroup
 from megatfm.parallel.styles import Layouts
-from tests.parity.test_frozen import FREEZE, wrong
+from tests.support.frozen_parity import FREEZE, frozen_errors
 from tests.support.models import FAMILY_MODELS
 from tests.support.workers import Workers
 
@@ -117,7 +117,7 @@ def find(fault: str | None, parallel: ParallelConfig) -> set[str]:
     with pytest.MonkeyPatch.context() as patch:
         if fault:
             globals()[fault](patch)
-        return wrong(NAME, parallel)
+        return frozen_errors(NAME, parallel)
 
 
 def names() -> list[str]:

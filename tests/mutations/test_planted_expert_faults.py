@@ -23,9 +23,9 @@ from tests.support.expert_faults import (
 )
 from tests.support.expert_models import EP2, EXPERT_MODELS, EXPERT_TP_LAYOUTS
 from tests.support.expert_parity import objective_for, second_step, two_steps_on_one_device
+from tests.support.optimizer_stacks import check_stack_moves_as_matrices
 from tests.support.parity import model_gradient_errors
 from tests.support.workers import Workers
-from tests.unit.optim import test_references
 
 pytestmark = pytest.mark.slow
 
@@ -189,7 +189,7 @@ def turn_all_alike(patch: Patch) -> None:
 def test_matrices_of_a_stack_that_are_taken_together_are_found(
     monkeypatch: Patch, name: str, fault: Callable[[Patch], None]
 ) -> None:
-    test_references.test_a_stack_is_moved_as_its_matrices_are(name)
+    check_stack_moves_as_matrices(name)
     fault(monkeypatch)
     with pytest.raises(AssertionError):
-        test_references.test_a_stack_is_moved_as_its_matrices_are(name)
+        check_stack_moves_as_matrices(name)

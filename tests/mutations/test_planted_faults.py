@@ -25,6 +25,7 @@ from megatfm.parallel.layout import Chunk, TensorLayout
 from megatfm.parallel.mesh import Mesh
 from tests.support import parity
 from tests.support.batches import CAUSAL, global_batch
+from tests.support.faults import EVERYTHING, patch_backward
 from tests.support.layouts import DATA_AND_TENSOR_LAYOUTS, RANKS_OF_LAYOUT
 from tests.support.models import ADAMW, TIED_MODEL, UNTIED_MODEL
 from tests.support.parity import build_engine, gradient_errors, microbatches, one_device, one_device_gradients
@@ -34,11 +35,6 @@ Patch = pytest.MonkeyPatch
 Backward = Callable[..., tuple[Any, ...]]
 
 NORMS = {"decoder.norm.weight", "*.layers.*_residual.norm.weight"}
-EVERYTHING = {"*"}
-
-
-def patch_backward(patch: Patch, function: type[torch.autograd.Function], backward: Backward) -> None:
-    patch.setattr(function, "backward", staticmethod(backward))
 
 
 def forget_partial_gradients(patch: Patch) -> None:

@@ -13,13 +13,17 @@ from megatfm.config import ParallelConfig
 from megatfm.engines.native.engine import NativeEngine
 from tests.support.batches import family_batch
 from tests.support.expert_models import (
+    CONTEXT_EXPERT_MODELS,
     EXPERT_CONTEXT_LAYOUTS,
-    EXPERT_LAYOUTS,
     EXPERT_MODELS,
+    EXPERT_MODELS_BY_RANKS,
     EXPERT_PIPELINE_LAYOUTS,
     EXPERT_TP_LAYOUTS,
+    EXPERT_TP_MODELS,
+    SCHEDULED_MODELS,
     TP2,
     WHOLE_ROW_LAYOUTS,
+    expert_layouts_of,
 )
 from tests.support.expert_parity import compare_expert_layouts, objective_for
 from tests.support.grids import SLOW, cells
@@ -27,64 +31,24 @@ from tests.support.models import ADAMW
 from tests.support.parity import build_engine, microbatches
 from tests.support.workers import Workers
 
-LAYOUTS = {
-    1: {"one process": ParallelConfig(), "accumulated shards": ParallelConfig(grad_accumulation="sharded")},
-    2: {
-        "tp2": TP2,
-        "tp2 without sequence parallel": ParallelConfig(tp=2, sequence_parallel=False),
-        "pp2": ParallelConfig(pp=2),
-        "pp2, zero bubble": ParallelConfig(pp=2, pp_schedule="zbv"),
-        **{f"zero{zero}": ParallelConfig(dp_shard=2, zero=zero) for zero in range(4)},
-        "replicas": ParallelConfig(dp_replicate=2, dp_shard=1),
-    },
-    4: {
-        "zero3 2 × tp2": ParallelConfig(dp_shard=2, tp=2),
-        "zero1 2 × tp2": ParallelConfig(dp_shard=2, tp=2, zero=1),
-        "pp2 × tp2": ParallelConfig(pp=2, tp=2),
-    },
-    8: {},
-}
-
-
-def layouts_of(ranks: int) -> dict[str, ParallelConfig]:
-    return LAYOUTS[ranks] | EXPERT_LAYOUTS.get(ranks, {})
-
-
-DRAWN = ("drawn", "expert-choice")
-"""Of which four ranks show all that fewer do."""
-MODELS_ON = {
-    ranks: [
-        name
-        for name in EXPERT_MODELS
-        if name != "by batch"
-        if (ranks == 4 if name in DRAWN else ranks < 8 or name == "top-k")
-    ]
-    for ranks in LAYOUTS
-}
-CASES = [(name, ranks) for ranks, names in MODELS_ON.items() for name in names]
-
 
 @pytest.mark.parametrize(
     ("name", "layouts", "ranks"),
     [
         cell
-        for ranks, names in MODELS_ON.items()
-        for cell in cells(dict.fromkeys(names, layouts_of(ranks)), ranks, label=f" on {ranks}")
+        for ranks, names in EXPERT_MODELS_BY_RANKS.items()
+        for cell in cells(dict.fromkeys(names, expert_layouts_of(ranks)), ranks, label=f" on {ranks}")
     ],
 )
 def test_gradients_and_state_equal_one_device(
     workers: Workers, name: str, layouts: list[str], ranks: int
 ) -> None:
-    tried = {layout: layouts_of(ranks)[layout] for layout in layouts}
+    tried = {layout: expert_layouts_of(ranks)[layout] for layout in layouts}
     assert workers.run(compare_expert_layouts, ranks, name, tried, timeout=300.0)[0] == layouts
 
 
-IN_ANY_ORDER = ("top-k", "switch", "expert-choice", "deepseek-v3")
-ON_PARTS = ("top-k", "switch", "deepseek-v3")
-
-
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "top-k" else SLOW) for name in IN_ANY_ORDER]
+    "name", [pytest.param(name, marks=() if name == "top-k" else SLOW) for name in SCHEDULED_MODELS]
 )
 def test_stages_go_in_any_order(workers: Workers, name: str) -> None:
     assert workers.run(compare_expert_layouts, 4, name, EXPERT_PIPELINE_LAYOUTS, timeout=300.0)[0] == list(
@@ -92,7 +56,6 @@ def test_stages_go_in_any_order(workers: Workers, name: str) -> None:
     )
 
 
-OTHER_WAYS = [("top-k", 2), ("deepseek-v3", 4), ("switch", 4)]
 AGAIN = {
     *(f"ep2 × tp2 by channels, zero{zero}" for zero in (1, 3)),
     *(f"ep4 of 2 × tp2, zero{zero}" for zero in (0, 2)),
@@ -103,7 +66,7 @@ AGAIN = {
     "ep4 of 2 × cp2, zero3",
 }
 """Slow: what differs in them the others show, too."""
-ON_FOUR = [name for name, ranks in OTHER_WAYS if ranks == 4]
+ON_FOUR = [name for name, ranks in EXPERT_TP_MODELS if ranks == 4]
 SOONER = [layout for layout in EXPERT_TP_LAYOUTS[4] if layout not in AGAIN]
 LATER = [layout for layout in EXPERT_TP_LAYOUTS[4] if layout in AGAIN]
 
@@ -136,7 +99,11 @@ def test_tensor_parallel_ranks_take_experts_in_other_ways(
             [layout for layout in EXPERT_CONTEXT_LAYOUTS if layout not in WHOLE_ROW_LAYOUTS],
             marks=SLOW,
         ),
-        *(pytest.param(name, [*EXPERT_CONTEXT_LAYOUTS], marks=SLOW) for name in ON_PARTS if name != "switch"),
+        *(
+            pytest.param(name, [*EXPERT_CONTEXT_LAYOUTS], marks=SLOW)
+            for name in CONTEXT_EXPERT_MODELS
+            if name != "switch"
+        ),
         ("expert-choice", [*WHOLE_ROW_LAYOUTS]),
         pytest.param(
             "expert-choice",

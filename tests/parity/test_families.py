@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatfm.config import ParallelConfig
 from tests.support.batches import family_case
 from tests.support.grids import cells
+from tests.support.layouts import FAMILY_LAYOUTS
 from tests.support.models import ADAMW, FAMILY_NAMES
 from tests.support.parity import (
     build_engine,
@@ -21,24 +21,6 @@ from tests.support.parity import (
 )
 from tests.support.workers import Workers
 
-LAYOUTS = {
-    2: {
-        "zero0": ParallelConfig(dp_shard=2, zero=0),
-        "zero1": ParallelConfig(dp_shard=2, zero=1),
-        "zero2": ParallelConfig(dp_shard=2, zero=2),
-        "zero3": ParallelConfig(dp_shard=2),
-        "tp2": ParallelConfig(tp=2),
-        "tp2 without sequence parallel": ParallelConfig(tp=2, sequence_parallel=False),
-    },
-    4: {
-        "hsdp 2 × 2": ParallelConfig(dp_replicate=2, dp_shard=2),
-        "tp4": ParallelConfig(tp=4),
-        "zero1 2 × tp2": ParallelConfig(dp_shard=2, tp=2, zero=1),
-        "zero3 2 × tp2": ParallelConfig(dp_shard=2, tp=2),
-    },
-}
-"""Ranks → layouts. Those of equally many ranks share one call, and so the reference."""
-
 
 def compare(name: str, layouts: list[str]) -> list[str]:
     """The gradients of these layouts; those that were compared."""
@@ -47,7 +29,7 @@ def compare(name: str, layouts: list[str]) -> list[str]:
     expected = {n: p.grad for n, p in reference.named_parameters()}
     compared = []
     for layout in layouts:
-        engine = build_engine(config, LAYOUTS[dist.get_world_size()][layout], ADAMW)
+        engine = build_engine(config, FAMILY_LAYOUTS[dist.get_world_size()][layout], ADAMW)
         for n, parameter in reference.named_parameters():
             initial = local_block(engine, n, parameter.detach())
             assert torch.equal(initial, engine.local[n]), f"{layout}: initial {n} differs"
@@ -61,8 +43,8 @@ def compare(name: str, layouts: list[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "layouts", "ranks"),
     [
-        *cells(dict.fromkeys(FAMILY_NAMES, LAYOUTS[2]), 2, always=["tp2"], label=" on 2"),
-        *cells(dict.fromkeys(FAMILY_NAMES, LAYOUTS[4]), 4, label=" on 4"),
+        *cells(dict.fromkeys(FAMILY_NAMES, FAMILY_LAYOUTS[2]), 2, always=["tp2"], label=" on 2"),
+        *cells(dict.fromkeys(FAMILY_NAMES, FAMILY_LAYOUTS[4]), 4, label=" on 4"),
     ],
 )
 def test_gradients_equal_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:

@@ -162,3 +162,84 @@ CONTEXT_LAYOUTS = {
 }
 PATTERN_NAMES = ("patterns of decoders", "patterns of encoders")
 CP2_ALONE = ("cp2",)
+
+
+def attention_kinds(config: ModelConfig) -> set[tuple[str, ...]]:
+    """What of a model's blocks makes a difference to attention on parts of rows."""
+    found = set()
+    for depth in range(max(1, len(config.layer_types))):
+        of_block = config.layer_config(depth)
+        position = of_block.position.name
+        added = position if position in ("alibi", "t5", "shaw") else "of each token by itself"
+        attention = of_block.attention.name, of_block.attention.pattern.name
+        found |= {("attention", config.family, *attention, added), ("ffn", of_block.ffn.name)}
+    return found
+
+
+BIASED_NAMES = ("alibi, patterns", "t5 positions, patterns")
+COMBINED_LAYOUTS = ("cp4", "cp2 × tp2", "pp2 1f1b × cp2", "zero3 × cp2")
+EXPERT_NAMES = ("patterns of decoders, experts", "patterns of encoders, experts")
+"""Where nothing is sent by heads."""
+CHOSEN_LAYOUTS: dict[tuple[str, int], tuple[str, ...]] = {
+    **{(name, 2): CP2_ALONE for name in ("window", "compressed", "shaw", *OWN_ATTENTION, *OTHERS)},
+    **{(f"{name}, rows of 11 tokens", 2): CP2_ALONE for name in ("window", "deberta", "xlnet", "soft experts")},
+    ("window, prefixes", 2): CP2_ALONE,
+    **{(name, 2): ("ep2 × cp2",) for name in EXPERT_NAMES},
+    ("soft experts", 2): ("cp2", "ep2 × cp2"),
+    ("soft experts", 4): ("cp4", "pp2 1f1b × cp2", "pp2 zbv × cp2", "zero3 × cp2", "ep4 of 2 × cp2", "replicas × cp2"),
+    ("patterns of encoders", 2): CP2_ALONE,
+    ("latent, patterns", 2): CP2_ALONE,
+    ("patterns of encoders, rows of 11 tokens", 2): CP2_ALONE,
+    ("llama", 4): (
+        "cp4 by heads", "cp4 by a ring", "cp2 × tp2 without sequence parallel", "replicas × cp2",
+        *(f"zero{zero} × cp2" for zero in range(3)),
+    ),
+    ("patterns of decoders", 4): (*COMBINED_LAYOUTS, *(f"pp2 {each} × cp2" for each in PIPELINE_SCHEDULES)),
+    ("patterns of encoders", 4): COMBINED_LAYOUTS,
+    ("t5", 4): COMBINED_LAYOUTS,
+    **{
+        (f"{name}, rows of 11 tokens", 4): (
+            "cp4", "cp2 × tp2 without sequence parallel", "pp2 1f1b × cp2", "zero3 × cp2"
+        )
+        for name in PATTERN_NAMES
+    },
+    **{(name, 4): (*COMBINED_LAYOUTS, "pp2 zbv × cp2") for name in (*BIASED_NAMES, *OWN_ATTENTION, "bert")},
+    ("latent, patterns", 4): (*COMBINED_LAYOUTS, "pp2 zbv × cp2"),
+    ("alibi, patterns, rows of 11 tokens", 4): ("cp4",),
+    ("latent, patterns, rows of 11 tokens", 4): ("cp4", "cp2 × tp2 without sequence parallel"),
+    **{(name, 8): ("zero3 × cp2 × tp2",) for name in PATTERN_NAMES},
+    **{
+        (f"{name}, rows of 11 tokens", 8): ("zero3 × cp2 × tp2 without sequence parallel",)
+        for name in PATTERN_NAMES
+    },
+    ("llama", 8): ("replicas × zero3 × cp2",),
+}  # fmt: skip
+"""Models that are not compared under all layouts of so many ranks."""
+FOUR_RANKS_ONLY = ("latent, patterns, rows of 11 tokens", "alibi, patterns, rows of 11 tokens")
+CONTEXT_MODELS_BY_RANKS = {
+    2: tuple(name for name in CONTEXT_MODELS if name not in FOUR_RANKS_ONLY),
+    3: (
+        "llama, rows of 11 tokens",
+        "patterns of decoders, rows of 11 tokens",
+        "soft experts, rows of 11 tokens",
+    ),
+    4: (
+        "llama",
+        *PATTERN_NAMES,
+        *(f"{name}, rows of 11 tokens" for name in (*PATTERN_NAMES, "latent, patterns", "alibi, patterns")),
+        "t5",
+        "latent, patterns",
+        *BIASED_NAMES,
+        *OWN_ATTENTION,
+        "bert",
+        "soft experts",
+    ),
+    8: ("llama", *PATTERN_NAMES, *(f"{name}, rows of 11 tokens" for name in PATTERN_NAMES)),
+}
+"""Models by ranks; those of equally many share one call, and so the reference."""
+
+
+def context_layouts_of(name: str, ranks: int) -> dict[str, ParallelConfig]:
+    """The layouts of so many ranks under which a model is compared."""
+    usual = [layout for layout, parallel in CONTEXT_LAYOUTS[ranks].items() if parallel.ep == 1]
+    return {each: CONTEXT_LAYOUTS[ranks][each] for each in CHOSEN_LAYOUTS.get((name, ranks), usual)}

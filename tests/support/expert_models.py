@@ -184,3 +184,41 @@ def of_four_ranks(configs: dict[str, Any], ranks: int, others: bool) -> dict[str
 
 
 PARTS_OF_FOUR = [pytest.param(4, False, id="4"), pytest.param(4, True, id="4, the others", marks=SLOW)]
+PLAIN_EXPERT_LAYOUTS = {
+    1: {"one process": ParallelConfig(), "accumulated shards": ParallelConfig(grad_accumulation="sharded")},
+    2: {
+        "tp2": TP2,
+        "tp2 without sequence parallel": ParallelConfig(tp=2, sequence_parallel=False),
+        "pp2": ParallelConfig(pp=2),
+        "pp2, zero bubble": ParallelConfig(pp=2, pp_schedule="zbv"),
+        **{f"zero{zero}": ParallelConfig(dp_shard=2, zero=zero) for zero in range(4)},
+        "replicas": ParallelConfig(dp_replicate=2, dp_shard=1),
+    },
+    4: {
+        "zero3 2 × tp2": ParallelConfig(dp_shard=2, tp=2),
+        "zero1 2 × tp2": ParallelConfig(dp_shard=2, tp=2, zero=1),
+        "pp2 × tp2": ParallelConfig(pp=2, tp=2),
+    },
+    8: {},
+}
+
+
+def expert_layouts_of(ranks: int) -> dict[str, ParallelConfig]:
+    return PLAIN_EXPERT_LAYOUTS[ranks] | EXPERT_LAYOUTS.get(ranks, {})
+
+
+FOUR_RANK_MODELS = ("drawn", "expert-choice")
+"""Of which four ranks show all that fewer do."""
+EXPERT_MODELS_BY_RANKS = {
+    ranks: [
+        name
+        for name in EXPERT_MODELS
+        if name != "by batch"
+        if (ranks == 4 if name in FOUR_RANK_MODELS else ranks < 8 or name == "top-k")
+    ]
+    for ranks in PLAIN_EXPERT_LAYOUTS
+}
+EXPERT_CASES = [(name, ranks) for ranks, names in EXPERT_MODELS_BY_RANKS.items() for name in names]
+SCHEDULED_MODELS = ("top-k", "switch", "expert-choice", "deepseek-v3")
+CONTEXT_EXPERT_MODELS = ("top-k", "switch", "deepseek-v3")
+EXPERT_TP_MODELS = [("top-k", 2), ("deepseek-v3", 4), ("switch", 4)]

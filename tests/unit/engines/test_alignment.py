@@ -17,11 +17,11 @@ from megatfm.layers.initialisation import draw
 from megatfm.models import build
 from tests.support.alignment import lies_wrong, misaligned, only_torchs_memory
 from tests.support.batches import CAUSAL, global_batch
+from tests.support.engine_state import load_and_train, tensor_of, train_and_save
 from tests.support.models import UNTIED_MODEL
+from tests.support.optimizers import OPTIMIZERS
 from tests.support.parity import build_engine, microbatches
 from tests.support.workers import Workers
-from tests.unit.engines.native.test_native import load_and_train, tensor_of, train_and_save
-from tests.unit.engines.test_optimizers import OPTIMIZERS
 
 LAYOUTS = {
     "one": (1, ParallelConfig()),

@@ -8,39 +8,19 @@ import torch
 from torch import Tensor
 
 from megatfm import checkpoint
-from megatfm.config import (
-    AdafactorConfig,
-    AdamWConfig,
-    LambConfig,
-    LionConfig,
-    MuonConfig,
-    OptimizerSection,
-    ParallelConfig,
-    ScheduleFreeConfig,
-    SoapConfig,
-)
+from megatfm.config import OptimizerSection, ParallelConfig
 from megatfm.engines.interface import OptimizerGroup
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.optimizers import ElementwiseOptimizer
 from megatfm.errors import MegatfmError
 from tests.support.batches import CAUSAL, global_batch
+from tests.support.engine_state import load_and_train, tensor_of, train_and_save, train_steps
 from tests.support.grids import SLOW, cells
 from tests.support.models import UNTIED_MODEL
+from tests.support.optimizers import OPTIMIZERS
 from tests.support.parity import build_engine, local_block, microbatches, one_device, one_device_gradients
 from tests.support.workers import Workers
-from tests.unit.engines.native.test_native import load_and_train, steps, tensor_of, train_and_save
 
-SHARED: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "layer_decay": 0.8}
-OPTIMIZERS: dict[str, OptimizerSection] = {
-    "adamw": AdamWConfig(**SHARED),
-    "adamw, short moments": AdamWConfig(**SHARED, moments_dtype="bf16"),
-    "muon": MuonConfig(**SHARED),
-    "soap": SoapConfig(**SHARED, precondition_frequency=2, max_precond_dim=32),
-    "adafactor": AdafactorConfig(**SHARED),
-    "lamb": LambConfig(**SHARED),
-    "lion": LionConfig(**SHARED),
-    "schedule_free_adamw": ScheduleFreeConfig(**SHARED),
-}
 # SOAP's bases start from the covariance of one gradient. Where that is singular, as on the longer side of a matrix,
 # rounding chooses the rest of the basis, and no two layouts round alike: here all rotated sides are of full rank.
 SQUARE = UNTIED_MODEL.with_changes({"attention.n_kv_heads": 4})
@@ -62,9 +42,9 @@ STEPS = 5
 
 
 def train(parallel: ParallelConfig, optimizer: OptimizerSection) -> dict[str, Tensor]:
-    """Weights after a few steps, whole."""
+    """Weights after a few train_steps, whole."""
     engine = build_engine(SQUARE, parallel, optimizer)
-    steps(engine, 0, STEPS)
+    train_steps(engine, 0, STEPS)
     return {name: engine.local[name].clone() for name in engine.local}
 
 
@@ -76,7 +56,7 @@ def distances(
     for layout in layouts:
         engine = build_engine(SQUARE, LAYOUTS[layout], optimizer)
         before = {name: tensor.clone() for name, tensor in engine.local.items()}
-        steps(engine, 0, STEPS)
+        train_steps(engine, 0, STEPS)
         held = {name: tensor for name, tensor in engine.local.items() if tensor.numel()}
         differences = [float((local_block(engine, n, wanted[n]) - t).abs().max()) for n, t in held.items()]
         moved = [float((tensor - before[name]).abs().max()) for name, tensor in held.items()]
@@ -140,7 +120,7 @@ def averaged_by_hand(engine: NativeEngine) -> dict[str, Tensor]:
 
 def evaluates_and_saves_the_average(parallel: ParallelConfig) -> None:
     engine = build_engine(UNTIED_MODEL, parallel, FREE)
-    steps(engine, 0, 4)
+    train_steps(engine, 0, 4)
     trained = weights(engine)
     x = averaged_by_hand(engine)
     for name, tensor in x.items():
@@ -184,7 +164,7 @@ def test_averaged_weights_are_evaluated_and_saved_and_the_others_trained(
 def evaluate_in_between(every: bool) -> dict[str, Tensor]:
     engine = build_engine(UNTIED_MODEL, ParallelConfig(dp_shard=2), FREE)
     for step in range(5):
-        steps(engine, step, step + 1)
+        train_steps(engine, step, step + 1)
         if every:
             engine.evaluate(microbatches(engine, global_batch(seed=90 + step)), CAUSAL)
             engine.state_dict()

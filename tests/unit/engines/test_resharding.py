@@ -12,9 +12,9 @@ from megatfm import checkpoint
 from megatfm.config import ModelConfig, OptimizerSection, ParallelConfig
 from megatfm.engines.native.engine import NativeEngine
 from tests.support.batches import CAUSAL, global_batch
+from tests.support.optimizers import OPTIMIZERS
 from tests.support.parity import build_engine, microbatches
 from tests.support.workers import Workers
-from tests.unit.engines.test_optimizers import OPTIMIZERS
 
 # A vocabulary of no even parts, fewer key heads than tensor-parallel ranks, a tie between the ends of the pipeline.
 MODEL = ModelConfig(

@@ -20,7 +20,7 @@ from megatfm.objectives import OBJECTIVES
 from megatfm.parallel.context_parallel import ContextParallel, folding, is_folded, split_batch, token_indices
 from megatfm.parallel.parallelize import refuse
 from megatfm.verify.shrink import random_batch
-from tests.support.context_models import CONTEXT_MODELS
+from tests.support.context_models import CONTEXT_MODELS, attention_kinds
 from tests.support.expert_models import EXPERT_MODELS
 from tests.support.models import FAMILY_MODELS
 from tests.support.pattern_models import PATTERN_MODELS
@@ -44,29 +44,17 @@ class Here:
         return [*token_indices(length, self.size, self.folded)]
 
 
-def kinds(config: ModelConfig) -> set[tuple[str, ...]]:
-    """What of a model's blocks makes a difference to attention on parts of rows."""
-    found = set()
-    for depth in range(max(1, len(config.layer_types))):
-        of_block = config.layer_config(depth)
-        position = of_block.position.name
-        added = position if position in ("alibi", "t5", "shaw") else "of each token by itself"
-        attention = of_block.attention.name, of_block.attention.pattern.name
-        found |= {("attention", config.family, *attention, added), ("ffn", of_block.ffn.name)}
-    return found
-
-
 def test_every_model_is_compared_with_one_device() -> None:
     models = {
         **FAMILY_MODELS,
         **{name: ModelConfig.from_dotted(**model) for name, model in PATTERN_MODELS.items()},
         **EXPERT_MODELS,
     }
-    compared = set().union(*map(kinds, [*CONTEXT_MODELS.values(), EXPERT_MODELS["switch"]]))
+    compared = set().union(*map(attention_kinds, [*CONTEXT_MODELS.values(), EXPERT_MODELS["switch"]]))
     for name, config in models.items():
         with torch.device("meta"):
             refuse(build(config))
-        assert kinds(config) <= compared, name
+        assert attention_kinds(config) <= compared, name
 
 
 def test_what_needs_whole_rows_is_refused_by_name() -> None:

@@ -18,21 +18,22 @@ from megatfm.layers.attention.patterns import PATTERNS
 from megatfm.models import build
 from megatfm.parallel.parallelize import match, refuse
 from megatfm.train.build import plan_pipeline_split
-from tests.parity import test_context
 from tests.support.context_models import (
     BIASED_PATTERNS,
     CONTEXT_MODELS,
+    CONTEXT_MODELS_BY_RANKS,
     DECODER,
     DECODER_PATTERNS,
     ENCODER,
     ENCODER_PATTERNS,
     LATENT_MODEL,
     SMALL_MOE,
+    attention_kinds,
+    context_layouts_of,
     one_block_each,
 )
 from tests.support.pattern_models import PATTERN_MODELS
 from tests.support.traffic import traffic_config
-from tests.unit.parallel.test_context import kinds
 
 SHARED = ("linformer_headwise", "linformer_both", "linformer_all")
 """Which sketches are shared is nothing to a layout."""
@@ -110,14 +111,14 @@ def proven(way: str) -> set[tuple[str, ...]]:
 
 
 def _proven(way: str) -> Iterator[tuple[str, ...]]:
-    for ranks, names in test_context.MANY.items():
+    for ranks, names in CONTEXT_MODELS_BY_RANKS.items():
         for name in names:
-            for parallel in test_context.layouts_of(name, ranks).values():
+            for parallel in context_layouts_of(name, ranks).values():
                 if getattr(parallel, AXES[way]) > 1:
-                    yield from kinds(CONTEXT_MODELS[name])
+                    yield from attention_kinds(CONTEXT_MODELS[name])
     if way in ("zero", "tp", "pp"):
         for sections in PATTERN_MODELS.values():
-            yield from kinds(ModelConfig.from_dotted(sections))
+            yield from attention_kinds(ModelConfig.from_dotted(sections))
 
 
 @pytest.mark.parametrize(("name", "way"), list(itertools.product(MODELS, WAYS)))
@@ -131,7 +132,9 @@ def test_a_pattern_is_refused_or_compared(name: str, way: str) -> None:
     accept(sections, way)
     if way == "ep":  # which positions there are is nothing to experts
         sections = {key: value for key, value in sections.items() if not key.startswith("position")}
-    of_attention = {kind for kind in kinds(ModelConfig.from_dotted(**sections)) if kind[0] == "attention"}
+    of_attention = {
+        kind for kind in attention_kinds(ModelConfig.from_dotted(**sections)) if kind[0] == "attention"
+    }
     if way in AXES:
         assert of_attention <= proven(way)
 

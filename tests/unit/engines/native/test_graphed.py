@@ -21,10 +21,10 @@ from megatfm.optim.parameters import optimizer_groups
 from megatfm.parallel.mesh import build_mesh
 from megatfm.parallel.parallelize import parallelize
 from tests.support.batches import CAUSAL, global_batch
+from tests.support.host_reads import HostWaits
 from tests.support.models import ADAMW, TIED_MODEL, UNTIED_MODEL
 from tests.support.parity import build_engine, microbatches
 from tests.support.workers import Workers
-from tests.unit.engines.native.test_host_reads import Waits
 
 
 class Tape(TorchDispatchMode):
@@ -58,7 +58,7 @@ class Taped:
         self.recorded = self.replayed = 0
 
     def warm_up(self, run: Run) -> None:
-        with Waits() as waits:
+        with HostWaits() as waits:
             run()
         assert waits.found == []
 

@@ -4,38 +4,18 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.engines.losses import DeferredReads
 from megatfm.layers.moe import experts
 from tests.support.batches import CAUSAL, global_batch
+from tests.support.host_reads import BLOCKING_METHODS, HostWaits
 from tests.support.models import ADAMW, TIED_MODEL
 from tests.support.parity import build_engine, microbatches
 from tests.support.workers import Workers
 
-WAITS = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.is_nonzero", "aten.equal")
-"""Operators whose result the host needs before it can go on: a number, or a shape that depends on values."""
-METHODS = ("tolist", "cpu", "numpy")
-"""Of tensors, which bring all of their values to the host and show up as no operator."""
 MOE = TIED_MODEL.with_changes({"ffn": {"name": "moe", "n_experts": 4, "top_k": 2, "d_ff": 48}})
-
-
-class Waits(TorchDispatchMode):
-    """Notes the operators that make the host wait."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func).removesuffix(".default")
-        masks = args[1] if str(func).startswith(("aten.index.", "aten.index_put")) else ()
-        if name in WAITS or any(mask is not None and mask.dtype == torch.bool for mask in masks):
-            self.found.append(name)
-        return func(*args, **(kwargs or {}))
 
 
 def waits_of_a_step(
@@ -62,9 +42,9 @@ def waits_of_a_step(
     for batch in batches:
         reads.clear()
         asked.clear()
-        with pytest.MonkeyPatch.context() as patch, Waits() as waits:
+        with pytest.MonkeyPatch.context() as patch, HostWaits() as waits:
             patch.setattr(DeferredReads, "read", read)
-            for name in METHODS:
+            for name in BLOCKING_METHODS:
                 patch.setattr(Tensor, name, noted(name))
             if early:
                 patch.setattr(experts, "is_host_readable", lambda _: False)

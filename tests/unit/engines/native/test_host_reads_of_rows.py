@@ -17,13 +17,13 @@ from megatfm.layers import sequence
 from megatfm.layers.attention.patterns import bigbird
 from megatfm.ops import transfer
 from tests.support.context_parity import context_case, context_microbatches
+from tests.support.host_reads import BLOCKING_METHODS, HostWaits
 from tests.support.models import ADAMW
 from tests.support.parity import build_engine, model_gradient_errors
 from tests.support.workers import Workers
-from tests.unit.engines.native.test_host_reads import METHODS, Waits
 
 
-class Device(Waits):
+class Device(HostWaits):
     """What was moved to a device, and what operators make of it, lies there; only reads of that are noted.
 
     What they make of nothing that lies there counts as the host's (`torch.arange`, though on a device it would not be).
@@ -86,7 +86,7 @@ def waits_of_rows(name: str, parallel: ParallelConfig, known: bool) -> list[str]
         return lambda self, *given: (device.holds(self) and asked.append(name), method(self, *given))[1]
 
     with pytest.MonkeyPatch.context() as patch, device:
-        for method in METHODS:
+        for method in BLOCKING_METHODS:
             patch.setattr(Tensor, method, noted(method))
         for module in [*sys.modules.values()]:
             if (

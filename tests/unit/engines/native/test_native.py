@@ -11,10 +11,10 @@ from torch import Tensor
 
 from megatfm import checkpoint
 from megatfm.config import AdamWConfig, MuonConfig, ParallelConfig
-from megatfm.engines.native.engine import NativeEngine
 from megatfm.errors import MegatfmError
 from megatfm.parallel.mesh import Mesh
 from tests.support.batches import CAUSAL, PassThroughObjective, family_case, global_batch
+from tests.support.engine_state import load_and_train, tensor_of, train_and_save, train_steps
 from tests.support.models import ADAMW, MUON, TIED_MODEL, UNTIED_MODEL
 from tests.support.parity import (
     build_engine,
@@ -31,12 +31,6 @@ LAYOUTS = {
     2: ParallelConfig(tp=2),
     4: ParallelConfig(dp_replicate=2, tp=2),
 }
-
-
-def steps(engine: NativeEngine, first: int, last: int) -> None:
-    for step in range(first, last):
-        engine.forward_backward(microbatches(engine, global_batch(seed=step)), CAUSAL)
-        engine.step(1e-2, clip=0.3)
 
 
 def norms(parallel: ParallelConfig) -> tuple[float, float, float]:
@@ -67,7 +61,7 @@ def test_the_norm_counts_each_element_once_and_clips_by_it(workers: Workers, ran
 
 def one_bad_gradient(value: float) -> None:
     engine = build_engine(UNTIED_MODEL, ParallelConfig(dp_shard=2), MUON)
-    steps(engine, 0, 1)
+    train_steps(engine, 0, 1)
     before = {name: tensor_of(part).clone() for name, part in engine.state_dict().items()}
     engine.forward_backward(microbatches(engine, global_batch(seed=1)), CAUSAL)
     if dist.get_rank() == 1:
@@ -85,35 +79,6 @@ def test_a_gradient_that_is_not_finite_on_one_rank_changes_nothing_on_any(
     workers: Workers, value: float
 ) -> None:
     workers.run(one_bad_gradient, 2, value)
-
-
-def tensor_of(part: checkpoint.ShardedTensor | Tensor) -> Tensor:
-    return part.tensor if isinstance(part, checkpoint.ShardedTensor) else part
-
-
-def train_and_save(
-    folder: Path, parallel: ParallelConfig, optimizer: AdamWConfig
-) -> tuple[Path, dict[str, Tensor]]:
-    """Three steps, a checkpoint, and two steps more; returns the weights held at the end."""
-    engine = build_engine(UNTIED_MODEL, parallel, optimizer)
-    steps(engine, 0, 3)
-    path = checkpoint.save(folder, 3, engine.state_dict(), {})
-    steps(engine, 3, 5)
-    return path, {name: tensor.clone() for name, tensor in engine.local.items()}
-
-
-def load_and_train(
-    path: Path, parallel: ParallelConfig, optimizer: AdamWConfig, folder: Path
-) -> tuple[Path, dict[str, Tensor]]:
-    """Load into an engine that is elsewhere already, save again at once, and take the two steps."""
-    engine = build_engine(UNTIED_MODEL, parallel, optimizer)
-    steps(engine, 7, 8)
-    state = engine.empty_state_dict(checkpoint.names(path))
-    checkpoint.load(path, state)
-    engine.load_state_dict(state)
-    again = checkpoint.save(folder, 3, engine.state_dict(), {})
-    steps(engine, 3, 5)
-    return again, {name: tensor.clone() for name, tensor in engine.local.items()}
 
 
 def ranks_of(parallel: ParallelConfig) -> int:
