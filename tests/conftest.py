@@ -18,6 +18,7 @@ from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.support.slurm_cluster import JOB_REPORT_PROPERTY
 from tests.support.workers import Workers
 
 # Busy machines are slow, not wrong; and CI is to say the same twice.
@@ -28,8 +29,6 @@ settings.load_profile("megatfm")
 CLUSTER = "tests/e2e/slurm/"
 INDEPENDENT = {"tests/parity/test_combinations.py"}
 """Files of many small tests that any process may run."""
-JOB_REPORT_PROPERTY = "scontrol show job"
-"""A property of a test's report whose values are shown at the end."""
 
 
 class FileScheduling(LoadScopeScheduling):

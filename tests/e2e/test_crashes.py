@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.crashes import LAYOUTS, PHASES, shares
+from tests.support.kill_series import LAYOUTS, PHASES, shares
 
 
 def run_series(corpus: Path, folder: Path, kills: dict[str, int]) -> dict[str, Any]:
     """In a process of its own: it forks, and so must have no thread."""
-    command = [sys.executable, "-m", "tests.e2e.crashes", str(corpus), str(folder), json.dumps(kills)]
+    command = [sys.executable, "-m", "tests.support.kill_series", str(corpus), str(folder), json.dumps(kills)]
     done = subprocess.run(
         command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=850
     )

@@ -22,10 +22,19 @@ from megatfm.cli import main
 from megatfm.config import Config
 from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE
 from megatfm.train.trainer import train
-from tests.e2e.ranks import Fault, Start, free_port
-from tests.e2e.test_training import run_training, run_until
-from tests.e2e.test_trouble import curve, error_after, events, forget_after, same, watched, weights
 from tests.support.forked_commands import last_of_each_key
+from tests.support.rank_processes import Fault, Start, free_port
+from tests.support.training_runs import (
+    error_after,
+    forget_after,
+    run_events,
+    run_training,
+    run_until,
+    same_tensors,
+    stored_weights,
+    train_with_faults,
+    training_curve,
+)
 from tests.support.workers import Workers
 
 pytestmark = pytest.mark.skipif(
@@ -89,8 +98,8 @@ def test_stages_stopped_by_a_signal_are_the_run_never_stopped(
     config = make_config(*words, run="stopped")
     assert workers.run(run_until, 2, config, 2, signal.SIGUSR1, timeout=200) == [EXIT_REQUEUE] * 2
     assert workers.run(run_training, 2, config, timeout=200) == [EXIT_OK] * 2
-    assert curve(tmp_path / "stopped") == curve(tmp_path / "whole")
-    assert same(state(tmp_path / "stopped"), state(tmp_path / "whole")), "random states and all"
+    assert training_curve(tmp_path / "stopped") == training_curve(tmp_path / "whole")
+    assert same_tensors(state(tmp_path / "stopped"), state(tmp_path / "whole")), "random states and all"
 
 
 TROUBLE = [
@@ -110,20 +119,23 @@ def test_steps_that_are_not_finite_are_skipped_and_spikes_gone_back_from_and_a_r
     workers: Workers, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     words = deepspeed(*TROUBLE)
-    keys = [read for _, read in workers.run(watched, 2, make_config(*words, "train.steps=14", run="whole"))]
+    keys = [
+        read
+        for _, read in workers.run(train_with_faults, 2, make_config(*words, "train.steps=14", run="whole"))
+    ]
     faults = {rank[5]: "inf" for rank in keys} | {rank[9]: "spike" for rank in keys}
     config, run = make_config(*words), tmp_path / "run"
-    for (code, read), rank in zip(workers.run(watched, 2, config, faults), keys, strict=True):
+    for (code, read), rank in zip(workers.run(train_with_faults, 2, config, faults), keys, strict=True):
         assert code == EXIT_OK
         assert read == rank[:10] + rank[10:14], "back to step 8, and on after the data of the spike"
-    assert [line["step"] for line in curve(run) if line.get("skipped")] == [6]
-    assert [step for step, _ in events(run, "rolled back")] == [10]
-    before, last = curve(run), weights(run, 12)
+    assert [line["step"] for line in training_curve(run) if line.get("skipped")] == [6]
+    assert [step for step, _ in run_events(run, "rolled back")] == [10]
+    before, last = training_curve(run), stored_weights(run, 12)
     forget_after(run, 4)
-    for (code, read), rank in zip(workers.run(watched, 2, config), keys, strict=True):
+    for (code, read), rank in zip(workers.run(train_with_faults, 2, config), keys, strict=True):
         assert (code, read) == (EXIT_OK, rank[4:8] + rank[10:14])
-    assert curve(run) == before
-    assert same(weights(run, 12), last)
+    assert training_curve(run) == before
+    assert same_tensors(stored_weights(run, 12), last)
 
 
 def test_a_step_computed_twice_that_differs_in_one_bit_is_found(
@@ -172,7 +184,7 @@ def test_a_killed_run_that_keeps_its_state_in_files_goes_on_to_the_bit_and_under
     assert (tmp_path / "run/checkpoints/step-00000002").exists()
     assert start(*words).wait(200) == [EXIT_OK] * 2
     assert left.isdisjoint(disk.glob(".megatfm-offload-*/*-*/")), "what the killed left"
-    assert same(state(tmp_path / "run"), state(tmp_path / "whole"))
+    assert same_tensors(state(tmp_path / "run"), state(tmp_path / "whole"))
     forget_the_end(tmp_path / "run")
     native = [word for word in words if not word.startswith(("parallel.engine", "deepspeed."))]
     assert workers.run(train, 2, make_config(*native, run="run"), timeout=200) == [EXIT_OK] * 2

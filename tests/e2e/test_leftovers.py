@@ -13,7 +13,7 @@ import pytest
 from megatfm import checkpoint
 from megatfm.checkpoint import file_format
 from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE
-from tests.e2e.ranks import Fault, Start
+from tests.support.rank_processes import Fault, Start
 
 HOST = socket.gethostname()
 UNPRIVILEGED = Fault(-1, "meeting", "gives_up_its_privileges")

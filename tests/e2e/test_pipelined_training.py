@@ -8,7 +8,7 @@ import pytest
 
 from megatfm.config import Config
 from megatfm.errors import EXIT_OK, EXIT_REQUEUE
-from tests.e2e.test_training import assert_bitwise_equal, curve, run_training, run_until
+from tests.support.training_runs import assert_bitwise_equal, run_training, run_until, training_curve
 from tests.support.workers import Workers
 
 PATIENCE = 300.0  # on a busy machine; it takes a tenth
@@ -25,7 +25,7 @@ def test_two_pipeline_ranks_train_like_one_process_and_resume_without_stages(
     assert "pipeline  interleaved, 4 stages on 2 ranks" in plan
     assert "decoder.embedding.tokens.weight" in plan, "the tie, which both ranks hold"
     assert workers.run(run_training, 2, make_config(run="moved"), timeout=PATIENCE) == [EXIT_OK, EXIT_OK]
-    whole, moved = curve(tmp_path / "whole"), curve(tmp_path / "moved")
+    whole, moved = training_curve(tmp_path / "whole"), training_curve(tmp_path / "moved")
     assert [line["step"] for line in moved] == list(range(1, 13))
     for line, other in zip(whole, moved, strict=True):
         assert other["loss"] == pytest.approx(line["loss"], rel=1e-4)

@@ -16,8 +16,8 @@ import torch
 
 from megatfm import checkpoint
 from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, LOCKED
-from tests.e2e.ranks import Fault, Ranks, Start
 from tests.support.forked_commands import ForkedCommand
+from tests.support.rank_processes import Fault, Ranks, Start
 
 HANG = 6.0
 HOST = socket.gethostname()

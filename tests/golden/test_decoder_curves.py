@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatfm.config import load_config
-from tests.golden.curves import VOCABULARY, WORDS, check, check_float32, check_rate, run, write
+from tests.support.golden_curves import VOCABULARY, WORDS, check, check_float32, check_rate, run, write
 from tests.support.workers import Workers
 
 pytestmark = pytest.mark.timeout(600)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatfm.config import load_config
-from tests.golden.curves import (
+from tests.support.golden_curves import (
     TOPICS,
     VOCABULARY,
     WORDS,

@@ -20,8 +20,8 @@ from megatfm.config.key_migrations import RENAMED_VALUES, migrate
 from megatfm.errors import EXIT_OK
 from megatfm.train import resume
 from megatfm.train.trainer import train
-from tests.golden.curves import TOLERANCE
-from tests.golden.stored import FOLDER, PRESETS, stored_config, variants
+from tests.support.golden_curves import TOLERANCE
+from tests.support.stored_formats import FOLDER, PRESETS, stored_config, variants
 from tests.support.workers import Workers
 
 CONFIGS = sorted(FOLDER.glob("*/configs/*.json"))

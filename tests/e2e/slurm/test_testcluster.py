@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.slurm.cluster import TESTCLUSTER, run, why_not
+from tests.support.slurm_cluster import TESTCLUSTER, run, why_not
 
 NAME = f"u{os.getpid()}"
 ROOT = Path("/var/lib/megatfm-testcluster")

@@ -23,8 +23,8 @@ from megatfm.checkpoint import (
 )
 from megatfm.checkpoint.directory import list_checkpoints
 from megatfm.errors import MegatfmError
+from tests.support.power_loss import CHOICES, Disk, Operation, build, recorded
 from tests.support.workers import Workers
-from tests.unit.checkpoint.power import CHOICES, Disk, Operation, build, recorded
 
 DRAWS = 6
 """Of what was not synced, for each prefix, besides the four extremes."""

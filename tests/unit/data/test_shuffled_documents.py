@@ -13,7 +13,7 @@ from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.webdataset_index import index_folder
 from megatfm.data.shuffled_documents import ShuffledDocuments
 from megatfm.errors import MegatfmError
-from tests.unit.corpus.tamper import assert_refused
+from tests.support.damaged_corpora import assert_refused
 
 
 @pytest.mark.parametrize("streams", [1, 7, 64, 300])

@@ -11,7 +11,7 @@ import pytest
 from megatfm.config import load_config, to_toml
 from megatfm.launchers.prolog_epilog import find_failure_cause, main
 from megatfm.launchers.record import UNFINISHED, Attempt, AttemptLog
-from tests.unit.launchers.conftest import FakeSlurm
+from tests.support.fake_slurm import FakeSlurm
 
 Commit = Callable[[int], None]
 RUNNING = (

@@ -19,7 +19,7 @@ from megatfm.launchers.job import Job
 from megatfm.launchers.run_jobs import cancel
 from megatfm.launchers.slurm import Site, SlurmLauncher, load_site
 from megatfm.launchers.status import run_status
-from tests.unit.launchers.conftest import FakeSlurm
+from tests.support.fake_slurm import FakeSlurm
 
 ROOT = Path(__file__).resolve().parents[3]
 GOLDEN = ROOT / "tests" / "golden" / "launchers"

@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 from megatfm.errors import UsageError
 from megatfm.inference.text import IncrementalDetokenizer
 from megatfm.tokenizers import HuggingFaceTokenizer, Tokenizer, load, train_byte_bpe
-from tests.unit.tokenizers.conftest import ODD
+from tests.support.tokenizer_cases import ODD_TEXTS
 
 transformers = pytest.importorskip("transformers")
 
 FAMILIES = ("gpt2", "roberta", "bert", "t5", "llama2")
-any_text = st.lists(st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(ODD)).map("".join)
+any_text = st.lists(st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(ODD_TEXTS)).map(
+    "".join
+)
 File = dict[str, Any]
 
 

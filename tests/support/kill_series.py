@@ -1,8 +1,9 @@
 """Kills at seeded moments: a run that is killed again and again ends as if it never had been.
 
-`python -m tests.e2e.crashes CORPUS FOLDER '{"alone": 6}' --seed 0` forks every rank from one process that has imported
-all there is to import, kills one of them in the middle of a step or of a part of a save, starts again from what is
-there, and at the end compares the curve and every stored bit with runs that nobody killed. It prints one JSON object.
+`python -m tests.support.kill_series CORPUS FOLDER '{"alone": 6}' --seed 0` forks every rank from one process that has
+imported all there is to import, kills one of them in the middle of a step or of a part of a save, starts again from
+what is there, and at the end compares the curve and every stored bit with runs that nobody killed. It prints one JSON
+object.
 """
 
 import argparse
@@ -27,8 +28,8 @@ import torch
 from megatfm import checkpoint
 from megatfm.checkpoint.directory import step_from_path
 from megatfm.tracking.metrics import MACHINE_DEPENDENT_KEYS
-from tests.e2e.doomed import ENGINES, Kill, fork, free_port, live, wait
 from tests.support.forked_commands import last_of_each_key
+from tests.support.killed_ranks import ENGINES, Kill, fork, free_port, live, wait
 
 PHASES = ("step", "staging", "write", "metadata", "commit", "retention")
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {

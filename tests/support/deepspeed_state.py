@@ -17,7 +17,7 @@ from megatfm.engines.interface import Engine
 from megatfm.files import atomic_write
 from megatfm.verify.rank_processes import _microbatches
 from megatfm.verify.shrink import objective_for, random_batch
-from tests.parity.deepspeed_runs import ALONE, OPTIMIZERS, engine_of, in_precision, small, take, weights
+from tests.support.deepspeed_runs import ALONE, OPTIMIZERS, engine_of, in_precision, small, take, weights
 
 SMALLEST = 512
 """Bytes of a weight from which on it goes to files here; DeepSpeed's own bound is 1 MiB."""

@@ -1,4 +1,4 @@
-"""Run preps that are killed at given moments: `python kill.py CONFIG.json OUT:MOMENT …`.
+"""Run preps that are killed at given moments: `python kill_prep.py CONFIG.json OUT:MOMENT …`.
 
 A moment is the number of times that something was written, synced or renamed before. Each run is a fork, so that
 the imports are paid once. Prints a JSON list: for each run the exit status, negative for a signal.

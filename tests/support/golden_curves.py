@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatfm import rng
-from megatfm.config import Config
+from megatfm.config import Config, load_config
 from megatfm.data.packed_rows import pack_in_memory
 from megatfm.data.sequences import PackingConfig
 from megatfm.layers.moe.moe import MoE
@@ -26,7 +26,7 @@ from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine
 from tests.support.workers import Workers
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parents[1] / "golden"
 Curves = dict[str, list[float]]
 """Term → its value in each step."""
 TOLERANCE = 1e-8
@@ -169,3 +169,31 @@ def write(models: dict[str, tuple[dict[str, Any], int]]) -> None:
             golden(preset).write_text(json.dumps(found, indent=1) + "\n")
             for term, values in found.items():
                 print(preset, term, *(f"{value:.3f}" for value in values[::10]), f"{values[-1]:.3f}")
+
+
+MOE_PRESET, MOE_STEPS, MOE_GOLDEN_STEPS = "quickstart-moe", 60, 24
+
+
+SMALL_MOE = {
+    "model.vocab_size": VOCABULARY,
+    "model.d_model": 32,
+    "model.n_layers": 2,
+    "model.attention.n_heads": 2,
+    "model.ffn.d_ff": 32,
+    "data.sequence_length": 32,
+    "optimizer.lr": 1e-2,
+    "lr_schedule.warmup_steps": 5,
+    "train.steps": MOE_STEPS,
+    "train.global_batch": 32,
+}
+
+
+MOE_ROUTERS = {
+    MOE_PRESET: {},
+    f"{MOE_PRESET}-deepseek-v3": {"model.ffn.router": '{name = "deepseek_v3", bias_update_rate = 0.01}'},
+}
+
+
+def moe_curve_config(name: str) -> dict[str, Any]:
+    words = [f"{key}={value}" for key, value in (SMALL_MOE | MOE_ROUTERS[name]).items()]
+    return load_config(MOE_PRESET, words).model_dump()

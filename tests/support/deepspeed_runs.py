@@ -1,6 +1,6 @@
 """Steps under DeepSpeed, under the native engine and on one device, and how far they are from each other.
 
-    python -m tests.parity.deepspeed_runs decoder adamw
+    python -m tests.support.deepspeed_runs decoder adamw
 
 prints the whole grid of a family and an optimizer as rows of a table: every layout and stage, ten steps each.
 """

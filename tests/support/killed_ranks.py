@@ -21,7 +21,7 @@ import torch
 import megatfm.train.trainer  # noqa: F401  imported before the fork, as all that is slow to import
 from megatfm import cli
 from megatfm.checkpoint import chunked_io, file_format, saver, staging, writer
-from tests.e2e.ranks import engine_class
+from tests.support.rank_processes import engine_class
 
 ENGINES = ("native", "deepspeed") if importlib.util.find_spec("deepspeed") else ("native",)
 PR_SET_PDEATHSIG = 1
