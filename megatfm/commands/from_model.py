@@ -47,9 +47,9 @@ def continue_from_config(
         )
     if is_hf_folder(source) or is_electra_folder(source):
         with _removed_on_refusal() as created:
-            ours, messages = _convert_hf_once(source, base_config, [f"name={name}", *overrides])
-            created += [ours] * bool(messages)
-            return _config(ours, base_config, overrides, name), messages
+            config, messages = _convert_hf_once(source, base_config, [f"name={name}", *overrides])
+            created += [config] * bool(messages)
+            return _config(config, base_config, overrides, name), messages
     return _config(source, base_config, overrides, name), messages
 
 

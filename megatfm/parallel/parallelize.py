@@ -213,10 +213,10 @@ def matches(name: str, pattern: str) -> bool:
 def _matches_segments(names: Sequence[str], patterns: Sequence[str]) -> bool:
     if not patterns:
         return not names
-    first, *others = patterns
+    first, *later_patterns = patterns
     if first == "**":
-        return any(_matches_segments(names[i:], others) for i in range(len(names) + 1))
-    return bool(names) and fnmatchcase(names[0], first) and _matches_segments(names[1:], others)
+        return any(_matches_segments(names[i:], later_patterns) for i in range(len(names) + 1))
+    return bool(names) and fnmatchcase(names[0], first) and _matches_segments(names[1:], later_patterns)
 
 
 def _missing(model: nn.Module, path: str, key: str) -> str:

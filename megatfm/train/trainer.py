@@ -324,7 +324,7 @@ class Trainer:
         is_same_model = current["config"]["model"] == point.state["config"]["model"]
         mismatch = "" if is_same_model else resume.shape_mismatch(point, self.engine.layout)
         allowed = resume.check_compatible(
-            point, current, list(self.config.resume.allow), mismatch, own=same_run
+            point, current, list(self.config.resume.allow), mismatch, same_run=same_run
         )
         if same_run:
             self.decisions.read()
