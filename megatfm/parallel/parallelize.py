@@ -290,9 +290,9 @@ def install_context_parallel(model: nn.Module, contexts: ContextParallel) -> Non
 
 def disable_compile_of_attention(block: nn.Module) -> None:
     """Exclude attention from a block that is compiled: its communication, and the blocks of keys that it visits, depend
-    on the batch. Modules that set `eager_when_long`, which look at long rows in pieces, are excluded, too."""
+    on the batch. Modules with `attends_in_chunks` are excluded, too."""
     for module in block.modules():
-        if getattr(module, "cp_plan", None) in FORWARDS or getattr(module, "eager_when_long", False):
+        if getattr(module, "cp_plan", None) in FORWARDS or getattr(module, "attends_in_chunks", False):
             replace_forward(module, torch.compiler.disable(module.forward))
 
 

@@ -89,7 +89,7 @@ NORM: Rows = (("norm", "sequence_parallel"),)
 PER_HEAD: Rows = (("", "shard_last_dim"),)
 SHARED: Rows = (("", "replicated_partial_grad"),)
 ROWS: Mapping[str, Rows] = {
-    "HeadsAttention": (*QKV, ("[qk]_norm", "replicated_partial_grad")),
+    "GroupedQueryAttention": (*QKV, ("[qk]_norm", "replicated_partial_grad")),
     "LatentAttention": (
         *QKV,
         *(

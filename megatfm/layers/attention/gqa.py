@@ -18,7 +18,7 @@ from megatfm.ops.attention.relative_bias import for_last_keys
 
 
 @ATTENTIONS.register("gqa")
-class HeadsAttention(nn.Module):
+class GroupedQueryAttention(nn.Module):
     """Projections around the core. Heads are viewed as −1, so that any number of local heads works."""
 
     tp_plan = (

@@ -10,7 +10,7 @@ from megatfm.config import LinformerAttentionConfig, ModelConfig, require_varian
 from megatfm.cost import Cost, TokenCounts, total_cost
 from megatfm.errors import UsageError
 from megatfm.layers.attention.dot_product import ATTENTIONS, log_once
-from megatfm.layers.attention.gqa import HeadsAttention
+from megatfm.layers.attention.gqa import GroupedQueryAttention
 from megatfm.layers.attention.kv_cache import LayerCache
 from megatfm.layers.attention.patterns.local import require_full
 from megatfm.layers.attention.patterns.pattern import AttentionPattern
@@ -41,7 +41,7 @@ def linformer(config: ModelConfig, initial: Initialiser, pattern: AttentionPatte
     if config.family == "encoder_decoder" and (
         pattern.is_cross_attention or pattern.builtin_mask == "causal"
     ):
-        return HeadsAttention(config.with_changes({"attention": {"name": "gqa"}}), initial, pattern)
+        return GroupedQueryAttention(config.with_changes({"attention": {"name": "gqa"}}), initial, pattern)
     return LinformerAttention(config, initial, pattern)
 
 

@@ -260,7 +260,7 @@ class CompressedAttentionCore(DotProductAttention):
     """Attention to stretches, which are all here wherever the tokens are."""
 
     cp_plan = "local"
-    eager_when_long = True
+    attends_in_chunks = True
 
     def forward(  # type: ignore[override]  # instead of a bias, where the keys stand
         self, q_BNTH: Tensor, k_BNSH: Tensor, v_BNSH: Tensor, sequence: SequenceMetadata, places_BS: Tensor

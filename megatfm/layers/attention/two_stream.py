@@ -112,7 +112,7 @@ class TwoStreamAttention(nn.Module):
     )
 
     cp_plan = "local"
-    eager_when_long = True
+    attends_in_chunks = True
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
