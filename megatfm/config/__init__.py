@@ -12,7 +12,9 @@ from megatfm.config.attention import (
     MLAAttentionConfig,
     ScaledAttention,
     StridedPatternConfig,
+    WindowedAttentionConfig,
     WindowPatternConfig,
+    Windows2DPatternConfig,
 )
 from megatfm.config.data import DataConfig
 from megatfm.config.load import load, load_config, to_toml
@@ -58,6 +60,7 @@ from megatfm.config.position import (
     DebertaPositionConfig,
     DebertaV2PositionConfig,
     LearnedPositionConfig,
+    LogRelative2DConfig,
     RopeConfig,
     RopeScaling,
     ShawConfig,
@@ -92,6 +95,7 @@ __all__ = [
     "LinearSchedule",
     "LinformerAttentionConfig",
     "LionConfig",
+    "LogRelative2DConfig",
     "LongformerAttentionConfig",
     "LongformerPatternConfig",
     "MLAAttentionConfig",
@@ -127,6 +131,8 @@ __all__ = [
     "UL2Objective",
     "WSDSchedule",
     "WindowPatternConfig",
+    "WindowedAttentionConfig",
+    "Windows2DPatternConfig",
     "find_config",
     "invalid",
     "load",

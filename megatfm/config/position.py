@@ -219,6 +219,20 @@ class TransformerXLPositionConfig(PositionSection):
     name: Literal["transformer_xl"] = "transformer_xl"
 
 
+class Relative2DConfig(PositionSection):
+    """A learned bias for each head and offset of rows and columns in a window, in every block (Liu et al. 2021)."""
+
+    name: Literal["relative_2d"] = "relative_2d"
+
+
+class LogRelative2DConfig(PositionSection):
+    """A bias by a small network of log-spaced offsets of rows and columns in a window (Swin-V2; Liu et al. 2022)."""
+
+    name: Literal["log_relative_2d"] = "log_relative_2d"
+    pretrained_window: PositiveInt | None = Field(default=None, le=MAX_WIDTH)
+    """Side of the windows by which offsets are scaled, where weights are of smaller ones; left out, the block's own."""
+
+
 class PluginPositionConfig(PositionSection):
     """A position encoding that a package in `plugins` registers, with keys of its own."""
 
@@ -238,6 +252,8 @@ PositionConfig = Annotated[
     | DebertaPositionConfig
     | DebertaV2PositionConfig
     | TransformerXLPositionConfig
+    | Relative2DConfig
+    | LogRelative2DConfig
     | PluginPositionConfig,
     ByName(),
 ]
