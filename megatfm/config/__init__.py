@@ -18,6 +18,8 @@ from megatfm.config.data import DataConfig
 from megatfm.config.load import load, load_config, to_toml
 from megatfm.config.model import ModelConfig
 from megatfm.config.model_parts import (
+    ClassifierHeadConfig,
+    PatchEmbeddingConfig,
     SentenceHeadConfig,
 )
 from megatfm.config.objective import (
@@ -57,7 +59,9 @@ from megatfm.config.parallel import ParallelConfig
 from megatfm.config.position import (
     DebertaPositionConfig,
     DebertaV2PositionConfig,
+    LearnedPosition2dConfig,
     LearnedPositionConfig,
+    Rope2dConfig,
     RopeConfig,
     RopeScaling,
     ShawConfig,
@@ -77,6 +81,7 @@ __all__ = [
     "BigBirdPatternConfig",
     "CausalObjective",
     "ChunkedPatternConfig",
+    "ClassifierHeadConfig",
     "CompressedAttentionConfig",
     "Config",
     "ConstantSchedule",
@@ -88,6 +93,7 @@ __all__ = [
     "GQAAttentionConfig",
     "InverseSqrtSchedule",
     "LambConfig",
+    "LearnedPosition2dConfig",
     "LearnedPositionConfig",
     "LinearSchedule",
     "LinformerAttentionConfig",
@@ -102,6 +108,7 @@ __all__ = [
     "OptimizerConfig",
     "OptimizerSection",
     "ParallelConfig",
+    "PatchEmbeddingConfig",
     "PermutationObjective",
     "PluginObjective",
     "PluginOptimizer",
@@ -109,6 +116,7 @@ __all__ = [
     "PrefixObjective",
     "ReplacedTokenObjective",
     "ResilienceConfig",
+    "Rope2dConfig",
     "RopeConfig",
     "RopeScaling",
     "ScaledAttention",
