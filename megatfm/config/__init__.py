@@ -14,12 +14,14 @@ from megatfm.config.attention import (
     StridedPatternConfig,
     WindowedAttentionConfig,
     WindowPatternConfig,
-    Windows2DPatternConfig,
+    Windows2dPatternConfig,
 )
 from megatfm.config.data import DataConfig
 from megatfm.config.load import load, load_config, to_toml
 from megatfm.config.model import ModelConfig
 from megatfm.config.model_parts import (
+    ClassifierHeadConfig,
+    PatchEmbeddingConfig,
     SentenceHeadConfig,
 )
 from megatfm.config.objective import (
@@ -59,8 +61,10 @@ from megatfm.config.parallel import ParallelConfig
 from megatfm.config.position import (
     DebertaPositionConfig,
     DebertaV2PositionConfig,
+    LearnedPosition2dConfig,
     LearnedPositionConfig,
-    LogRelative2DConfig,
+    LogRelative2dConfig,
+    Rope2dConfig,
     RopeConfig,
     RopeScaling,
     ShawConfig,
@@ -80,6 +84,7 @@ __all__ = [
     "BigBirdPatternConfig",
     "CausalObjective",
     "ChunkedPatternConfig",
+    "ClassifierHeadConfig",
     "CompressedAttentionConfig",
     "Config",
     "ConstantSchedule",
@@ -91,11 +96,12 @@ __all__ = [
     "GQAAttentionConfig",
     "InverseSqrtSchedule",
     "LambConfig",
+    "LearnedPosition2dConfig",
     "LearnedPositionConfig",
     "LinearSchedule",
     "LinformerAttentionConfig",
     "LionConfig",
-    "LogRelative2DConfig",
+    "LogRelative2dConfig",
     "LongformerAttentionConfig",
     "LongformerPatternConfig",
     "MLAAttentionConfig",
@@ -106,6 +112,7 @@ __all__ = [
     "OptimizerConfig",
     "OptimizerSection",
     "ParallelConfig",
+    "PatchEmbeddingConfig",
     "PermutationObjective",
     "PluginObjective",
     "PluginOptimizer",
@@ -113,6 +120,7 @@ __all__ = [
     "PrefixObjective",
     "ReplacedTokenObjective",
     "ResilienceConfig",
+    "Rope2dConfig",
     "RopeConfig",
     "RopeScaling",
     "ScaledAttention",
@@ -132,7 +140,7 @@ __all__ = [
     "WSDSchedule",
     "WindowPatternConfig",
     "WindowedAttentionConfig",
-    "Windows2DPatternConfig",
+    "Windows2dPatternConfig",
     "find_config",
     "invalid",
     "load",

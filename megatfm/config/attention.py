@@ -74,7 +74,7 @@ class LongformerPatternConfig(Section):
     """Places in the document of those that see all and are seen by all."""
 
 
-class Windows2DPatternConfig(Section):
+class Windows2dPatternConfig(Section):
     """Square windows of an image's map, shifted by half in every other block (Liu et al. 2021); for `windowed`."""
 
     name: Literal["windows_2d"] = "windows_2d"
@@ -102,7 +102,7 @@ PatternConfig = Annotated[
     | FixedPatternConfig
     | BigBirdPatternConfig
     | LongformerPatternConfig
-    | Windows2DPatternConfig
+    | Windows2dPatternConfig
     | PluginPatternConfig,
     ByName(),
     BeforeValidator(_from_name),  # the last is called first
@@ -223,7 +223,7 @@ class WindowedAttentionConfig(ScaledAttention):
     """Attention within windows of a map (Liu et al. 2021); its pattern is `windows_2d`."""
 
     name: Literal["windowed"] = "windowed"
-    pattern: PatternConfig = Windows2DPatternConfig()
+    pattern: PatternConfig = Windows2dPatternConfig()
     """The windows."""
     bias: bool = True
     """Biases in the projections."""

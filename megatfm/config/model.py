@@ -22,7 +22,6 @@ from megatfm.config.model_parts import (
     TokenEmbeddingConfig,
 )
 from megatfm.config.position import PositionConfig, RopeConfig, T5PositionConfig
-from megatfm.config.stages import StagesConfig, check_stages, fill_in_stages
 from megatfm.config.section import (
     MAX_LAYERS,
     MAX_WIDTH,
@@ -31,6 +30,8 @@ from megatfm.config.section import (
     nearest_divisor,
     unflatten,
 )
+from megatfm.config.stages import StagesConfig, check_stages, fill_in_stages
+from megatfm.config.vision_checks import check_image_parts
 from megatfm.registry import did_you_mean
 
 
@@ -218,6 +219,7 @@ class ModelConfig(Section):
                 "family = 'xlnet', attention.name = 'two_stream' and position.name = 'transformer_xl' belong together: "
                 "set all three, or none"
             )
+        check_image_parts(self)
         self._check_experts_see_no_future()
         check_stages(self)
         if isinstance(self.position, T5PositionConfig):
@@ -291,7 +293,11 @@ class ModelConfig(Section):
 
     def stage_config(self, stage: int) -> "ModelConfig":
         """The config of the blocks of a stage: this one, with their heads and widths."""
-        return self.with_changes(self.stages.changes_at(stage, self.d_model, self.ffn.d_ff)) if self.stages else self
+        return (
+            self.with_changes(self.stages.changes_at(stage, self.d_model, self.ffn.d_ff))
+            if self.stages
+            else self
+        )
 
     def type_config(self, kind: str) -> "ModelConfig":
         """The config of the blocks of a kind."""

@@ -33,7 +33,9 @@ class StagesConfig(Section):
                 "for every stage"
             )
         if max(self.heads) > MAX_WIDTH or max(self.grid) > MAX_LENGTH:
-            raise ValueError(f"stages.heads = {list(self.heads)}, stages.grid = {list(self.grid)}: choose smaller")
+            raise ValueError(
+                f"stages.heads = {list(self.heads)}, stages.grid = {list(self.grid)}: choose smaller"
+            )
         return self
 
     def map_at(self, stage: int, grid: tuple[int, int] | None = None) -> tuple[int, int]:

@@ -1,7 +1,6 @@
 """Maps of images: rows of tokens seen as rows × columns, and where they stand in each stage of a hierarchical model."""
 
-import copy
-from typing import Self
+from math import prod
 
 import torch
 from torch import Tensor
@@ -20,10 +19,12 @@ MapSize = tuple[int, int]
 class MapSequence(SequenceMetadata):
     """Where the tokens of rows stand that hold images alone, all of one size: row by row of each image's map."""
 
-    def __init__(self, size: MapSize, positions: Tensor, documents: Tensor | None, rng_keys: Tensor | None) -> None:
+    def __init__(
+        self, size: MapSize, positions: Tensor, documents: Tensor | None, rng_keys: Tensor | None
+    ) -> None:
         super().__init__(positions, documents, rng_keys=rng_keys)
         self.size = size
-        tokens, area = positions.shape[1], size[0] * size[1]
+        tokens, area = positions.shape[1], prod(size)
         if tokens % area:
             raise UsageError(
                 f"rows of {tokens} tokens don't hold images of {size[0]} × {size[1]} patches: set "
@@ -34,20 +35,20 @@ class MapSequence(SequenceMetadata):
     @classmethod
     def of(cls, sequence: SequenceMetadata, size: MapSize) -> "MapSequence":
         """Return the same tokens, as images of a size."""
-        made = cls(size, sequence.positions, sequence.documents, None)
-        made._rng_keys, made._depth = sequence._rng_keys, sequence._depth
-        made.grid = getattr(sequence, "grid", None)
+        made = cls(size, sequence.positions, sequence.documents, sequence.rng_keys)
+        made.grid = sequence.grid
+        if made.documents is None and made.images_per_row > 1:
+            numbers_T = torch.arange(made.length, device=made.positions.device) // prod(size)
+            made.documents = numbers_T.expand(made.positions.shape)
         return made
 
     def shrunk(self, size: MapSize) -> "MapSequence":
         """Return that of smaller maps of the same images; a token's document is that of its first larger one."""
         index_S = self.shrunk_index(size)
-        rows, area = len(self.positions), size[0] * size[1]
+        rows, area = len(self.positions), prod(size)
         positions_S = torch.arange(area, device=index_S.device).repeat(self.images_per_row)
         documents = None if self.documents is None else self.documents[:, index_S]
-        made = type(self)(size, positions_S.expand(rows, -1), documents, None)
-        made._rng_keys, made._depth = self._rng_keys, self._depth
-        return made
+        return type(self)(size, positions_S.expand(rows, -1), documents, self.rng_keys)
 
     def shrunk_index(self, size: MapSize) -> Tensor:
         """Return, for each token of smaller maps of a row, int64 [S], the first of the tokens that it stands for."""

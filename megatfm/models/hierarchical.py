@@ -1,10 +1,10 @@
-"""Hierarchical models of images: stages of blocks on ever smaller maps of ever wider vectors (Swin: Liu et al. 2021)."""
+"""Hierarchical models of images: stages of blocks on ever smaller maps of ever wider vectors (Liu et al. 2021)."""
 
 from collections.abc import Collection, Mapping
 from functools import partial
+from math import prod
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
@@ -55,7 +55,9 @@ class PyramidStack(nn.Module):
             if stage + 1 < len(configs):
                 norm = self.stages.merging_norm
                 self.merges[str(stage)] = PatchMerging(each, norm=norm, share=0.25**stage)
-        self.skip_rates = [config.drop_path * depth / max(config.n_layers - 1, 1) for depth in range(config.n_layers)]
+        self.skip_rates = [
+            config.drop_path * depth / max(config.n_layers - 1, 1) for depth in range(config.n_layers)
+        ]
         self.norm = make_norm(config, self.widths[-1]) if config.norm.has_final_norm else None
         self.depths = range(config.n_layers)
 
@@ -108,8 +110,8 @@ class PyramidStack(nn.Module):
 
     def row_length(self, stage: int, batch: Mapping[str, Tensor]) -> int:
         """Return the tokens of a row in a stage."""
-        (rows, columns), *others, (h, w) = (size := self.map_sizes(batch))[0], *size[1 : stage + 1]
-        return batch["positions"].shape[1] // (rows * columns) * h * w
+        first, last = (prod(self.map_sizes(batch)[at]) for at in (0, stage))
+        return batch["positions"].shape[1] // first * last
 
     def map_sizes(self, batch: Mapping[str, Tensor]) -> list[MapSize]:
         """Return the maps' sizes in every stage, of a batch's images."""
@@ -126,7 +128,9 @@ class Hierarchical(Model):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         if config.stages is None:
-            raise UsageError("model.family = 'hierarchical' needs model.stages: give layers and heads of each stage")
+            raise UsageError(
+                "model.family = 'hierarchical' needs model.stages: give layers and heads of each stage"
+            )
         embedding = InputEmbedding(config, "encoder")
         self.encoder = PyramidStack(config, embedding)
         self.reads = embedding.reads

@@ -61,6 +61,7 @@ KINDS: Mapping[str, ModuleCut] = {
     "vocab_parallel_head": ModuleCut(dim=0, sends=("input gathered", "loss over the vocabulary")),
     "local_token_dropout": ModuleCut(),
     "local_shard_dropout": ModuleCut(),
+    "local_channels": ModuleCut(),
     "expert_parallel": ModuleCut(dim=0, are_experts=True),
     "gather_expert_input": ModuleCut(sends=GATHERED),
     "reduce_expert_output": ModuleCut(sends=SUMMED),
@@ -109,6 +110,9 @@ ROWS: Mapping[str, Rows] = {
         ("wk_position", "colwise"),
         ("wo", "rowwise"),
     ),
+    "WindowedAttention": QKV,
+    "RelativeBias2d": PER_HEAD,
+    "CosineScale": PER_HEAD,
     "Sinks": PER_HEAD,
     "FFN": (
         ("", "gather_input"),
@@ -164,6 +168,13 @@ ROWS: Mapping[str, Rows] = {
     "Discriminator": (("dense", "sequence_parallel"), ("verdict", "gather_output_replicated")),
     "FutureHead": (("final_norm", "sequence_parallel"),),
     "Stack": NORM,
+    "PyramidStack": NORM,
+    "PatchMerging": (
+        ("", "gather_input"),
+        ("norm", "replicated_partial_grad"),
+        ("reduction", "rowwise"),
+        ("norm_out", "sequence_parallel"),
+    ),
     "TwoStreamStack": (*NORM, ("query", "split_output")),
     "EncoderDecoder": (("memory", "gather_output"),),
 }

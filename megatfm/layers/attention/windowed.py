@@ -2,7 +2,6 @@
 
 import math
 
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from megatfm.errors import UsageError
 from megatfm.layers.attention.dot_product import ATTENTIONS, DotProductAttention
 from megatfm.layers.attention.kv_cache import LayerCache
 from megatfm.layers.attention.patterns.pattern import AttentionPattern
-from megatfm.layers.attention.patterns.windows_2d import MapWindows, Windows2D
+from megatfm.layers.attention.patterns.windows_2d import MapWindows, Windows2d
 from megatfm.layers.initialisation import Constant, Initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.maps import MapSequence, to_maps, to_rows
@@ -37,7 +36,7 @@ class WindowedAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, initial: Initialiser, pattern: AttentionPattern) -> None:
         super().__init__()
-        if not isinstance(pattern, Windows2D):
+        if not isinstance(pattern, Windows2d):
             raise UsageError(
                 f"model.attention.pattern = {config.attention.pattern.name!r}: attention.name = 'windowed' needs "
                 "pattern = 'windows_2d', or leave the pattern out"
@@ -127,7 +126,7 @@ class CosineScale(nn.Module):
         return q_INSC * scale_N.repeat_interleave(count)[:, None, None]
 
 
-class RelativeBias2D(nn.Module):
+class RelativeBias2d(nn.Module):
     """A learned number for each head and offset in a window, [(2 · side − 1)², N]."""
 
     tp_plan = (("", "shard_last_dim"),)
@@ -143,7 +142,9 @@ class RelativeBias2D(nn.Module):
     def forward(self, windows: MapWindows, sequence: SequenceMetadata) -> Tensor:
         """[N, S, S]; smaller windows than the table's use its middle."""
         device = self.weight.device
-        index_SS = sequence.cached(("offset index", windows.window, self.side), lambda: self._index(windows, device))
+        index_SS = sequence.cached(
+            ("offset index", windows.window, self.side), lambda: self._index(windows, device)
+        )
         return F.embedding(index_SS, self.weight).movedim(-1, 0)
 
     def _index(self, windows: MapWindows, device: torch.device) -> Tensor:
@@ -161,4 +162,4 @@ def _window_of(config: ModelConfig) -> int:
     return int(config.attention.pattern.window)
 
 
-RELATIVE_2D = POSITIONS.register("relative_2d")(PositionEncoding(window_bias=RelativeBias2D))
+RELATIVE_2D = POSITIONS.register("relative_2d")(PositionEncoding(window_bias=RelativeBias2d))

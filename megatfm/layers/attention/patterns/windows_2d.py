@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatfm.config import ModelConfig, Windows2DPatternConfig, require_variant
+from megatfm.config import ModelConfig, Windows2dPatternConfig, require_variant
 from megatfm.errors import UsageError
 from megatfm.layers.attention.patterns.pattern import PATTERNS, AttentionPattern
 from megatfm.layers.maps import MapSize
@@ -20,22 +20,22 @@ from megatfm.layers.maps import MapSize
 
 
 @dataclass(frozen=True)
-class Windows2D(AttentionPattern):
+class Windows2d(AttentionPattern):
     """Windows of a side; shifted: by half of it, unless the map is no larger than a window."""
 
-    window: int
+    side: int
     shifted: bool = False
 
     def at_depth(self, depth: int) -> Self:
         return replace(self, shifted=depth % 2 == 1)
 
     def pairs(self, length: int, n_heads: int = 1) -> float:
-        return length * min(length, self.window**2)
+        return length * min(length, self.side**2)
 
     def on(self, size: MapSize) -> "MapWindows":
         """Return the windows of a map."""
-        window = min(self.window, *size)
-        return MapWindows(size, window, window // 2 if self.shifted and min(size) > self.window else 0)
+        window = min(self.side, *size)
+        return MapWindows(size, window, window // 2 if self.shifted and min(size) > self.side else 0)
 
 
 @dataclass(frozen=True)
@@ -99,12 +99,12 @@ class MapWindows:
 
 
 @PATTERNS.register("windows_2d")
-def windows_2d(config: ModelConfig, causal: bool) -> Windows2D:
+def windows_2d(config: ModelConfig, causal: bool) -> Windows2d:
     """Raises UsageError for attention that doesn't work on maps."""
-    options = require_variant(config.attention.pattern, Windows2DPatternConfig, "model.attention.pattern")
+    options = require_variant(config.attention.pattern, Windows2dPatternConfig, "model.attention.pattern")
     if config.attention.name != "windowed":
         raise UsageError(
             f"model.attention.pattern = 'windows_2d' is for model.attention.name = 'windowed', and this is "
             f"{config.attention.name!r}: choose that, or another pattern"
         )
-    return Windows2D(options.window)
+    return Windows2d(options.window)
