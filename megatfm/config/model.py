@@ -293,11 +293,7 @@ class ModelConfig(Section):
 
     def stage_config(self, stage: int) -> "ModelConfig":
         """The config of the blocks of a stage: this one, with their heads and widths."""
-        return (
-            self.with_changes(self.stages.changes_at(stage, self.d_model, self.ffn.d_ff))
-            if self.stages
-            else self
-        )
+        return self.with_changes(self.stages.changes_at(stage, self)) if self.stages else self
 
     def type_config(self, kind: str) -> "ModelConfig":
         """The config of the blocks of a kind."""

@@ -229,8 +229,9 @@ class LogRelative2dConfig(PositionSection):
     """A bias by a small network of log-spaced offsets of rows and columns in a window (Swin-V2; Liu et al. 2022)."""
 
     name: Literal["log_relative_2d"] = "log_relative_2d"
-    pretrained_window: PositiveInt | None = Field(default=None, le=MAX_WIDTH)
-    """Side of the windows by which offsets are scaled, where weights are of smaller ones; left out, the block's own."""
+    pretrained_windows: tuple[PositiveInt, ...] | None = Field(default=None, examples=[(12, 12, 12, 6)])
+    """Side of the windows of each stage by which offsets are scaled, where weights were trained with smaller ones; left
+    out, the windows' own."""
 
 
 class LearnedPosition2dConfig(PositionSection):

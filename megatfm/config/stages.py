@@ -47,15 +47,17 @@ class StagesConfig(Section):
         """Stage of the block at a depth, counted over all stages."""
         return bisect_right(list(accumulate(self.layers)), depth)
 
-    def changes_at(self, stage: int, d_model: int, d_ff: int) -> dict[str, Any]:
-        """Keys of the model by which a stage's blocks differ from the model's own section."""
+    def changes_at(self, stage: int, model: "ModelConfig") -> dict[str, Any]:
+        """Keys by which a stage's blocks differ from the model's own section."""
+        windows = getattr(model.position, "pretrained_windows", None)
         return {
             "family": "encoder",
             "stages": None,
             "n_layers": self.layers[stage],
-            "d_model": d_model * 2**stage,
+            "d_model": model.d_model * 2**stage,
             "attention.n_heads": self.heads[stage],
-            "ffn.d_ff": d_ff * 2**stage,
+            "ffn.d_ff": model.ffn.d_ff * 2**stage,
+            **({"position.pretrained_windows": (windows[stage],)} if windows else {}),
         }
 
 
@@ -90,5 +92,15 @@ def check_stages(model: "ModelConfig") -> None:
                 f"stages.heads[{stage}] = {heads} does not divide d_model · 2^{stage} = {width}: choose "
                 f"{nearest_divisor(width, heads)}"
             )
+    windows = getattr(model.position, "pretrained_windows", None)
+    if windows and len(windows) != len(stages.layers):
+        raise ValueError(
+            f"position.pretrained_windows = {list(windows)} has {len(windows)} numbers, and there are "
+            f"{len(stages.layers)} stages: give one for each"
+        )
+    if getattr(model.embedding, "n_special_tokens", 0):
+        raise ValueError(
+            "family = 'hierarchical' has no class or register tokens: set embedding.n_class_tokens = 0"
+        )
     if model.lm_head.name != "none":
         raise ValueError("family = 'hierarchical' has no head over a vocabulary: set lm_head.name = 'none'")

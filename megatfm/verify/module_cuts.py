@@ -112,6 +112,7 @@ ROWS: Mapping[str, Rows] = {
     ),
     "WindowedAttention": QKV,
     "RelativeBias2d": PER_HEAD,
+    "LogRelativeBias2d": (("hidden", "replicated_partial_grad"), ("out", "colwise")),
     "CosineScale": PER_HEAD,
     "Sinks": PER_HEAD,
     "FFN": (
@@ -148,6 +149,7 @@ ROWS: Mapping[str, Rows] = {
     "ShardedRMSNorm": (*PER_HEAD, ("total", "sum_over_shards")),
     "PreNorm": NORM,
     "PostNorm": NORM,
+    "ResidualPostNorm": NORM,
     "SandwichNorm": (*NORM, ("norm_out", "sequence_parallel")),
     "LMHead": (("", "vocab_parallel_head"),),
     "SpanBoundaryHead": (

@@ -28,7 +28,17 @@ SMALL: dict[str, Any] = {
     "lm_head.name": "none",
     "extra_heads.classifier": {"n_classes": 5, "pool": "mean"},
 }
-MEAN, STD = (torch.tensor(values, dtype=torch.float64)[:, None, None] for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+MEAN, STD = (
+    torch.tensor(values, dtype=torch.float64)[:, None, None]
+    for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+)
+
+V2: dict[str, Any] = {
+    "attention.cosine": True,
+    "position.name": "log_relative_2d",
+    "norm.placement": "res_post",
+    "stages.merging_norm": "output",
+}
 
 PARTS = (
     ("attn.w([qkvo])", r"attention.\1_proj"),
@@ -37,6 +47,19 @@ PARTS = (
     ("ffn_residual.norm", "layernorm_after"),
     ("ffn.w_up", "mlp.fc1"),
     ("ffn.w_down", "mlp.fc2"),
+)
+PARTS_V2 = (
+    ("attn.wq", "attention.self.query"),
+    ("attn.wk", "attention.self.key"),
+    ("attn.wv", "attention.self.value"),
+    ("attn.wo", "attention.output.dense"),
+    ("attn.cosine.weight", "attention.self.logit_scale"),
+    ("attn.position.hidden", "attention.self.continuous_position_bias_mlp.0"),
+    ("attn.position.out", "attention.self.continuous_position_bias_mlp.2"),
+    ("attn_residual.norm", "layernorm_before"),
+    ("ffn_residual.norm", "layernorm_after"),
+    ("ffn.w_up", "intermediate.dense"),
+    ("ffn.w_down", "output.dense"),
 )
 
 
@@ -48,12 +71,15 @@ def make_ours(options: dict[str, Any] | None = None) -> nn.Module:
 def make_theirs(config: ModelConfig, size: tuple[int, int], seed: int = 0) -> Any:
     """A model of transformers in float64 for images of one size, every parameter perturbed."""
     assert config.stages is not None
-    options = transformers.SwinConfig(
+    is_v2 = config.position.name == "log_relative_2d"
+    name, windows = "Swinv2" if is_v2 else "Swin", getattr(config.position, "pretrained_windows", None)
+    more = {"pretrained_window_sizes": windows} if windows else {}
+    options = getattr(transformers, f"{name}Config")(
         image_size=size, patch_size=4, embed_dim=config.d_model, depths=list(config.stages.layers),
         num_heads=list(config.stages.heads), window_size=config.attention.pattern.window, num_labels=5,
-        mlp_ratio=config.ffn.d_ff / config.d_model, attn_implementation="sdpa",
+        mlp_ratio=config.ffn.d_ff / config.d_model, attn_implementation="eager" if is_v2 else "sdpa", **more,
     )  # fmt: skip
-    model = transformers.SwinForImageClassification(options).double().eval()
+    model = getattr(transformers, f"{name}ForImageClassification")(options).double().eval()
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
@@ -61,7 +87,7 @@ def make_theirs(config: ModelConfig, size: tuple[int, int], seed: int = 0) -> An
     return model
 
 
-def their_name(ours: str, layers: tuple[int, ...]) -> str:
+def their_name(ours: str, layers: tuple[int, ...], *, v2: bool) -> str:
     """The name in transformers' model of a parameter of ours."""
     if ours.startswith("classifier."):
         return ours.replace("classifier.classifier", "classifier")
@@ -73,16 +99,17 @@ def their_name(ours: str, layers: tuple[int, ...]) -> str:
         while block >= layers[stage]:
             stage, block = stage + 1, block - layers[stage]
         part = found[2]
-        for pattern, replacement in PARTS:
+        for pattern, replacement in PARTS_V2 if v2 else PARTS:
             part = re.sub(f"^{pattern}", replacement, part)
         name = f"encoder.layers.{stage}.blocks.{block}.{part}"
-    return f"swin.{name}"
+    name = name.replace("norm_out", "norm")
+    return f"{'swinv2' if v2 else 'swin'}.{name}"
 
 
 def copy_weights(ours: nn.Module, theirs: nn.Module) -> dict[str, str]:
     """Set ours to theirs; returns names of ours → theirs. Every parameter of both must have its like."""
-    named = dict(theirs.named_parameters())
-    names = {name: their_name(name, ours.config.stages.layers) for name, _ in ours.named_parameters()}
+    named, v2 = dict(theirs.named_parameters()), ours.config.position.name == "log_relative_2d"
+    names = {name: their_name(name, ours.config.stages.layers, v2=v2) for name, _ in ours.named_parameters()}
     assert sorted(names.values()) == sorted(named)
     for name, parameter in ours.named_parameters():
         parameter.data = named[names[name]].data.reshape(parameter.shape).clone()

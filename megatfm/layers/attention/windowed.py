@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatfm.config import ModelConfig, WindowedAttentionConfig, require_variant
+from megatfm.config import LogRelative2dConfig, ModelConfig, WindowedAttentionConfig, require_variant
 from megatfm.cost import Cost, TokenCounts, total_cost
 from megatfm.errors import UsageError
 from megatfm.layers.attention.dot_product import ATTENTIONS, DotProductAttention
@@ -24,6 +24,8 @@ from megatfm.ops.attention.mask import FULL_MASK
 
 LARGEST_COSINE_SCALE = math.log(100.0)
 """Upper bound of the logarithm of a head's factor on cosines."""
+LOG_BIAS_WIDTH = 512
+"""Inner width of the network of offsets."""
 LARGEST_LOG_BIAS = 16.0
 """Upper bound of the bias that the network of offsets makes."""
 
@@ -142,14 +144,15 @@ class RelativeBias2d(nn.Module):
     def forward(self, windows: MapWindows, sequence: SequenceMetadata) -> Tensor:
         """[N, S, S]; smaller windows than the table's use its middle."""
         device = self.weight.device
-        index_SS = sequence.cached(
-            ("offset index", windows.window, self.side), lambda: self._index(windows, device)
-        )
+        key = "offset index", windows.window, self.side
+        index_SS = sequence.cached(key, lambda: _offset_index(windows, self.side, device))
         return F.embedding(index_SS, self.weight).movedim(-1, 0)
 
-    def _index(self, windows: MapWindows, device: torch.device) -> Tensor:
-        row_SS, column_SS = (windows.offsets(device) + self.side - 1).unbind(-1)
-        return row_SS * (2 * self.side - 1) + column_SS
+
+def _offset_index(windows: MapWindows, side: int, device: torch.device) -> Tensor:
+    """Number of the offset from each key to each query among those of windows of a side, int64 [S, S]."""
+    row_SS, column_SS = (windows.offsets(device) + side - 1).unbind(-1)
+    return row_SS * (2 * side - 1) + column_SS
 
 
 def _window_of(config: ModelConfig) -> int:
@@ -163,3 +166,40 @@ def _window_of(config: ModelConfig) -> int:
 
 
 RELATIVE_2D = POSITIONS.register("relative_2d")(PositionEncoding(window_bias=RelativeBias2d))
+
+
+class LogRelativeBias2d(nn.Module):
+    """16 σ(W₂ max(0, W₁ o + b)) of the log-spaced offset o of row and column, for each head (section 3.3).
+
+    Offsets are scaled by the windows' side, or by that of the windows that were pretrained with.
+    """
+
+    tp_plan = (("hidden", "replicated_partial_grad"), ("out", "colwise"))
+
+    def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
+        super().__init__()
+        options = require_variant(config.position, LogRelative2dConfig, "model.position")
+        _window_of(config)
+        self.pretrained = options.pretrained_windows[0] if options.pretrained_windows else None
+        n_heads = config.attention.n_heads
+        self.hidden = Linear(2, LOG_BIAS_WIDTH, initial("dense", 2, LOG_BIAS_WIDTH), bias=True)
+        self.out = Linear(LOG_BIAS_WIDTH, n_heads, initial("dense", LOG_BIAS_WIDTH, n_heads))
+
+    def forward(self, windows: MapWindows, sequence: SequenceMetadata) -> Tensor:
+        """[N, S, S]; the network sees each offset once."""
+        device, side = self.hidden.weight.device, windows.window
+        key = windows.window, self.pretrained
+        offsets_O2 = sequence.cached(("log offsets", *key), lambda: self._log_offsets(side, device))
+        index_SS = sequence.cached(("offset index", side, side), lambda: _offset_index(windows, side, device))
+        bias_ON = self.out(F.relu(self.hidden(offsets_O2.to(self.hidden.weight.dtype))))
+        return LARGEST_LOG_BIAS * torch.sigmoid(F.embedding(index_SS, bias_ON).movedim(-1, 0))
+
+    def _log_offsets(self, side: int, device: torch.device) -> Tensor:
+        """Every offset of a window, [O, 2], log-spaced; in float32, as the released code computes them."""
+        along = torch.arange(1 - side, side, device=device, dtype=torch.float32)
+        scaled = along / max((self.pretrained or side) - 1, 1) * 8
+        spaced = torch.sign(scaled) * torch.log2(scaled.abs() + 1.0) / math.log2(8)
+        return torch.cartesian_prod(spaced, spaced)
+
+
+LOG_RELATIVE_2D = POSITIONS.register("log_relative_2d")(PositionEncoding(window_bias=LogRelativeBias2d))

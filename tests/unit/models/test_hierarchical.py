@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.support.swin import batch_of, copy_weights, images_of, make_ours, make_theirs
+from tests.support.swin import V2, batch_of, copy_weights, images_of, make_ours, make_theirs
 
 TOLERANCE = 1e-10
 SIZES = [(64, 64), (36, 52), (32, 32), (28, 68)]
@@ -17,17 +17,32 @@ a long map without shift in the second. transformers crashes on maps smaller tha
 
 @pytest.mark.parametrize("size", SIZES)
 def test_swin_is_transformers(size: tuple[int, int]) -> None:
-    ours = make_ours()
+    compare(make_ours(), size)
+
+
+@pytest.mark.parametrize("size", [(64, 64), (56, 72), (16, 16)])
+def test_swin_v2_is_transformers(size: tuple[int, int]) -> None:
+    """Theirs sizes windows by the map for which it was configured, which for a fresh model is the image's."""
+    compare(make_ours(V2), size)
+
+
+def test_swin_v2_is_transformers_with_windows_larger_than_pretrained_ones() -> None:
+    compare(make_ours(V2 | {"position.pretrained_windows": (3, 2)}), (40, 64))
+
+
+def compare(ours: Any, size: tuple[int, int]) -> None:
     theirs = make_theirs(ours.config, size)
     names = copy_weights(ours, theirs)
     images, inputs = images_of(size, 3)
     labels = [4, 0, 2]
-    loss = ours(**batch_of(images, [[0], [1], [2]], labels)).losses["classifier"]
-    logits = theirs(inputs).logits
+    batch = batch_of(images, [[0], [1], [2]], labels)
+    loss, logits = ours(**batch).losses["classifier"], theirs(inputs).logits
     expected = F.cross_entropy(logits, torch.tensor(labels), reduction="sum")
     torch.testing.assert_close(loss, expected, rtol=TOLERANCE, atol=TOLERANCE)
-    without = {name: values for name, values in batch_of(images, [[0], [1], [2]], labels).items() if name != "labels"}
-    torch.testing.assert_close(ours(**without).predictions["classifier"], logits, rtol=TOLERANCE, atol=TOLERANCE)
+    del batch["labels"]
+    torch.testing.assert_close(
+        ours(**batch).predictions["classifier"], logits, rtol=TOLERANCE, atol=TOLERANCE
+    )
     loss.backward()
     expected.backward()
     see_gradients(ours, dict(theirs.named_parameters()), names)

@@ -92,7 +92,7 @@ class MapWindows:
         return cells_GS[:, :, None] == cells_GS[:, None, :]
 
     def offsets(self, device: torch.device) -> Tensor:
-        """Return rows and columns from each query of a window to each key, int64 [S, S, 2]."""
+        """Return rows and columns of each query of a window less those of each key, int64 [S, S, 2]."""
         side = torch.arange(self.window, device=device)
         places_S2 = torch.cartesian_prod(side, side)
         return places_S2[:, None] - places_S2[None]
