@@ -72,12 +72,13 @@ class PyramidStack(nn.Module):
             n_compiled = len(self.layers) if block._compiled_call_impl is not None else 0
             at_layer = maps[stage].at_layer(depth, self.skip_rates[depth], n_compiled_layers=n_compiled)
             x, losses = unpack(block, block(x, at_layer), losses)
-            if self._is_last_of_stage(depth) and str(stage) in self.merges:
+            if self._ends_with_merge(depth):
                 x = self.merges[str(stage)](x, maps[stage].size)
         return x if self.norm is None else self.norm(x), losses
 
-    def _is_last_of_stage(self, depth: int) -> bool:
-        return depth + 1 == len(self.stage_of) or self.stage_of[depth + 1] != self.stage_of[depth]
+    def _ends_with_merge(self, depth: int) -> bool:
+        """Whether a block is the last of a stage that another one follows."""
+        return depth + 1 < len(self.stage_of) and self.stage_of[depth + 1] != self.stage_of[depth]
 
     def stage(self, names: Collection[str]) -> Self | None:
         """Return a view that runs the split points of these names (without the stack's path); None if it runs none."""
@@ -93,7 +94,7 @@ class PyramidStack(nn.Module):
         points = [SplitPoint(f"{path}.embedding", (f"{path}.embedding",), (), self._carry(0))]
         for depth, stage in enumerate(self.stage_of):
             modules = [f"{path}.layers.{depth}"]
-            if self._is_last_of_stage(depth) and str(stage) in self.merges:
+            if self._ends_with_merge(depth):
                 modules.append(f"{path}.merges.{stage}")
             after = self._carry(stage + len(modules) - 1)
             points.append(SplitPoint(f"{path}.layers.{depth}", tuple(modules), ("hidden",), after))
