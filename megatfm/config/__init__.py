@@ -19,6 +19,8 @@ from megatfm.config.images import ImagesConfig
 from megatfm.config.load import load, load_config, to_toml
 from megatfm.config.model import ModelConfig
 from megatfm.config.model_parts import (
+    ClassifierHeadConfig,
+    PatchEmbeddingConfig,
     SentenceHeadConfig,
 )
 from megatfm.config.objective import (
@@ -59,7 +61,9 @@ from megatfm.config.parallel import ParallelConfig
 from megatfm.config.position import (
     DebertaPositionConfig,
     DebertaV2PositionConfig,
+    LearnedPosition2dConfig,
     LearnedPositionConfig,
+    Rope2dConfig,
     RopeConfig,
     RopeScaling,
     ShawConfig,
@@ -80,6 +84,7 @@ __all__ = [
     "CausalObjective",
     "ChunkedPatternConfig",
     "ClassificationObjective",
+    "ClassifierHeadConfig",
     "CompressedAttentionConfig",
     "Config",
     "ConstantSchedule",
@@ -92,6 +97,7 @@ __all__ = [
     "ImagesConfig",
     "InverseSqrtSchedule",
     "LambConfig",
+    "LearnedPosition2dConfig",
     "LearnedPositionConfig",
     "LinearSchedule",
     "LinformerAttentionConfig",
@@ -106,6 +112,7 @@ __all__ = [
     "OptimizerConfig",
     "OptimizerSection",
     "ParallelConfig",
+    "PatchEmbeddingConfig",
     "PermutationObjective",
     "PluginObjective",
     "PluginOptimizer",
@@ -113,6 +120,7 @@ __all__ = [
     "PrefixObjective",
     "ReplacedTokenObjective",
     "ResilienceConfig",
+    "Rope2dConfig",
     "RopeConfig",
     "RopeScaling",
     "ScaledAttention",

@@ -30,6 +30,7 @@ from megatfm.config.section import (
     nearest_divisor,
     unflatten,
 )
+from megatfm.config.vision_checks import check_image_parts
 from megatfm.registry import did_you_mean
 
 
@@ -213,6 +214,7 @@ class ModelConfig(Section):
                 "family = 'xlnet', attention.name = 'two_stream' and position.name = 'transformer_xl' belong together: "
                 "set all three, or none"
             )
+        check_image_parts(self)
         self._check_experts_see_no_future()
         if isinstance(self.position, T5PositionConfig):
             causal = self.family in ("decoder", "encoder_decoder")

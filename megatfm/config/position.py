@@ -219,6 +219,34 @@ class TransformerXLPositionConfig(PositionSection):
     name: Literal["transformer_xl"] = "transformer_xl"
 
 
+class LearnedPosition2dConfig(PositionSection):
+    """A learned vector for each place of a grid of patches, interpolated to each image's grid."""
+
+    name: Literal["learned_2d"] = "learned_2d"
+    grid: tuple[PositiveInt, PositiveInt] = Field(default=(14, 14), examples=[(14, 14)])
+    """Rows and columns of the table."""
+
+
+class Sinusoidal2dConfig(PositionSection):
+    """Sines and cosines of a patch's column and row, added to the embeddings (MAE; He et al. 2022)."""
+
+    name: Literal["sinusoidal_2d"] = "sinusoidal_2d"
+
+
+class Rope2dConfig(PositionSection):
+    """Queries and keys turned by a patch's row in one half of the channels, by its column in the other."""
+
+    name: Literal["rope_2d"] = "rope_2d"
+    theta: PositiveFloat = 100.0
+    """Base of the rotary frequencies."""
+    normalized: bool = False
+    """Rows and columns are measured from −1 to 1 in each image, and turn by 2π (DINOv3); else in patches."""
+
+
+GRID_POSITIONS = ("learned_2d", "sinusoidal_2d", "rope_2d")
+"""Names of positions on an image's grid of patches."""
+
+
 class PluginPositionConfig(PositionSection):
     """A position encoding that a package in `plugins` registers, with keys of its own."""
 
@@ -238,6 +266,9 @@ PositionConfig = Annotated[
     | DebertaPositionConfig
     | DebertaV2PositionConfig
     | TransformerXLPositionConfig
+    | LearnedPosition2dConfig
+    | Sinusoidal2dConfig
+    | Rope2dConfig
     | PluginPositionConfig,
     ByName(),
 ]
