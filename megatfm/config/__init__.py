@@ -17,6 +17,7 @@ from megatfm.config.attention import (
     Windows2dPatternConfig,
 )
 from megatfm.config.data import DataConfig
+from megatfm.config.images import ImagesConfig
 from megatfm.config.load import load, load_config, to_toml
 from megatfm.config.model import ModelConfig
 from megatfm.config.model_parts import (
@@ -26,6 +27,7 @@ from megatfm.config.model_parts import (
 )
 from megatfm.config.objective import (
     CausalObjective,
+    ClassificationObjective,
     MaskedObjective,
     NextSentenceObjective,
     PermutationObjective,
@@ -84,6 +86,7 @@ __all__ = [
     "BigBirdPatternConfig",
     "CausalObjective",
     "ChunkedPatternConfig",
+    "ClassificationObjective",
     "ClassifierHeadConfig",
     "CompressedAttentionConfig",
     "Config",
@@ -94,6 +97,7 @@ __all__ = [
     "DebertaV2PositionConfig",
     "FixedPatternConfig",
     "GQAAttentionConfig",
+    "ImagesConfig",
     "InverseSqrtSchedule",
     "LambConfig",
     "LearnedPosition2dConfig",
