@@ -145,6 +145,7 @@ ROWS: Mapping[str, Rows] = {
     "PreNorm": NORM,
     "PostNorm": NORM,
     "SandwichNorm": (*NORM, ("norm_out", "sequence_parallel")),
+    "ResidualDropout": (("layer_scale", "sequence_parallel"),),
     "LMHead": (("", "vocab_parallel_head"),),
     "SpanBoundaryHead": (
         ("", "vocab_parallel_head"),
