@@ -61,7 +61,10 @@ def read_siglip(theirs: Json) -> ModelConfig:
 
 
 def write_siglip(ours: ModelConfig) -> Json:
-    return {**write_vision(ours, TOWER_MAPPING), "vision_use_head": False}
+    written = write_vision(ours, TOWER_MAPPING)
+    if ours.ffn.activation == "gelu_tanh":
+        written["hidden_act"] = "gelu_pytorch_tanh"  # as its files spell it
+    return {**written, "vision_use_head": False}
 
 
 def read_clip(theirs: Json) -> ModelConfig:
