@@ -15,6 +15,7 @@ from megatfm.config.attention import (
     WindowPatternConfig,
 )
 from megatfm.config.data import DataConfig
+from megatfm.config.images import ImagesConfig
 from megatfm.config.load import load, load_config, to_toml
 from megatfm.config.model import ModelConfig
 from megatfm.config.model_parts import (
@@ -24,6 +25,7 @@ from megatfm.config.model_parts import (
 )
 from megatfm.config.objective import (
     CausalObjective,
+    ClassificationObjective,
     MaskedObjective,
     NextSentenceObjective,
     PermutationObjective,
@@ -81,6 +83,7 @@ __all__ = [
     "BigBirdPatternConfig",
     "CausalObjective",
     "ChunkedPatternConfig",
+    "ClassificationObjective",
     "ClassifierHeadConfig",
     "CompressedAttentionConfig",
     "Config",
@@ -91,6 +94,7 @@ __all__ = [
     "DebertaV2PositionConfig",
     "FixedPatternConfig",
     "GQAAttentionConfig",
+    "ImagesConfig",
     "InverseSqrtSchedule",
     "LambConfig",
     "LearnedPosition2dConfig",

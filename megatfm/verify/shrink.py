@@ -287,7 +287,7 @@ def objective_for(config: Config) -> Objective:
     """The objective, with special tokens that every vocabulary has: a third of it are sentinels."""
     size = config.model.vocab_size
     if size is None and not reads_text(config.objective.name):
-        return build_objective(config.objective, config.model, None, side_lengths(config))
+        return build_objective(config.objective, config.model, None, side_lengths(config), config.data.images)
     assert size is not None
     special = SpecialTokens(
         bos=1,
@@ -300,7 +300,7 @@ def objective_for(config: Config) -> Objective:
         sentinels=range(size - 1, size - 1 - size // 3, -1),
         word_starts=np.arange(size) % 3 > 0,
     )
-    return build_objective(config.objective, config.model, special, side_lengths(config))
+    return build_objective(config.objective, config.model, special, side_lengths(config), config.data.images)
 
 
 def side_lengths(config: Config) -> tuple[int, ...]:
