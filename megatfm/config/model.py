@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from megatfm.config.attention import AttentionConfig, LinformerAttentionConfig, MLAAttentionConfig
 from megatfm.config.ffn import FFNConfig, MoEConfig, SoftMoEConfig
@@ -119,6 +119,9 @@ class ModelConfig(Section):
     """Dropout of the embeddings and of what sublayers add to the residual stream."""
     drop_path: DropProbability = 0.0
     """Stochastic depth: probability of skipping a sublayer of the last block, rising linearly from 0."""
+    layer_scale: PositiveFloat | None = None
+    """Learned factors on the channels of each sublayer's output, at first this number (Touvron et al. 2021); left out,
+    none."""
     n_mtp_heads: NonNegativeInt = Field(default=0, le=MAX_LAYERS)
     """Heads that predict tokens beyond the next one (Gloeckle et al. 2024), each one block."""
 

@@ -240,6 +240,8 @@ class LearnedPosition2dConfig(PositionSection):
     name: Literal["learned_2d"] = "learned_2d"
     grid: tuple[PositiveInt, PositiveInt] = Field(default=(14, 14), examples=[(14, 14)])
     """Rows and columns of the table."""
+    antialias: bool = False
+    """Antialiasing where the table is interpolated to fewer patches (DINOv2 with registers)."""
 
 
 class Sinusoidal2dConfig(PositionSection):

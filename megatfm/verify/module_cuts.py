@@ -151,6 +151,7 @@ ROWS: Mapping[str, Rows] = {
     "PostNorm": NORM,
     "ResidualPostNorm": NORM,
     "SandwichNorm": (*NORM, ("norm_out", "sequence_parallel")),
+    "ResidualDropout": (("layer_scale", "sequence_parallel"),),
     "LMHead": (("", "vocab_parallel_head"),),
     "SpanBoundaryHead": (
         ("", "vocab_parallel_head"),
