@@ -81,7 +81,7 @@ def test_losses_and_every_gradient(dtype: torch.dtype) -> None:
     figures, reference = Figures(), dict[str, Tensor]()
     for part in exported_models(CONFIG):
         theirs = half_of_theirs(
-            part.name, part.theirs, to_hf(part.rules, dict(ours.named_parameters())), dtype
+            part.name, part.hf_config, to_hf(part.rules, dict(ours.named_parameters())), dtype
         )
         generates = part.folder == "generator"
         output = theirs(
