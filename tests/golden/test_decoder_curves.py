@@ -9,8 +9,16 @@ from typing import Any
 
 import pytest
 
-from megatfm.config import load_config
-from tests.support.golden_curves import VOCABULARY, WORDS, check, check_float32, check_rate, run, write
+from tests.support.golden_curves import (
+    VOCABULARY,
+    WORDS,
+    check,
+    check_float32,
+    check_rate,
+    preset_config,
+    run,
+    write,
+)
 from tests.support.workers import Workers
 
 pytestmark = pytest.mark.timeout(600)
@@ -38,8 +46,7 @@ STEPS = {"gpt2-124m": 60, "t5-base": 24}
 
 
 def config_of(preset: str) -> dict[str, Any]:
-    overrides = [f"{key}={value}" for key, value in (SMALL | MODELS[preset]).items()]
-    return load_config(preset, overrides).model_dump()
+    return preset_config(preset, SMALL | MODELS[preset])
 
 
 @pytest.mark.parametrize("preset", MODELS)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from megatfm.config import load_config
 from tests.support.golden_curves import (
     TOPICS,
     VOCABULARY,
@@ -18,6 +17,7 @@ from tests.support.golden_curves import (
     check_float32,
     check_rate,
     curves,
+    preset_config,
     write,
 )
 from tests.support.workers import Workers
@@ -51,8 +51,7 @@ STEPS = {"bert-base": 30, "electra-small": 60}
 
 
 def config_of(preset: str) -> dict[str, Any]:
-    overrides = [f"{key}={value}" for key, value in (SMALL | MODELS[preset]).items()]
-    return load_config(preset, overrides).model_dump()
+    return preset_config(preset, SMALL | MODELS[preset])
 
 
 @pytest.mark.parametrize("preset", MODELS)

@@ -194,6 +194,11 @@ MOE_ROUTERS = {
 }
 
 
+def preset_config(preset: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """A preset, made small."""
+    return load_config(preset, [f"{key}={value}" for key, value in changes.items()]).model_dump()
+
+
 def moe_curve_config(name: str) -> dict[str, Any]:
-    words = [f"{key}={value}" for key, value in (SMALL_MOE | MOE_ROUTERS[name]).items()]
-    return load_config(MOE_PRESET, words).model_dump()
+    """The preset of experts, made small, with one of MOE_ROUTERS."""
+    return preset_config(MOE_PRESET, SMALL_MOE | MOE_ROUTERS[name])

@@ -45,13 +45,16 @@ class MemoryCorpus:
     fingerprint = "memory"
 
     def __init__(self, blocks: list[list[int]]) -> None:
-        self.documents: list[np.ndarray] = []
-        start = 10
-        for n in (n for block in blocks for n in block):
-            self.documents.append(np.arange(start, start + n, dtype=np.uint32))
-            start += n
+        self.documents = self.make_documents([n for block in blocks for n in block])
         self.blocks = np.cumsum([0] + [len(block) for block in blocks])
         self.n_samples = len(self.documents)
+
+    def make_documents(self, lengths: list[int]) -> list[np.ndarray]:
+        """Documents of these lengths, no two tokens of which are the same."""
+        starts = np.cumsum([10, *lengths])
+        return [
+            np.arange(start, start + n, dtype=np.uint32) for start, n in zip(starts, lengths, strict=False)
+        ]
 
     def lengths(self, begin: int = 0, end: int | None = None) -> np.ndarray:
         end = len(self.blocks) - 1 if end is None else end

@@ -50,3 +50,16 @@ def same_corpora(one: Corpus, other: Corpus) -> bool:
         for number in range(one.n_blocks)
         for (_, a), (_, b) in zip(one.read_block(number), other.read_block(number), strict=True)
     )
+
+
+def use_s3(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have fsspec find S3 at a stand-in's URL."""
+    for name, value in {
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    fsspec.config.conf.pop("s3", None)
+    fsspec.get_filesystem_class("s3").clear_instance_cache()

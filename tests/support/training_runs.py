@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -71,6 +72,17 @@ def assert_bitwise_equal(first: Path, second: Path) -> None:
     assert any(name.endswith("exp_avg_sq") for name in one)
     for name, tensor in one.items():
         assert torch.equal(tensor, other[name]), name
+
+
+def assert_nearly_equal(first: Path, second: Path) -> None:
+    """Assert that two runs of twelve steps have the same losses, norms and last evaluation but for rounding."""
+    lines, others = training_curve(first), training_curve(second)
+    assert [line["step"] for line in others] == list(range(1, 13))
+    for line, other in zip(lines, others, strict=True):
+        assert other["loss"] == pytest.approx(line["loss"], rel=1e-4)
+        assert other["grad_norm"] == pytest.approx(line["grad_norm"], rel=1e-3)
+    ends = [each[-1]["evaluation"]["held-out"]["bits_per_byte"] for each in (lines, others)]
+    assert ends[0] == pytest.approx(ends[1], rel=1e-4)
 
 
 def batch_key(microbatches: Sequence[Mapping[str, Any]]) -> str:

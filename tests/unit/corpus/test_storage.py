@@ -31,7 +31,7 @@ from megatfm.data.dataset import PackedDataset
 from megatfm.data.loader import DataLoader
 from megatfm.errors import MegatfmError, UsageError
 from tests.support.damaged_corpora import SHARD, assert_refused
-from tests.support.remote_corpora import same_corpora
+from tests.support.remote_corpora import same_corpora, use_s3
 from tests.support.workers import PRELOAD
 
 
@@ -77,15 +77,7 @@ def bucket(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server = ThreadedMotoServer(port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
-    for name, value in {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    fsspec.config.conf.pop("s3", None)
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    use_s3(f"http://{host}:{port}", monkeypatch)
     fs = fsspec.filesystem("s3", skip_instance_cache=True)
     fs.mkdir("bucket")
     for path in folder.iterdir():

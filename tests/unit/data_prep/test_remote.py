@@ -23,6 +23,7 @@ from megatfm.data_prep.execution.upload import RemoteOutput
 from megatfm.data_prep.input_files import InputFiles
 from megatfm.errors import MegatfmError, UsageError
 from tests.support.prep_files import write_file
+from tests.support.remote_corpora import use_s3
 
 
 @pytest.fixture(scope="module")
@@ -38,15 +39,7 @@ def endpoint() -> Iterator[str]:
 @pytest.fixture
 def s3(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """An empty bucket there, and its file system."""
-    for name, value in {
-        "AWS_ENDPOINT_URL": endpoint,
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    fsspec.config.conf.pop("s3", None)
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    use_s3(endpoint, monkeypatch)
     fs = fsspec.filesystem("s3")
     fs.mkdir("prep-bucket")
     monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
