@@ -18,8 +18,10 @@ from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.support.slurm_cluster import JOB_REPORT_PROPERTY
-from tests.support.workers import Workers
+pytest.register_assert_rewrite("tests.support")  # so that its assertions show their values, too
+
+from tests.support.slurm_cluster import JOB_REPORT_PROPERTY  # noqa: E402
+from tests.support.workers import Workers  # noqa: E402
 
 # Busy machines are slow, not wrong; and CI is to say the same twice.
 settings.register_profile("megatfm", deadline=None, derandomize="CI" in os.environ)
