@@ -28,9 +28,10 @@ def evaluate_alone(run: Path) -> float:
     return float(found[0]["sets"]["held-out"]["loss"])
 
 
-def test_two_context_ranks_train_like_one_process_stop_bit_for_bit_and_change_their_number(
+def test_context_ranks_train_like_one_process(
     workers: Workers, make_config: Callable[..., Config], tmp_path: Path
 ) -> None:
+    """Two ranks train like one process, stop and resume bit for bit, and change their number."""
     assert workers.run(run_training, 1, make_config(run="whole"), timeout=PATIENCE) == [EXIT_OK]
     config = make_config("parallel.cp=2", run="cut")
     assert workers.run(run_told_nothing, 2, config, timeout=PATIENCE) == [EXIT_OK, EXIT_OK]

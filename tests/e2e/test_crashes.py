@@ -33,7 +33,7 @@ def test_a_run_killed_in_each_phase_ends_as_if_it_never_had_been(corpus: Path, t
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # on a busy machine; it takes a tenth
-def test_so_do_runs_of_all_layouts_and_engines(corpus: Path, tmp_path: Path) -> None:
+def test_killed_runs_of_all_layouts_and_engines_end_alike(corpus: Path, tmp_path: Path) -> None:
     report = run_series(corpus, tmp_path / "runs", shares(23))
     assert {phase: report["hits"].get(phase, 0) >= 3 for phase in PHASES} == dict.fromkeys(PHASES, True)
     by_layout = report["hits by layout"]

@@ -66,7 +66,7 @@ def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
     return [name for name in one if not name.startswith("rng.") and not torch.equal(one[name], other[name])]
 
 
-def test_it_trains_as_native_does_and_either_goes_on_with_the_other(
+def test_deepspeed_trains_as_native_and_engines_can_change(
     workers: Workers, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     def run(name: str, ranks: int, overrides: list[Any]) -> None:
@@ -115,9 +115,10 @@ TROUBLE = [
 ]
 
 
-def test_steps_that_are_not_finite_are_skipped_and_spikes_gone_back_from_and_a_resume_repeats_both(
+def test_skipped_steps_and_rollbacks_under_deepspeed(
     workers: Workers, make_config: MakeConfig, tmp_path: Path
 ) -> None:
+    """Steps that are not finite are skipped, spikes are rolled back, and a resume repeats both."""
     words = deepspeed(*TROUBLE)
     keys = [
         read
@@ -168,9 +169,10 @@ def test_a_rank_that_dies_or_hangs_is_named(start: Start, how: str, what: str, p
 
 
 @pytest.mark.slow  # that it goes in and out of checkpoints to the bit is in tests/parity
-def test_a_killed_run_that_keeps_its_state_in_files_goes_on_to_the_bit_and_under_native(
+def test_a_killed_run_with_state_in_files_goes_on(
     start: Start, workers: Workers, make_config: MakeConfig, tmp_path: Path
 ) -> None:
+    """The run goes on to the bit, and under the native engine."""
     (disk := tmp_path / "disk").mkdir()
     words = deepspeed(
         *("parallel.zero=3", "deepspeed.offload_optimizer=nvme", "deepspeed.offload_parameters=nvme"),
@@ -201,7 +203,7 @@ def test_verify_compares_a_step_of_it(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.timeout(900)  # three processes import torch; on a busy machine
-def test_it_runs_under_deepspeed_s_own_launcher(config_file: Path, tmp_path: Path) -> None:
+def test_training_runs_under_deepspeed_s_own_launcher(config_file: Path, tmp_path: Path) -> None:
     launcher = [Path(sys.executable).with_name("deepspeed"), "--no_local_rank", "--num_gpus=1"]
     words = deepspeed("parallel.zero=2", "train.steps=2", "evaluate.every=0", f"run_dir={tmp_path / 'run'}")
     done = subprocess.run(

@@ -25,9 +25,10 @@ MakeConfig = Callable[..., Config]
 
 
 @pytest.mark.parametrize(("fault", "ranks"), [("nan", 1), ("inf", 2)])
-def test_a_step_that_is_not_finite_is_skipped_by_all_ranks_and_skipped_again_on_resume(
+def test_a_step_that_is_not_finite_is_skipped_by_all_ranks(
     workers: Workers, make_config: MakeConfig, tmp_path: Path, fault: str, ranks: int
 ) -> None:
+    """A resume skips the step again."""
     plain = ["train.steps=8", "checkpoint.every=1", "checkpoint.keep=9", "evaluate.max_rows=2"]
     keys = [read for _, read in workers.run(train_with_faults, ranks, make_config(*plain, run="whole"))]
     bad = {rank_keys[5]: fault for rank_keys in keys}
@@ -68,9 +69,10 @@ def test_a_run_that_only_makes_nan_ends_with_a_clear_error(workers: Workers, mak
 ROLLBACK = ["train.steps=16", "checkpoint.keep=9", "resilience.spike=rollback", "resilience.spike_window=16"]
 
 
-def test_a_spike_is_gone_back_from_its_data_skipped_and_every_resume_repeats_it(
+def test_a_spike_is_rolled_back_and_its_data_skipped(
     workers: Workers, make_config: MakeConfig, tmp_path: Path
 ) -> None:
+    """Every resume repeats the rollback."""
     ((_, keys),) = workers.run(train_with_faults, 1, make_config(*ROLLBACK, "train.steps=20", run="whole"))
     config, run = make_config(*ROLLBACK), tmp_path / "run"
     ((code, read),) = workers.run(train_with_faults, 1, config, {keys[9]: "spike"})  # the tenth step's
@@ -92,9 +94,8 @@ def test_a_spike_is_gone_back_from_its_data_skipped_and_every_resume_repeats_it(
         assert same_tensors(stored_weights(run, 16), last)
 
 
-def test_rollbacks_are_bounded_and_without_a_checkpoint_a_spike_is_only_reported(
-    workers: Workers, make_config: MakeConfig, tmp_path: Path
-) -> None:
+def test_rollbacks_are_bounded(workers: Workers, make_config: MakeConfig, tmp_path: Path) -> None:
+    """A spike without a checkpoint is only reported."""
     ((_, keys),) = workers.run(train_with_faults, 1, make_config(*ROLLBACK, "train.steps=20", run="whole"))
     early = make_config(*ROLLBACK, "checkpoint.every=16", run="early")
     ((code, _),) = workers.run(train_with_faults, 1, early, {keys[9]: "spike"})

@@ -55,14 +55,14 @@ def test_the_curve_begins_as_the_golden_one(preset: str, workers: Workers) -> No
 
 
 @pytest.mark.parametrize("preset", ["gpt2-124m", pytest.param("t5-base", marks=pytest.mark.slow)])
-def test_it_learns(preset: str, workers: Workers) -> None:
+def test_small_decoders_learn(preset: str, workers: Workers) -> None:
     """Better than knowing a text's topic: each token follows from the one before."""
     found = run(workers, config_of(preset), MODELS[preset]["train.steps"])
     assert sum(found["loss"][-10:]) / 10 < 0.75 * math.log(WORDS)
 
 
 @pytest.mark.parametrize("preset", MODELS)
-def test_with_another_learning_rate_it_does_not(preset: str, workers: Workers) -> None:
+def test_another_learning_rate_leaves_the_golden_curve(preset: str, workers: Workers) -> None:
     check_rate(workers, preset, config_of(preset))
 
 

@@ -61,7 +61,7 @@ def test_the_curve_begins_as_the_golden_one(preset: str, workers: Workers) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", MODELS)
-def test_it_learns_both_tasks(preset: str, workers: Workers) -> None:
+def test_small_encoders_learn_both_tasks(preset: str, workers: Workers) -> None:
     (found,) = workers.run(curves, 1, config_of(preset), timeout=500)
     last = {term: sum(values[-10:]) / 10 for term, values in found.items()}
     if preset == "bert-base":
@@ -78,7 +78,7 @@ def test_it_learns_both_tasks(preset: str, workers: Workers) -> None:
 
 
 @pytest.mark.parametrize("preset", MODELS)
-def test_with_another_learning_rate_it_does_not(preset: str, workers: Workers) -> None:
+def test_another_learning_rate_leaves_the_golden_curve(preset: str, workers: Workers) -> None:
     check_rate(workers, preset, config_of(preset))
 
 

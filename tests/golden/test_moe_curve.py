@@ -30,7 +30,7 @@ TERMS = {MOE_PRESET: {"causal", "balance"}, f"{MOE_PRESET}-deepseek-v3": set[str
 
 
 @pytest.mark.parametrize("name", MOE_ROUTERS)
-def test_it_learns_evenly_and_begins_as_the_golden_curve(workers: Workers, name: str) -> None:
+def test_the_mixture_learns_evenly_and_begins_as_the_golden_curve(workers: Workers, name: str) -> None:
     """Better than knowing a text's topic, with no expert much busier than the mean once it has warmed up."""
     (ours,) = workers.run(curves, 1, moe_curve_config(name), timeout=300)
     assert ours.keys() == wanted(name).keys() == {"loss", "busiest"} | TERMS[name]
@@ -41,7 +41,7 @@ def test_it_learns_evenly_and_begins_as_the_golden_curve(workers: Workers, name:
     assert sum(busiest) / len(busiest) <= 1.5
 
 
-def test_with_another_learning_rate_it_does_not(workers: Workers) -> None:
+def test_another_learning_rate_leaves_the_golden_curve(workers: Workers) -> None:
     (other,) = workers.run(curves, 1, moe_curve_config(MOE_PRESET), 1.1, 8, timeout=300)
     assert other["loss"] != pytest.approx(wanted(MOE_PRESET)["loss"][:8], rel=SEEN)
 

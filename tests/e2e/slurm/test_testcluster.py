@@ -95,7 +95,7 @@ def test_an_interrupted_up_takes_itself_down():
     assert traces() == []
 
 
-def test_it_goes_with_its_owner():
+def test_the_cluster_goes_down_with_its_owner():
     owner = subprocess.Popen(["sleep", "300"])
     command("up", *SMALL, "--until", owner.pid)
     os.kill(int((FOLDER / "run" / "watch").read_text()), signal.SIGKILL)

@@ -34,7 +34,9 @@ def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tar", "frames"])
-def test_they_are_indexed_where_they_lie(tmp_path: Path, kind: str, small_frames: None, causal: Any) -> None:
+def test_foreign_shards_are_indexed_where_they_lie(
+    tmp_path: Path, kind: str, small_frames: None, causal: Any
+) -> None:
     texts = documents()
     folder = write_wds(tmp_path / "theirs", texts, kind)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -60,7 +62,7 @@ def test_they_are_indexed_where_they_lie(tmp_path: Path, kind: str, small_frames
 
 
 @pytest.mark.parametrize("kind", ["tar", "frames", "one frame"])
-def test_they_are_written_again(tmp_path: Path, kind: str) -> None:
+def test_foreign_shards_are_written_again(tmp_path: Path, kind: str) -> None:
     texts = [tokens.astype(np.int64) for tokens in documents()]
     folder = write_wds(tmp_path / "theirs", texts, kind)
     with pytest.raises(

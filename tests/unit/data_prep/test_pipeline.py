@@ -93,7 +93,7 @@ def test_the_tokenizer_never_sees_held_out_text(config: Make, corpus: Path) -> N
     assert after.result["tokenizer"] == before.result["tokenizer"]
 
 
-def test_neither_workers_nor_place_change_a_byte(config: Make) -> None:
+def test_workers_and_place_change_no_byte(config: Make) -> None:
     trees = [
         file_hashes(data_prep.run(config(out=f"out{workers}", tokenizer_threads=workers)).out)
         for workers in (1, 2, 5)

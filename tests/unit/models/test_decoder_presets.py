@@ -164,7 +164,7 @@ def test_parameters_that_a_token_meets(preset: str) -> None:
 
 
 @pytest.mark.parametrize(("alias", "preset"), ALIASES.items())
-def test_other_names(alias: str, preset: str) -> None:
+def test_presets_have_other_names(alias: str, preset: str) -> None:
     assert load_config(alias) == loaded(preset)[0]
 
 

@@ -366,7 +366,8 @@ def test_samples_of_a_prompt_stand_together_in_the_order_of_steps(run: Path) -> 
     assert places == sorted(places)
 
 
-def test_utilization_is_told_by_both_conventions_with_what_it_is_measured_against(run: Path) -> None:
+def test_utilization_is_told_by_both_conventions(run: Path) -> None:
+    """The page has what utilization is measured against."""
     (run / "environment.json").write_text(json.dumps({"peak": "989 TFLOP/s a device (H200: data sheet)"}))
     replace_metrics(run, [{"step": n, "loss": 2.0, "mfu": 0.42, "mfu_causal": 0.4} for n in (1, 2, 3)])
     page = report(run)

@@ -86,7 +86,7 @@ def test_sentinels_of_t5_descend(pairs: dict[str, tuple[Tokenizer, Any]]) -> Non
     assert list(ours.sentinels[:2]) == theirs.convert_tokens_to_ids(["<extra_id_0>", "<extra_id_1>"])
 
 
-def test_which_ids_begin_a_word(pairs: dict[str, tuple[Tokenizer, Any]], texts: list[str]) -> None:
+def test_ids_that_begin_a_word(pairs: dict[str, tuple[Tokenizer, Any]], texts: list[str]) -> None:
     """Against the words that the tokenizers library counts: what is cut at white space."""
     small = pairs["t5"][0]  # it lacks some signs, and one unknown id may stand for several
     text = " ".join(word for word in texts[0].split() if small.unk not in small.encode(word))

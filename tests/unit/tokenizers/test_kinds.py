@@ -164,7 +164,7 @@ WORDS = {
 
 
 @pytest.mark.parametrize("kind", OWN_KINDS)
-def test_which_ids_begin_a_word(own: Own, kind: str) -> None:
+def test_ids_that_begin_a_word(own: Own, kind: str) -> None:
     tokenizer = own[kind]
     starts = tokenizer.word_starts()
     assert starts is not None

@@ -30,7 +30,9 @@ FEW = {"bpe": 295, "unigram": 283}
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-def test_it_is_silent(texts: list[str], capfd: pytest.CaptureFixture[str], model_type: Type) -> None:
+def test_training_sentencepiece_is_silent(
+    texts: list[str], capfd: pytest.CaptureFixture[str], model_type: Type
+) -> None:
     train_sentencepiece(texts[:1], vocab_size=500, model_type=model_type)
     assert capfd.readouterr() == ("", "")
 

@@ -55,7 +55,8 @@ def test_the_holder_is_named_and_its_death_frees_the_lock(
     assert (tmp_path / "lock").read_text() == ""
 
 
-def test_the_same_process_can_not_take_it_twice_and_a_refusal_does_not_lose_it(tmp_path: Path) -> None:
+def test_a_process_can_not_take_the_lock_twice(tmp_path: Path) -> None:
+    """A refusal does not lose the lock."""
     first = RunLock(tmp_path / "lock")
     first.acquire()
     with pytest.raises(LockedError, match=f"process {os.getpid()} on"):
