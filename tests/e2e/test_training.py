@@ -268,7 +268,7 @@ def test_a_full_disk_keeps_the_old_checkpoint(workers, make_config, tmp_path):
 
 
 def test_a_layout_fitted_to_fewer_processes_is_not_kept(workers, make_config, tmp_path):
-    """A start with all processes has the layout of the config again."""
+    """The config that a run keeps has the layout that was asked for."""
     config = make_config("resilience.elastic=true", "parallel.dp_replicate=2", "train.steps=2", run="fitted")
     assert workers.run(run_training, 1, config) == [EXIT_OK]
     assert load_config(tmp_path / "fitted").parallel == config.parallel
