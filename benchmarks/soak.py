@@ -28,6 +28,7 @@ from megatfm import data_prep
 from megatfm.config import load
 from megatfm.config.prep import PrepConfig
 from tests.support import kill_series, killed_ranks
+from tests.support.rank_processes import free_port
 
 EVERY = 5
 PREP = """
@@ -144,7 +145,7 @@ def under_fire(
 
 def start_ranks(words: list[str], world: int, folder: Path) -> list[int]:
     """Fork all ranks of a run."""
-    port = killed_ranks.free_port()
+    port = free_port()
     pids = []
     for rank in range(world):
         variables = {

@@ -252,6 +252,7 @@ def run(name: str, fuzz: Fuzz, examples: int, seed: int | None = None) -> None:
 
 
 def main() -> None:
+    """Fuzz for some minutes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--seed", type=int, default=int(time.time()))

@@ -27,6 +27,7 @@ MASKS = ("causal", "prefix", "full", "pairs")
 
 
 def combination(norm_position: str, norm: str, activation: str, position: str, mask: str) -> ModelConfig:
+    """A model of these parts."""
     families = {"full": "encoder", "pairs": "encoder_decoder"}
     return ModelConfig.from_dotted(
         **SMALL_DENSE,

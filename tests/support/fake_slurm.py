@@ -18,7 +18,7 @@ key=$name
 
 @dataclass
 class FakeSlurm:
-    """What its commands print and whether they fail, by name (`scontrol-show` for `scontrol show`)."""
+    """Stand-ins: what commands print and whether they fail, by name (`scontrol-show` for `scontrol show`)."""
 
     folder: Path
 

@@ -114,15 +114,17 @@ def curves(
 
 
 def share(replaced: torch.Tensor) -> float:
-    """Of the tokens that count, those that are not the original."""
+    """Share of replaced tokens among those that count."""
     return float((replaced == 1).sum() / (replaced >= 0).sum())
 
 
 def golden(preset: str) -> Path:
+    """File of a preset's golden curve."""
     return FOLDER / f"curve-{preset}.json"
 
 
 def wanted(preset: str) -> Curves:
+    """The golden curve of a preset."""
     found: Curves = json.loads(golden(preset).read_text())
     return found
 
@@ -139,7 +141,7 @@ def run(workers: Workers, config: dict[str, Any], steps: int) -> Curves:
 
 
 def check(workers: Workers, preset: str, config: dict[str, Any]) -> None:
-    """The golden steps are those that are found."""
+    """Assert that a run has the golden steps."""
     ours = run(workers, config, len(wanted(preset)["loss"]))
     assert ours.keys() == wanted(preset).keys()
     for term, values in wanted(preset).items():
@@ -147,7 +149,7 @@ def check(workers: Workers, preset: str, config: dict[str, Any]) -> None:
 
 
 def check_rate(workers: Workers, preset: str, config: dict[str, Any]) -> None:
-    """A learning rate ten per cent higher shows in every term."""
+    """Assert that a learning rate ten per cent higher shows in every term."""
     steps = len(wanted(preset)["loss"])
     (other,) = workers.run(curves, 1, config, 1.1, steps, timeout=500)
     for term, values in wanted(preset).items():
@@ -155,7 +157,7 @@ def check_rate(workers: Workers, preset: str, config: dict[str, Any]) -> None:
 
 
 def check_float32(workers: Workers, preset: str, config: dict[str, Any]) -> None:
-    """As users train."""
+    """Assert that the first steps in float32, as users train, are the golden ones."""
     (ours,) = workers.run(curves, 1, config, 1.0, FIRST, "fp32", timeout=500)
     for term, values in wanted(preset).items():
         assert ours[term] == pytest.approx(values[:FIRST], rel=1e-5), term

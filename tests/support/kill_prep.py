@@ -35,6 +35,7 @@ class Clock:
 
 
 def run(config: PrepConfig, last: int) -> None:
+    """Prepare, and be killed at a moment; prints the number of moments."""
     clock = Clock(last)
     os.fsync, os.replace = clock.ticking(os.fsync), clock.ticking(os.replace)
     AtomicFile.write = clock.ticking(AtomicFile.write)  # type: ignore[method-assign]
@@ -43,6 +44,7 @@ def run(config: PrepConfig, last: int) -> None:
 
 
 def main() -> None:
+    """Fork a preparation for each argument OUT:MOMENT."""
     with open(sys.argv[1]) as file:
         config = PrepConfig.model_validate(json.load(file))
     statuses = []

@@ -39,7 +39,7 @@ class Causal:
 
 
 class MemoryCorpus:
-    """What `PackedDataset` needs of a corpus, from blocks of documents' lengths; every token has its own id."""
+    """A corpus in memory, as `PackedDataset` reads it, from blocks of documents' lengths."""
 
     folder = Path("memory")
     fingerprint = "memory"
@@ -68,6 +68,7 @@ class MemoryCorpus:
 
 
 def documents(n: int, seed: int = 0, vocabulary: int = 4000) -> list[np.ndarray]:
+    """Documents of random tokens, some of them empty."""
     draw = np.random.default_rng(seed)
     lengths = draw.integers(1, 300, n)
     lengths[::20] = 0  # empty documents are documents, too
@@ -76,21 +77,25 @@ def documents(n: int, seed: int = 0, vocabulary: int = 4000) -> list[np.ndarray]
 
 @pytest.fixture
 def causal() -> Causal:
+    """The simplest objective."""
     return Causal()
 
 
 @pytest.fixture(scope="session")
 def causal_type() -> type[Causal]:
+    """Class of the simplest objective."""
     return Causal
 
 
 @pytest.fixture(scope="session")
 def memory_corpus() -> type[MemoryCorpus]:
+    """Class of corpora in memory."""
     return MemoryCorpus
 
 
 @pytest.fixture
 def make_documents() -> Callable[..., list[np.ndarray]]:
+    """`make_documents(n)`: documents of random tokens."""
     return documents
 
 
@@ -113,6 +118,7 @@ def write(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def folder(write: Callable[..., Path]) -> Path:
+    """A corpus of 100 documents on disk."""
     return write(documents(100))
 
 
@@ -124,4 +130,5 @@ def packed(write: Callable[..., Path]) -> Path:
 
 @pytest.fixture
 def corpus(folder: Path) -> Corpus:
+    """The same, opened."""
     return Corpus.open(folder)

@@ -89,7 +89,7 @@ class Change:
 
 
 class Disk:
-    """What was on the disk at first, and the operations since then."""
+    """Contents of a disk at first, and the operations since then."""
 
     def __init__(self, root: Path, operations: Sequence[Operation]) -> None:
         self.root, self.operations = root, sorted(operations, key=lambda operation: operation.when)

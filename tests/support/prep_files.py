@@ -15,6 +15,7 @@ from blake3 import blake3
 
 
 def write_file(path: Path, data: bytes) -> Path:
+    """Write a file, with the folders above it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
     return path
@@ -65,6 +66,7 @@ def shard_texts(out: Path, split: str) -> dict[str, str]:
 
 
 def warc_record(kind: str, content: bytes, url: str, type_: str) -> bytes:
+    """One record of a WARC file."""
     head = (
         f"WARC/1.0\r\nWARC-Type: {kind}\r\nWARC-Target-URI: {url}\r\nWARC-Date: 2024-01-01T00:00:00Z\r\n"
         f"WARC-Record-ID: <urn:uuid:00000000-0000-0000-0000-000000000000>\r\nContent-Type: {type_}\r\n"

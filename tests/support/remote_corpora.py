@@ -26,6 +26,7 @@ def memory(folder: Path) -> Iterator[str]:
 
 @pytest.fixture
 def cache(tmp_path: Path) -> ShardCacheConfig:
+    """A cache of shards in a temporary folder."""
     return ShardCacheConfig(tmp_path / "cache")
 
 
@@ -45,6 +46,7 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def same_corpora(one: Corpus, other: Corpus) -> bool:
+    """Whether two corpora have the same documents."""
     return all(
         np.array_equal(a, b)
         for number in range(one.n_blocks)

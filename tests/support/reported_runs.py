@@ -176,7 +176,7 @@ def write_reported_run(folder: Path, last_step: int = 1000) -> Path:
 
 
 class Page(HTMLParser):
-    """What a browser would see: tags, attributes and text."""
+    """A page as a browser sees it: tags, attributes and text."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

@@ -21,6 +21,7 @@ count = 0
 
 
 def counted(self: AtomicFile, data: bytes) -> None:
+    """Write, with a signal at the chosen write."""
     global count
     if self.path.name.startswith("clean."):
         count += 1

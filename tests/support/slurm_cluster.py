@@ -36,7 +36,7 @@ JOB_REPORTS: dict[str, str] = {}
 
 
 def why_not() -> str | None:
-    """What a test cluster needs that is missing here."""
+    """Reason why there can be no test cluster here."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "needs Linux and root: run `make test` as root for the tests on a SLURM cluster"
     if missing := [program for program in PROGRAMS if not shutil.which(program)]:
@@ -168,6 +168,7 @@ class Job:
 
 
 def metrics(run_dir: Path) -> list[dict[str, object]]:
+    """Lines of a run's metrics.jsonl."""
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -186,7 +187,7 @@ OVERRIDES = (
 
 @dataclass
 class Project:
-    """What a user has before submitting: a config, the description of the site, and the files that make trouble."""
+    """A user's folder before submitting: a config, the description of the site, and files that make trouble."""
 
     folder: Path
     cluster: Cluster

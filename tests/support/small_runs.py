@@ -92,6 +92,7 @@ def corpus(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def file(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config on the small corpus."""
     path = tmp_path_factory.mktemp("api") / "small.toml"
     path.write_text(SMALL_CONFIG.format(corpus=corpus))
     return path
@@ -99,4 +100,5 @@ def file(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(file: Path) -> Path:
+    """A run of two steps."""
     return megatfm.fit(file, f"run_dir={file.parent / 'run'}", "train.steps=2")

@@ -111,7 +111,7 @@ def variants() -> dict[str, list[str]]:
 
 
 def stored_config(preset: str, overrides: list[str]) -> dict[str, Any]:
-    """What a checkpoint holds of a config: with paths that are the same on every machine."""
+    """A config as a checkpoint holds it, with paths that are the same on every machine."""
     corpus = "data.corpus=/corpora/mine"
     config = load_config(preset, [corpus, "model.vocab_size=32128", *overrides])
     stored: dict[str, Any] = json.loads(json.dumps(config.model_dump(mode="json")))

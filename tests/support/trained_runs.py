@@ -33,17 +33,20 @@ def random_model(config: ModelConfig, dtype: torch.dtype = torch.float64) -> Dec
 
 @pytest.fixture(scope="session")
 def tokenizer_model() -> bytes:
+    """A SentencePiece model of 400 pieces."""
     texts = [inspect.getsource(textwrap), "Größe, naïve, 東京\n" * 20]
     return train_sentencepiece(texts, vocab_size=400, sentinels=4)
 
 
 def padded_decoder() -> ModelConfig:
+    """A model with tied embeddings and more rows than the tokenizer has ids."""
     return SMALL_DECODER.with_changes({"vocab_size": 420, "embedding.tied": True})
 
 
 def write_trained_run(
     folder: Path, tokenizer_model: bytes, model: Decoder, objective: str = "causal"
 ) -> Path:
+    """Write a run at step 30; returns its folder."""
     folder.mkdir()
     (folder / "tokenizer.model").write_bytes(tokenizer_model)
     length = min(24, model.config.longest_row[0] or 24)

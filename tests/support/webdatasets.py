@@ -15,12 +15,14 @@ Member = tuple[tarfile.TarInfo, bytes]
 
 
 def npy(tokens: Any) -> bytes:
+    """Bytes of an array as `.npy`."""
     file = io.BytesIO()
     np.save(file, np.asarray(tokens))
     return file.getvalue()
 
 
 def member(name: str, data: bytes = b"", **changes: Any) -> Member:
+    """A member of a tar, whose header may lie."""
     info = tarfile.TarInfo(name)
     info.size = len(data)
     for key, value in changes.items():
@@ -35,12 +37,13 @@ def tar(*members: Member) -> bytes:
 
 
 def documents(n: int = 40) -> list[np.ndarray]:
+    """Documents of random tokens."""
     draw = np.random.default_rng(0)
     return [draw.integers(3, 4000, draw.integers(1, 400)).astype(np.uint16) for _ in range(n)]
 
 
 def write_wds(folder: Path, texts: list[np.ndarray], kind: str) -> Path:
-    """By the webdataset library: two shards; as tar, as tar.zst of several frames, or of one."""
+    """Write two shards by the webdataset library: as tar, as tar.zst of several frames, or of one."""
     folder.mkdir()
     for number, part in enumerate((texts[:25], texts[25:])):
         path = folder / f"some-{number}.tar"
