@@ -155,10 +155,10 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _heads_fit(self) -> Self:
         attention = self.attention
-        if attention.head_dim is None and self.d_model % attention.n_heads:
+        if attention.head_dim_or_none is None and self.d_model % attention.n_heads:
             raise ValueError(
                 f"attention.n_heads = {attention.n_heads} does not divide d_model = {self.d_model}: choose n_heads = "
-                f"{nearest_divisor(self.d_model, attention.n_heads)}, or give attention.head_dim"
+                f"{nearest_divisor(self.d_model, attention.n_heads)}, or give attention.{attention.head_dim_key}"
             )
         if attention.n_heads % attention.kv_heads:
             raise ValueError(
@@ -325,8 +325,8 @@ class ModelConfig(Section):
 
     @property
     def head_width(self) -> int:
-        """Width of a head."""
-        return self.attention.head_dim or self.d_model // self.attention.n_heads
+        """Width of a head; in multi-head latent attention, of its channels without position."""
+        return self.attention.head_dim_or_none or self.d_model // self.attention.n_heads
 
     @property
     def embedding_width(self) -> int:
