@@ -79,14 +79,18 @@ class Model(nn.Module):
         self.target_fields = (*((name,) for name in targets), *of_heads)
         known = {*fields, *(name for names in self.target_fields for name in names)}
         sides = {side_of(name) for name in known}
-        full = {f"{side_of(name)}row_{name.removeprefix(side_of(name))}" for name in known}
-        self.accepted = frozenset(known | full | {f"{side}places" for side in sides} | {"keys"})
+        full = {f"{side_of(name)}full_row_{name.removeprefix(side_of(name))}" for name in known}
+        self.accepted = frozenset(known | full | {f"{side}token_indices" for side in sides} | {"keys"})
 
     def read(self, **fields: Tensor | None) -> dict[str, Tensor]:
         """Return the fields of a batch that are not None. Raise TypeError for one that the model would not look at."""
         batch = {name: field for name, field in fields.items() if field is not None}
         for name in batch.keys() - self.accepted:
-            known = [name for name in sorted(self.accepted) if "row_" not in name and "places" not in name]
+            known = [
+                name
+                for name in sorted(self.accepted)
+                if "full_row_" not in name and "token_indices" not in name
+            ]
             near = OTHER_NAMES.get(name, "")
             hint = f" (did you mean {near!r}?)" if near in self.accepted else did_you_mean(name, known)
             raise TypeError(
@@ -116,7 +120,7 @@ class Model(nn.Module):
             head: Any = getattr(self, name)
             if all(field in batch for field in head.reads):
                 fields = [batch[field] for field in head.reads]
-                full_rows = [batch.get(f"row_{field}") for field in getattr(head, "full_row_fields", ())]
+                full_rows = [batch.get(f"full_row_{field}") for field in getattr(head, "full_row_fields", ())]
                 losses = add_by_name(
                     losses, {str(getattr(head, "term", name)): head(hidden_BTD, *fields, *full_rows)}
                 )

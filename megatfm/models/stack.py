@@ -161,10 +161,12 @@ class FullRow(NamedTuple):
     @classmethod
     def of(cls, batch: Mapping[str, Tensor], side: str = "") -> "FullRow | None":
         """Return that of one side of a batch; None if the batch holds all tokens of its rows."""
-        if f"{side}places" not in batch:
+        if f"{side}token_indices" not in batch:
             return None
-        documents, prefix = batch.get(f"{side}row_documents"), batch.get(f"{side}row_prefix")
-        return cls(batch[f"{side}places"], needed(batch, f"{side}row_positions"), documents, prefix)
+        documents, prefix = batch.get(f"{side}full_row_documents"), batch.get(f"{side}full_row_prefix")
+        return cls(
+            batch[f"{side}token_indices"], needed(batch, f"{side}full_row_positions"), documents, prefix
+        )
 
 
 def make_sequence(

@@ -121,7 +121,7 @@ def test_every_objective_s_fields_are_cut_token_by_token(name: str) -> None:
             assert all(torch.equal(part[field], values) for part in parts)
             continue
         joined = torch.cat([part[field] for part in parts], 1)
-        order = torch.cat([part[f"{side}places"] for part in parts]).argsort()
+        order = torch.cat([part[f"{side}token_indices"] for part in parts]).argsort()
         assert torch.equal(joined[:, order], values), field
 
 
