@@ -12,6 +12,7 @@ from megatfm.config import Config
 from megatfm.config.prep import PrepConfig
 from megatfm.config.section import check_path
 from megatfm.errors import UsageError
+from megatfm.files import NewPaths
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 TIME = re.compile(r"\d+((:\d+){0,2}|-\d+(:\d+){0,2})")
@@ -157,6 +158,10 @@ class Launcher(Protocol):
         """The files that describe the job, by name. Pure: touches nothing."""
         ...
 
-    def submit(self, job: Job) -> int:
-        """Run or queue the job. Returns the exit code of the command."""
+    def submit(self, job: Job, new_paths: NewPaths) -> int:
+        """Run or queue the job. Returns the exit code of the command.
+
+        new_paths: what was made for the job so far. A job that is refused before it begins leaves nothing in a run
+        directory that is new.
+        """
         ...

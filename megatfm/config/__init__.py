@@ -12,16 +12,22 @@ from megatfm.config.attention import (
     MLAAttentionConfig,
     ScaledAttention,
     StridedPatternConfig,
+    WindowedAttentionConfig,
     WindowPatternConfig,
+    Windows2dPatternConfig,
 )
 from megatfm.config.data import DataConfig
+from megatfm.config.images import ImagesConfig
 from megatfm.config.load import load, load_config, to_toml
 from megatfm.config.model import ModelConfig
 from megatfm.config.model_parts import (
+    ClassifierHeadConfig,
+    PatchEmbeddingConfig,
     SentenceHeadConfig,
 )
 from megatfm.config.objective import (
     CausalObjective,
+    ClassificationObjective,
     MaskedObjective,
     NextSentenceObjective,
     PermutationObjective,
@@ -57,7 +63,10 @@ from megatfm.config.parallel import ParallelConfig
 from megatfm.config.position import (
     DebertaPositionConfig,
     DebertaV2PositionConfig,
+    LearnedPosition2dConfig,
     LearnedPositionConfig,
+    LogRelative2dConfig,
+    Rope2dConfig,
     RopeConfig,
     RopeScaling,
     ShawConfig,
@@ -77,6 +86,8 @@ __all__ = [
     "BigBirdPatternConfig",
     "CausalObjective",
     "ChunkedPatternConfig",
+    "ClassificationObjective",
+    "ClassifierHeadConfig",
     "CompressedAttentionConfig",
     "Config",
     "ConstantSchedule",
@@ -86,12 +97,15 @@ __all__ = [
     "DebertaV2PositionConfig",
     "FixedPatternConfig",
     "GQAAttentionConfig",
+    "ImagesConfig",
     "InverseSqrtSchedule",
     "LambConfig",
+    "LearnedPosition2dConfig",
     "LearnedPositionConfig",
     "LinearSchedule",
     "LinformerAttentionConfig",
     "LionConfig",
+    "LogRelative2dConfig",
     "LongformerAttentionConfig",
     "LongformerPatternConfig",
     "MLAAttentionConfig",
@@ -102,6 +116,7 @@ __all__ = [
     "OptimizerConfig",
     "OptimizerSection",
     "ParallelConfig",
+    "PatchEmbeddingConfig",
     "PermutationObjective",
     "PluginObjective",
     "PluginOptimizer",
@@ -109,6 +124,7 @@ __all__ = [
     "PrefixObjective",
     "ReplacedTokenObjective",
     "ResilienceConfig",
+    "Rope2dConfig",
     "RopeConfig",
     "RopeScaling",
     "ScaledAttention",
@@ -127,6 +143,8 @@ __all__ = [
     "UL2Objective",
     "WSDSchedule",
     "WindowPatternConfig",
+    "WindowedAttentionConfig",
+    "Windows2dPatternConfig",
     "find_config",
     "invalid",
     "load",

@@ -147,6 +147,16 @@ class ReplacedTokenObjective(Section):
         return self.mask_rate
 
 
+class ImageObjective(Section):
+    """An objective whose inputs are images, without a tokenizer."""
+
+
+class ClassificationObjective(ImageObjective):
+    """Predict the class of each image, by the head `model.extra_heads.classifier`."""
+
+    name: Literal["classification"] = "classification"
+
+
 class PluginObjective(Section):
     """An objective that a package in `plugins` registers, with keys of its own."""
 
@@ -166,6 +176,7 @@ ObjectiveConfig = Annotated[
     | SpanCorruptionObjective
     | UL2Objective
     | ReplacedTokenObjective
+    | ClassificationObjective
     | PluginObjective,
     ByName(),
 ]

@@ -9,7 +9,7 @@ from megatfm.config import device_checks, layout_checks
 from megatfm.config.data import DataConfig
 from megatfm.config.deepspeed import DeepSpeedConfig, check_compatibility
 from megatfm.config.model import FAMILIES, ModelConfig, suggest_family
-from megatfm.config.objective import CausalObjective, ObjectiveConfig, PluginObjective
+from megatfm.config.objective import CausalObjective, ImageObjective, ObjectiveConfig, PluginObjective
 from megatfm.config.optimizer import (
     CosineSchedule,
     OptimizerConfig,
@@ -55,7 +55,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_parts(self) -> Self:
-        if self.data.tokenizer is None and not isinstance(self.objective, PluginObjective):
+        if self.data.tokenizer is None and not isinstance(self.objective, PluginObjective | ImageObjective):
             raise ValueError(
                 "data.tokenizer: field required; for example 'corpora/quickstart/tokenizer.model'"
             )

@@ -20,7 +20,14 @@ from megatfm.config import Config, ModelConfig, invalid, to_toml
 from megatfm.config.key_migrations import migrate
 from megatfm.convert import tokenizer_files
 from megatfm.convert.electra_pair import ElectraFolder, exported_models, is_electra_folder, open_folder
-from megatfm.convert.hf_checkpoint import CONFIG, HfFolder, is_hf_folder, write_json, write_weights
+from megatfm.convert.hf_checkpoint import (
+    CONFIG,
+    HfFolder,
+    is_hf_folder,
+    write_json,
+    write_preprocessor,
+    write_weights,
+)
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.initialisation import checkpoint_tensors
 from megatfm.models import build
@@ -184,6 +191,7 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
             write_json(place / tokenizer_files.GENERATION, generation)
         if (key := part.architecture.max_length_key) and key not in hf_config:
             hf_config[key] = config.data.sequence_length
+        write_preprocessor(place, hf_config)
         write_json(place / CONFIG, hf_config)
         file_io.sync_folder(place)
         written |= set(order)

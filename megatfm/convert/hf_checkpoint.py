@@ -1,6 +1,7 @@
 """Reading and writing a folder in the Hugging Face format: config.json, and safetensors in one file or several."""
 
 import json
+import math
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,9 @@ from megatfm.convert.architecture import (
 from megatfm.convert.weight_mapping import WeightMapping, to_hf
 from megatfm.errors import MegatfmError, UsageError
 
+PREPROCESSOR = "preprocessor_config.json"
+PIXELS = ("image_mean", "image_std")
+"""Keys of preprocessor_config.json that a model of images embeds with."""
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
 
@@ -79,7 +83,8 @@ class HfFolder:
         """Take it for a model of that class."""
         self.name, self.architecture = name, ARCHITECTURES.get(name)
         try:
-            self.config = self.architecture.parse_config(self.json, name)
+            pixels = read_pixels(self.path) if PIXELS[0] in self.architecture.keys else {}
+            self.config = self.architecture.parse_config(self.json | pixels, name)
         except (ArithmeticError, KeyError, TypeError, ValueError) as error:
             raise UsageError(
                 f"{self.path / CONFIG}: not a config that megatfm can read: {format_error(error)}"
@@ -160,6 +165,41 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise MegatfmError(f"{path}: not a JSON object")
     return content
+
+
+def read_pixels(folder: Path) -> dict[str, Any]:
+    """Mean and deviation of pixels from 0 to 1, as preprocessor_config.json says, if there is one.
+
+    Raises UsageError where pixels are scaled otherwise.
+    """
+    if not (folder / PREPROCESSOR).is_file():
+        return {}
+    values = read_json(folder / PREPROCESSOR)
+    factor = values.get("rescale_factor") or 1 / 255
+    if values.get("do_rescale") is False or not math.isclose(float(factor), 1 / 255, rel_tol=1e-6):
+        raise UsageError(
+            f"{PREPROCESSOR}: do_rescale = {values.get('do_rescale')}, rescale_factor = {factor}: megatfm divides "
+            "pixels by 255: scale image_mean and image_std, and leave both keys out"
+        )
+    if values.get("do_normalize") is False:
+        return {"image_mean": [0.0] * 3, "image_std": [1.0] * 3}
+    return {key: values[key] for key in PIXELS if key in values}
+
+
+def write_preprocessor(folder: Path, theirs: dict[str, Any]) -> None:
+    """Move mean and deviation of pixels out of a config.json-to-be, where it has them, into a file of their own."""
+    pixels = {key: theirs.pop(key) for key in PIXELS if key in theirs}
+    if not pixels:
+        return
+    side = {"height": theirs["image_size"], "width": theirs["image_size"]}
+    steps = {
+        "do_resize": True,
+        "size": side,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+    }
+    write_json(folder / PREPROCESSOR, {"image_processor_type": "ViTImageProcessor", **steps, **pixels})
 
 
 def _weight_map(path: Path, name: str) -> Mapping[str, str]:

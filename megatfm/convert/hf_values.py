@@ -20,6 +20,7 @@ ACTIVATIONS = {
     "relu2": "relu2",
     "silu": "swish",
     "swish": "swish",
+    "quick_gelu": "quick_gelu",
 }
 """transformers' name of a plain activation → ours; the first of several is what we write."""
 GATED = {"gelu": "geglu", "gelu_tanh": "geglu_tanh", "swish": "swiglu"}

@@ -257,6 +257,17 @@ class Corpus:
         block = int(np.searchsorted(self.blocks, number, side="right")) - 1
         return self.read_block_samples(block)[number - int(self.blocks[block])]
 
+    def describe_sample(self, number: int) -> tuple[str, str]:
+        """A sample's place, in words, and how to train without it."""
+        block = int(np.searchsorted(self.blocks, number, side="right")) - 1
+        shard, frame = self._locate(block)
+        key = self.indexes.complete(shard).samples["key"]
+        name = key[number - int(self.blocks[self._first_blocks[shard]])].decode("ascii", "replace")
+        return (
+            f"{self._path(shard)}: sample {number} (key {name}, frame {frame})",
+            f'; to train without it, put "{number}" into the corpus\'s quarantine (data.quarantine)',
+        )
+
     def frame_bytes(self, number: int) -> bytes:
         """A block as it lies in its shard: one compressed frame."""
         shard, frame = self._locate(number)

@@ -75,6 +75,10 @@ class BlockDocuments(Sequence[NDArray[Any]]):
         block, at = self._place(number)
         return block.members[at] if block.members else {}
 
+    def describe(self, number: int) -> tuple[str, str]:
+        """Where a document is stored, in words, and how to train without it."""
+        return self._corpus.describe_sample(self.first + number)
+
     def _place(self, number: int) -> tuple[Read, int]:
         at = int(self._starts.searchsorted(number, side="right")) - 1
         block = self._begin + at
@@ -105,6 +109,10 @@ class InMemoryDocuments(list[NDArray[Any]]):
     def members(self, number: int) -> Mapping[str, bytes]:
         """The files that belong to a document; none where they are not needed."""
         return self._members[number] if self._members else {}
+
+    def describe(self, number: int) -> tuple[str, str]:
+        """Where a document is stored, in words, and how to train without it."""
+        return f"sample {self.first + number}", ""
 
 
 def read_block(

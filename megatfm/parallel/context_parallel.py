@@ -108,7 +108,17 @@ def _grow(patterns: Sequence[Any], length: int) -> bool:
 SIDES = ("", "encoder_")
 """Prefixes of the fields of a row."""
 
-OF_ROWS = ("positions", "documents", "prefix", "targets", "order", "segments", "span_left", "span_right")
+OF_ROWS = (
+    "positions",
+    "documents",
+    "prefix",
+    "targets",
+    "order",
+    "segments",
+    "span_left",
+    "span_right",
+    "grid",
+)
 """Fields that every rank keeps of whole rows: which tokens it needs, and which others need, follows from them."""
 
 Batch = dict[str, Tensor]

@@ -132,7 +132,7 @@ def evaluate_sets(
         results[name] = evaluate(
             engine,
             rows,
-            corpora.objective,
+            corpora.objective.for_evaluation(),
             corpora.byte_lengths,
             micro_batch=config.train.micro_batch,
             max_rows=config.evaluate.max_rows,

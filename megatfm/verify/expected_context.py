@@ -34,12 +34,11 @@ from megatfm.verify.expected_keys import (
     sees_more_later,
     sees_runs_alone,
 )
-from megatfm.verify.module_calls import Call
+from megatfm.verify.module_calls import Call, Shape, known_shapes, qkv_of_latents
 from megatfm.verify.module_cuts import is_a
 from megatfm.verify.shrink import Arrays
 from megatfm.verify.traffic import ExpectedTraffic
 
-Shape = tuple[int, ...]
 Places = NDArray[Any]
 
 SIDES = ("", "encoder_")
@@ -116,8 +115,8 @@ class ContextShards:
     ) -> None:
         """Keys and values, or the latents that they are made of."""
         latents = is_a(module, "LatentCore")
-        qkv = _made_of_latents(call) if latents else _known(call.inputs[:3])
-        sent = _known(call.inputs[1:2]) if latents else qkv[1:]
+        qkv = qkv_of_latents(call) if latents else known_shapes(call.inputs[:3])
+        sent = known_shapes(call.inputs[1:2]) if latents else qkv[1:]
         side, numel_per_token = self._side(call), self._numel_per_token(sent)
         dealt = self._positions_by_rank[side]
         pattern, causal = pattern_of(self._config, call.path), is_causal(self._config, call.path)
@@ -226,7 +225,7 @@ class ContextShards:
     def _wide(
         self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module
     ) -> None:
-        self._wide_queries(ledger, microbatch, call, _known(call.inputs[1:4]))
+        self._wide_queries(ledger, microbatch, call, known_shapes(call.inputs[1:4]))
 
     def _wide_queries(
         self, ledger: ExpectedTraffic, microbatch: int, call: Call, qkv: Sequence[Shape]
@@ -297,7 +296,7 @@ class ContextShards:
         dealt = self._positions_by_rank[""]
         everywhere = [np.sort(np.concatenate(dealt))] * len(dealt)
         self._point_to_point(
-            ledger, rank, call, dealt, everywhere, self._numel_per_token(_known(call.inputs[:2]))
+            ledger, rank, call, dealt, everywhere, self._numel_per_token(known_shapes(call.inputs[:2]))
         )
 
     def _around(
@@ -316,8 +315,19 @@ class ContextShards:
                     if left[row, place] > 0:
                         wanted |= {place - int(left[row, place]), place + int(right[row, place])}
             needs.append(np.array(sorted(wanted), np.int64))
-        (hidden,) = _known(call.inputs[:1])
+        (hidden,) = known_shapes(call.inputs[:1])
         self._point_to_point(ledger, rank, call, dealt, needs, hidden[0] * hidden[2])
+
+    def _image_sums(
+        self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module
+    ) -> None:
+        """Sums of each image's tokens; rows of fewer images are filled up to the most."""
+        documents = self._rows(microbatch, self._side(call)).documents
+        images = 1 if documents is None else max(int(documents.max()) + 1, 1)
+        (rows, _, width) = call.inputs[0] or (0, 0, 0)
+        ledger.all_reduce(
+            CONTEXT, rows * images * width * self._at_least_float32, times=1 + call.has_gradient
+        )
 
     def _experts(
         self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module
@@ -379,6 +389,7 @@ class ContextShards:
         "ShawCore": _core,
         "GatherKV": _keys,
         "SpanBoundaryGather": _around,
+        "ImageMean": _image_sums,
         "LinformerAttention": _of_linformer,
         "CompressedAttention": _of_compressed,
         "SoftMoE": _slots,
@@ -386,15 +397,3 @@ class ContextShards:
         "ExpertChoiceRouter": _expert_choice,
     }
     """Class → what its calls send; a derived class before the one that it is derived from."""
-
-
-def _known(shapes: Sequence[Shape | None]) -> list[Shape]:
-    known_shapes = [shape for shape in shapes if shape is not None]
-    assert len(known_shapes) == len(shapes)
-    return known_shapes
-
-
-def _made_of_latents(call: Call) -> list[Shape]:
-    """Shapes of queries, and of keys and values that are made of latents by matrices of all heads."""
-    q, of_values = _known([call.inputs[0], call.inputs[3]])
-    return [q, q, (*q[:3], of_values[0] // q[1])]

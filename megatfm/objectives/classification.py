@@ -1,0 +1,96 @@
+"""Supervised classification of images (Dosovitskiy et al. 2021)."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatfm.config import ClassificationObjective, ImagesConfig, ModelConfig
+from megatfm.data.sequences import IGNORE_INDEX, DocumentChunk, Field
+from megatfm.errors import SampleError, UsageError
+from megatfm.objectives.base import OBJECTIVES, Batch, Example, Objective, SpecialTokens
+from megatfm.objectives.images import image_reader, random_image_files
+from megatfm.rng import PieceKey
+
+if TYPE_CHECKING:
+    from megatfm.data.images import ImageReader
+
+HEAD = "classifier"
+ONE_PIECE = 2**40
+"""Tokens of a caption are never cut into several pieces: each sample is one image."""
+
+
+@OBJECTIVES.register("classification")
+class Classification(Objective):
+    """The class of each image, in `labels` at its first token and −100 elsewhere; a sample's member "cls" holds it."""
+
+    model_families = ("encoder", "hierarchical")
+    reads_text, needs_files = False, True
+    loss_weights: Mapping[str, float]
+    max_tokens = ONE_PIECE
+
+    def __init__(
+        self,
+        special: SpecialTokens | None,
+        config: ClassificationObjective,
+        model: ModelConfig,
+        row_lengths: tuple[int, ...],
+        images: ImagesConfig,
+        *,
+        training: bool = True,
+    ) -> None:
+        self.n_classes = _n_classes(model)
+        self.reader: ImageReader = image_reader(images, model, config.name, row_lengths[0], training=training)
+        self.loss_weights = {HEAD: 1.0}
+        self.fields = {**self.reader.layout.fields, "labels": Field(pad_value=IGNORE_INDEX)}
+        self._for_evaluation = lambda: Classification(
+            special, config, model, row_lengths, images, training=False
+        )
+
+    def for_evaluation(self) -> Objective:
+        return self._for_evaluation()
+
+    def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+        return np.full(len(n_tokens), self.reader.n_tokens)
+
+    def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
+        fields: dict[str, NDArray[Any]] = self.reader.build(piece.files, key)
+        labels = np.full(len(fields["grid"]), IGNORE_INDEX)
+        labels[0] = read_label(piece.files, self.n_classes)
+        return {**fields, "labels": labels}
+
+    def random_piece(self, random: np.random.Generator) -> DocumentChunk:
+        files = random_image_files(random, self.reader.layout.channels, 2 * self.reader.target.size)
+        label = b"%d" % random.integers(self.n_classes)
+        return DocumentChunk(np.zeros(self.reader.n_tokens, np.uint16), files={**files, "cls": label})
+
+    def target_counts(self, batch: Batch) -> dict[str, Tensor]:
+        return {HEAD: (batch["labels"] != IGNORE_INDEX).sum()}
+
+
+def read_label(files: Mapping[str, bytes], n_classes: int) -> int:
+    """The number of a sample's class. Raises SampleError where there is none, or none of the model's."""
+    if "cls" not in files:
+        raise SampleError(
+            "has no .cls with the number of its class: give prep the labels (see `read.labels` in the guide to prep)"
+        )
+    text = files["cls"].strip()
+    if not text.isdigit() or not int(text) < n_classes:
+        shown = text[:20].decode("utf-8", "replace")
+        raise SampleError(
+            f"has the class {shown!r}, and model.extra_heads.{HEAD}.n_classes = {n_classes}: classes are 0 to "
+            f"{n_classes - 1}"
+        )
+    return int(text)
+
+
+def _n_classes(model: ModelConfig) -> int:
+    head: Any = model.extra_heads.get(HEAD)
+    if head is None:
+        raise UsageError(
+            f"objective.name = 'classification' needs a model with the head: add [model.extra_heads.{HEAD}] with "
+            "n_classes"
+        )
+    return int(head.n_classes)
