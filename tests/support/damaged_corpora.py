@@ -20,6 +20,7 @@ SHARD, INDEX = "shard-000001.tar.zst", "shard-000001.index.zst"
 
 
 def edit_manifest(folder: Path, change: Callable[[Json], object]) -> None:
+    """Change the manifest in place."""
     path = folder / "manifest.json"
     manifest = json.loads(path.read_text())
     change(manifest)
@@ -41,16 +42,19 @@ def replace_shard(folder: Path, data: bytes) -> None:
 
 
 def edited(index: ShardIndex, change: Change) -> bytes:
+    """Bytes of an index after a change of its frames and samples."""
     frames, samples = index.frames.copy(), index.samples.copy()
     change(frames, samples)
     return ShardIndex(frames, samples).encode()
 
 
 def edit_index(folder: Path, change: Change) -> None:
+    """Change the index of shard 1, with the manifest's consent."""
     replace_index(folder, edited(Corpus.open(folder).indexes.complete(1), change))
 
 
 def assert_refused(read: Callable[[], object], *words: str, kind: type[MegatfmError] = MegatfmError) -> None:
+    """Assert that reading raises one line that has all these words."""
     with pytest.raises(MegatfmError) as caught:
         read()
     assert type(caught.value) is kind

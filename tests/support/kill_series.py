@@ -1,8 +1,9 @@
 """Kills at seeded moments: a run that is killed again and again ends as if it never had been.
 
-`python -m tests.e2e.crashes CORPUS FOLDER '{"alone": 6}' --seed 0` forks every rank from one process that has imported
-all there is to import, kills one of them in the middle of a step or of a part of a save, starts again from what is
-there, and at the end compares the curve and every stored bit with runs that nobody killed. It prints one JSON object.
+`python -m tests.support.kill_series CORPUS FOLDER '{"alone": 6}' --seed 0` forks every rank from one process that has
+imported all there is to import, kills one of them in the middle of a step or of a part of a save, starts again from
+what is there, and at the end compares the curve and every stored bit with runs that nobody killed. It prints one JSON
+object.
 """
 
 import argparse
@@ -26,9 +27,10 @@ import torch
 
 from megatfm import checkpoint
 from megatfm.checkpoint.directory import step_from_path
-from megatfm.tracking.metrics import MACHINE_DEPENDENT_KEYS
-from tests.e2e.doomed import ENGINES, Kill, fork, free_port, live, wait
 from tests.support.forked_commands import last_of_each_key
+from tests.support.killed_ranks import ENGINES, Kill, fork, live, wait
+from tests.support.rank_processes import free_port
+from tests.support.training_runs import training_curve
 
 PHASES = ("step", "staging", "write", "metadata", "commit", "retention")
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -127,8 +129,8 @@ class Series:
     def compare(self, run: Path) -> None:
         """The curve and the last checkpoint of a run, bit for bit."""
         whole = self.folder / "whole"
-        assert curve(run) == curve(whole), f"{run}: another curve"
-        assert [line["step"] for line in curve(run)] == list(range(1, STEPS + 1))
+        assert training_curve(run) == training_curve(whole), f"{run}: another curve"
+        assert [line["step"] for line in training_curve(run)] == list(range(1, STEPS + 1))
         name = f"checkpoints/step-{STEPS:08d}"
         mine, theirs = (checkpoint.read_tensors(folder / name) for folder in (run, whole))
         assert mine.keys() == theirs.keys()
@@ -176,13 +178,6 @@ class Series:
             return True
         assert set(codes.values()) == {0}, f"{run}: {codes}\n{text}"
         return False
-
-
-def curve(run: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {key: value for key, value in line.items() if key not in MACHINE_DEPENDENT_KEYS} for line in lines
-    ]
 
 
 def draw_kills(
@@ -239,6 +234,7 @@ def run_series(
 
 
 def main() -> None:
+    """Run a series of kills for each layout."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("corpus", type=Path)
     parser.add_argument("folder", type=Path)

@@ -1,4 +1,4 @@
-"""Prepare a corpus, and be hit by a signal on the way: `python falling.py SIGNAL WRITES RANK CONFIG`.
+"""Prepare a corpus, and be hit by a signal on the way: `python signal_prep.py SIGNAL WRITES RANK CONFIG`.
 
 The process sends the signal to itself when it writes a document that has been read for the so-manieth time, in the
 middle of a part, and leaves a file `fallen` beside the config. RANK is that of mpirun if it is one of several, which
@@ -21,6 +21,7 @@ count = 0
 
 
 def counted(self: AtomicFile, data: bytes) -> None:
+    """Write, with a signal at the chosen write."""
     global count
     if self.path.name.startswith("clean."):
         count += 1

@@ -17,7 +17,7 @@ from megatfm.engines.interface import Engine
 from megatfm.files import atomic_write
 from megatfm.verify.rank_processes import _microbatches
 from megatfm.verify.shrink import objective_for, random_batch
-from tests.parity.deepspeed_runs import ALONE, OPTIMIZERS, engine_of, in_precision, small, take, weights
+from tests.support.deepspeed_runs import ALONE, OPTIMIZERS, engine_of, in_precision, small, take, weights
 
 SMALLEST = 512
 """Bytes of a weight from which on it goes to files here; DeepSpeed's own bound is 1 MiB."""
@@ -47,7 +47,7 @@ def on_disk(config: Config, folder: Path) -> Config:
 
 
 def files_of(engine: Engine, folder: Path) -> list[str]:
-    """What is wrong with where an engine keeps things."""
+    """Mistakes in where an engine keeps things."""
     own, wrong = engine.engine.optimizer, []
     kept = {
         path.parent.parent.name
@@ -69,6 +69,7 @@ def files_of(engine: Engine, folder: Path) -> list[str]:
 
 
 def save_first(folder: Path, config: Config) -> None:
+    """Save what the native engine has after two steps."""
     engine = engine_of(config, **ALONE)
     for step in range(2):
         take(config, engine, step)
@@ -76,12 +77,14 @@ def save_first(folder: Path, config: Config) -> None:
 
 
 def load(engine: Engine, path: Path) -> None:
+    """Load a checkpoint into an engine."""
     room = engine.empty_state_dict(checkpoint.names(path))
     checkpoint.load(path, room)
     engine.load_state_dict(room)
 
 
 def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    """Names of tensors that differ in a bit."""
     assert {name for name in one if "loss_scale" not in name} == {n for n in other if "loss_scale" not in n}
     return [n for n in one if "loss_scale" not in n and not torch.equal(one[n], other[n])]
 
@@ -111,7 +114,7 @@ def hand_on(folder: Path, cases: list[Config]) -> list[str]:
 
 
 def pairs(folder: Path, cases: list[Config], steps: int) -> list[str]:
-    """What differs, by a bit, between a run that offloads and one that does not."""
+    """Differences, by a bit, between a run that offloads and one that does not."""
     wrong = []
     for number, case in enumerate(cases):
         config = on_disk(case, folder)
@@ -186,6 +189,7 @@ def _overflowing(engine: Engine) -> float:
 
 
 def optimizers(folder: Path) -> list[str]:
+    """Optimizers whose state differs from the native engine's."""
     wrong = []
     for optimizer in ("lion", "schedule_free_adamw"):
         config = small("decoder", *OPTIMIZERS[optimizer], zero=1, dp_shard=2)

@@ -15,6 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from megatfm.checkpoint import find_latest, read_state, read_tensors, verify
+from megatfm.checkpoint.directory import list_checkpoints
+
 OPERATIONS = ("mkdir", "open", "write", "fsync", "rename", "unlink", "rmdir")
 Choice = Literal["nothing", "everything", "names", "data", "some"]
 CHOICES: tuple[Choice, ...] = ("nothing", "everything", "names", "data")
@@ -86,7 +89,7 @@ class Change:
 
 
 class Disk:
-    """What was on the disk at first, and the operations since then."""
+    """Contents of a disk at first, and the operations since then."""
 
     def __init__(self, root: Path, operations: Sequence[Operation]) -> None:
         self.root, self.operations = root, sorted(operations, key=lambda operation: operation.when)
@@ -208,3 +211,19 @@ def build(tree: dict[str, bytes | None], folder: Path) -> None:
             (folder / path.lstrip("/")).mkdir(parents=True, exist_ok=True)
         else:
             (folder / path.lstrip("/")).write_bytes(data)
+
+
+def newest_whole_step(folder: Path) -> int:
+    """The step that the next start would go on from, every value of which must be right.
+
+    Whatever else bears a checkpoint's name is whole, too.
+    """
+    for path in list_checkpoints(folder):
+        verify(path)
+    newest = find_latest(folder, hashes=True)
+    assert newest is not None
+    step = read_state(newest)["step"]
+    assert isinstance(step, int)
+    assert newest.name == f"step-{step:08d}"
+    assert all(bool((tensor == step).all()) for tensor in read_tensors(newest).values())
+    return step

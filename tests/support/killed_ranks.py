@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -21,7 +20,7 @@ import torch
 import megatfm.train.trainer  # noqa: F401  imported before the fork, as all that is slow to import
 from megatfm import cli
 from megatfm.checkpoint import chunked_io, file_format, saver, staging, writer
-from tests.e2e.ranks import engine_class
+from tests.support.rank_processes import engine_class
 
 ENGINES = ("native", "deepspeed") if importlib.util.find_spec("deepspeed") else ("native",)
 PR_SET_PDEATHSIG = 1
@@ -40,6 +39,7 @@ class Kill:
 
 
 def fork(work: Callable[[], None]) -> int:
+    """Run a function in a forked process; returns its pid."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -61,12 +61,6 @@ def wait(pids: Sequence[int], deadline: float) -> tuple[int, int]:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     return 0, 0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def live(

@@ -1,4 +1,4 @@
-"""Run preps that are killed at given moments: `python kill.py CONFIG.json OUT:MOMENT …`.
+"""Run preps that are killed at given moments: `python kill_prep.py CONFIG.json OUT:MOMENT …`.
 
 A moment is the number of times that something was written, synced or renamed before. Each run is a fork, so that
 the imports are paid once. Prints a JSON list: for each run the exit status, negative for a signal.
@@ -35,6 +35,7 @@ class Clock:
 
 
 def run(config: PrepConfig, last: int) -> None:
+    """Prepare, and be killed at a moment; prints the number of moments."""
     clock = Clock(last)
     os.fsync, os.replace = clock.ticking(os.fsync), clock.ticking(os.replace)
     AtomicFile.write = clock.ticking(AtomicFile.write)  # type: ignore[method-assign]
@@ -43,6 +44,7 @@ def run(config: PrepConfig, last: int) -> None:
 
 
 def main() -> None:
+    """Fork a preparation for each argument OUT:MOMENT."""
     with open(sys.argv[1]) as file:
         config = PrepConfig.model_validate(json.load(file))
     statuses = []

@@ -1,8 +1,9 @@
-"""A test cluster and jobs on it: what the tests of this folder share."""
+"""A test cluster and jobs on it."""
 
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,8 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-TESTCLUSTER = HERE.parents[2] / "slurm" / "testcluster"
+from tests.support.forked_commands import ForkedCommand, last_of_each_key
+
+TROUBLE_PLUGIN = Path(__file__).resolve().parents[1] / "e2e" / "slurm" / "plugin"
+TESTCLUSTER = Path(__file__).resolve().parents[2] / "slurm" / "testcluster"
 PROGRAMS = ("slurmctld", "slurmd", "munged", "ip")
 ENDED = {
     "COMPLETED",
@@ -25,7 +28,6 @@ ENDED = {
     "BOOT_FAIL",
     "OUT_OF_MEMORY",
 }
-
 POLL_SECONDS = 0.25
 """Between two questions to SLURM, each of which is a process."""
 REPORTED = ("JobId", "JobState", "ExitCode", "Restarts", "RunTime", "NodeList")
@@ -34,7 +36,7 @@ JOB_REPORTS: dict[str, str] = {}
 
 
 def why_not() -> str | None:
-    """What a test cluster needs that is missing here."""
+    """Reason why there can be no test cluster here."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "needs Linux and root: run `make test` as root for the tests on a SLURM cluster"
     if missing := [program for program in PROGRAMS if not shutil.which(program)]:
@@ -166,4 +168,85 @@ class Job:
 
 
 def metrics(run_dir: Path) -> list[dict[str, object]]:
+    """Lines of a run's metrics.jsonl."""
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+# The run of these tests: two layers, forty steps, a checkpoint every five; ZeRO-3 where there are two ranks.
+STEPS = 40
+OVERRIDES = (
+    f"train.steps={STEPS}",
+    "checkpoint.every=5",
+    "evaluate.every=1000",
+    "evaluate.max_rows=4",
+    "optimizer.name=adamw",  # Muon's roundings grow from step to step
+    "train.precision=fp64",  # in float32 a single step can make 1e-4 of them
+    'plugins=["trouble"]',
+)
+
+
+@dataclass
+class Project:
+    """A user's folder before submitting: a config, the description of the site, and files that make trouble."""
+
+    folder: Path
+    cluster: Cluster
+    run_name: str = "run"
+
+    def plant_fault(self, what: str, text: str = "") -> Path:
+        """Make trouble, see plugin/trouble.py; it ends when the file that is returned is deleted."""
+        file = self.folder / "trouble" / what
+        file.write_text(text)
+        return file
+
+    @property
+    def config(self) -> Path:
+        return self.folder / "small.toml"
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder / self.run_name
+
+    @property
+    def small(self) -> list[object]:
+        """The small run, as the commands name it."""
+        return [self.config, *OVERRIDES, f"run_dir={self.run_dir}"]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        path = os.pathsep.join(filter(None, [str(TROUBLE_PLUGIN), os.environ.get("PYTHONPATH")]))
+        return {**self.cluster.environment, "PYTHONPATH": path, "TROUBLE": str(self.folder / "trouble")}
+
+    def megatfm(self, *words: object, code: int = 0) -> str:
+        """Run a command in the project's folder, as a fork; returns what it wrote. What jobs start is real."""
+        command = ForkedCommand(last_of_each_key(words), self.folder / "said", self.folder, self.environment)
+        assert command.wait() == code, f"{words}\n{command.output}"
+        return command.output
+
+    def submit(self, *words: object) -> list[Job]:
+        """`megatfm launch … --slurm`; returns the job, or all of a chain."""
+        said = self.megatfm("launch", *words, "--slurm")
+        (numbers,) = re.findall(r"^jobs? ([\d, ]+) (?:is|are) queued", said, re.MULTILINE)
+        return [self.cluster.job(number, self.run_dir) for number in numbers.split(", ")]
+
+    def launch(self, *words: object, nodes: object = 1) -> Job:
+        """Submit the small run, one process on each node: each takes seconds to import what it needs."""
+        return self.submit(*self.small, "--nodes", nodes, "--nproc", 1, *words)[0]
+
+    def sbatch(self, script: str, *words: object, **environment: str) -> Job:
+        """Submit a script of the test's own."""
+        file = self.folder / "job.sh"
+        file.write_text(f"#!/bin/bash\n{script}\n")
+        log = f"--output={self.folder}/slurm-%j.log"
+        said = run(
+            "sbatch", "--parsable", log, *words, file, cwd=self.folder, env=self.environment | environment
+        )
+        return self.cluster.job(said.strip(), self.run_dir)
+
+    def command(self, *words: object) -> str:
+        """A command of megatfm, for a shell."""
+        return shlex.join([sys.executable, "-m", "megatfm", *map(str, words)])
+
+
+JOB_REPORT_PROPERTY = "scontrol show job"
+"""A property of a test's report whose values are shown at the end."""

@@ -1,6 +1,6 @@
 """Readers of tars, indexes, manifests and plans against damage that nobody thought of.
 
-    python -m tests.unit.corpus.fuzz --minutes 10
+    python -m tests.support.corpus_fuzzer --minutes 10
 
 Whatever is done to a valid file, a reader gives something or raises a MegatfmError of one line; nothing else comes
 out, nothing beside the folder is opened, and what is accepted is read to its end. `test_fuzz.py` runs a little of it.
@@ -252,6 +252,7 @@ def run(name: str, fuzz: Fuzz, examples: int, seed: int | None = None) -> None:
 
 
 def main() -> None:
+    """Fuzz for some minutes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--seed", type=int, default=int(time.time()))

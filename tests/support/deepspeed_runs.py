@@ -1,6 +1,6 @@
 """Steps under DeepSpeed, under the native engine and on one device, and how far they are from each other.
 
-    python -m tests.parity.deepspeed_runs decoder adamw
+    python -m tests.support.deepspeed_runs decoder adamw
 
 prints the whole grid of a family and an optimizer as rows of a table: every layout and stage, ten steps each.
 """
@@ -80,10 +80,12 @@ def _model(family: str) -> Any:
 
 
 def in_precision(config: Config, precision: str) -> Config:
+    """The config in another precision."""
     return config.model_copy(update={"train": config.train.model_copy(update={"precision": precision})})
 
 
 def engine_of(config: Config, **parallel: Any) -> Engine:
+    """The engine of a config, with other values in its section parallel."""
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update=parallel)})
     mesh = build_mesh(config.parallel, dist.get_world_size(), "cpu")
     return build_engine(config, mesh, torch.device("cpu"), config.train.precision)
@@ -109,12 +111,14 @@ def whole(engine: Engine, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def weights(engine: Engine) -> dict[str, Tensor]:
+    """Whole weights, on each rank."""
     return whole(
         engine, {name: box.tensor for name, box in engine.weights().items() if name in engine.layout}
     )
 
 
 def take(config: Config, engine: Engine, step: int) -> float:
+    """Take a step on a batch of its own; returns the loss."""
     seeded = config.model_copy(update={"train": config.train.model_copy(update={"seed": step})})
     batch = _microbatches(config, engine, random_batch(seeded))
     stats = engine.forward_backward(batch, objective_for(config))
@@ -133,6 +137,7 @@ class Run:
 
 
 def run(config: Config, steps: int, **parallel: Any) -> Run:
+    """Train for some steps; returns what is compared."""
     engine = engine_of(config, **parallel)
     initial = weights(engine)
     for name, box in engine.weights().items():
@@ -175,6 +180,7 @@ def updates_apart(
 
 
 def losses_apart(one: Run, other: Run) -> float:
+    """Largest relative difference of two runs' losses."""
     return max(abs(a / b - 1) for a, b in zip(one.losses, other.losses, strict=True))
 
 
@@ -238,11 +244,13 @@ def has(family: str, layout: str) -> bool:
 
 
 def ranks_of(config: Config) -> int:
+    """Number of ranks that a config is laid over."""
     parallel = config.parallel
     return parallel.dp_shard * parallel.tp * parallel.cp * parallel.pp
 
 
 def main() -> None:
+    """Print the errors of a family and an optimizer."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatfm import rng
-from megatfm.config import Config
+from megatfm.config import Config, load_config
 from megatfm.data.packed_rows import pack_in_memory
 from megatfm.data.sequences import PackingConfig
 from megatfm.layers.moe.moe import MoE
@@ -26,7 +26,7 @@ from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine
 from tests.support.workers import Workers
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parents[1] / "golden"
 Curves = dict[str, list[float]]
 """Term → its value in each step."""
 TOLERANCE = 1e-8
@@ -114,15 +114,17 @@ def curves(
 
 
 def share(replaced: torch.Tensor) -> float:
-    """Of the tokens that count, those that are not the original."""
+    """Share of replaced tokens among those that count."""
     return float((replaced == 1).sum() / (replaced >= 0).sum())
 
 
 def golden(preset: str) -> Path:
+    """File of a preset's golden curve."""
     return FOLDER / f"curve-{preset}.json"
 
 
 def wanted(preset: str) -> Curves:
+    """The golden curve of a preset."""
     found: Curves = json.loads(golden(preset).read_text())
     return found
 
@@ -139,7 +141,7 @@ def run(workers: Workers, config: dict[str, Any], steps: int) -> Curves:
 
 
 def check(workers: Workers, preset: str, config: dict[str, Any]) -> None:
-    """The golden steps are those that are found."""
+    """Assert that a run has the golden steps."""
     ours = run(workers, config, len(wanted(preset)["loss"]))
     assert ours.keys() == wanted(preset).keys()
     for term, values in wanted(preset).items():
@@ -147,7 +149,7 @@ def check(workers: Workers, preset: str, config: dict[str, Any]) -> None:
 
 
 def check_rate(workers: Workers, preset: str, config: dict[str, Any]) -> None:
-    """A learning rate ten per cent higher shows in every term."""
+    """Assert that a learning rate ten per cent higher shows in every term."""
     steps = len(wanted(preset)["loss"])
     (other,) = workers.run(curves, 1, config, 1.1, steps, timeout=500)
     for term, values in wanted(preset).items():
@@ -155,7 +157,7 @@ def check_rate(workers: Workers, preset: str, config: dict[str, Any]) -> None:
 
 
 def check_float32(workers: Workers, preset: str, config: dict[str, Any]) -> None:
-    """As users train."""
+    """Assert that the first steps in float32, as users train, are the golden ones."""
     (ours,) = workers.run(curves, 1, config, 1.0, FIRST, "fp32", timeout=500)
     for term, values in wanted(preset).items():
         assert ours[term] == pytest.approx(values[:FIRST], rel=1e-5), term
@@ -169,3 +171,36 @@ def write(models: dict[str, tuple[dict[str, Any], int]]) -> None:
             golden(preset).write_text(json.dumps(found, indent=1) + "\n")
             for term, values in found.items():
                 print(preset, term, *(f"{value:.3f}" for value in values[::10]), f"{values[-1]:.3f}")
+
+
+MOE_PRESET, MOE_STEPS, MOE_GOLDEN_STEPS = "quickstart-moe", 60, 24
+
+
+SMALL_MOE = {
+    "model.vocab_size": VOCABULARY,
+    "model.d_model": 32,
+    "model.n_layers": 2,
+    "model.attention.n_heads": 2,
+    "model.ffn.d_ff": 32,
+    "data.sequence_length": 32,
+    "optimizer.lr": 1e-2,
+    "lr_schedule.warmup_steps": 5,
+    "train.steps": MOE_STEPS,
+    "train.global_batch": 32,
+}
+
+
+MOE_ROUTERS = {
+    MOE_PRESET: {},
+    f"{MOE_PRESET}-deepseek-v3": {"model.ffn.router": '{name = "deepseek_v3", bias_update_rate = 0.01}'},
+}
+
+
+def preset_config(preset: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """A preset, made small."""
+    return load_config(preset, [f"{key}={value}" for key, value in changes.items()]).model_dump()
+
+
+def moe_curve_config(name: str) -> dict[str, Any]:
+    """The preset of experts, made small, with one of MOE_ROUTERS."""
+    return preset_config(MOE_PRESET, SMALL_MOE | MOE_ROUTERS[name])

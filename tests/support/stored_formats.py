@@ -1,7 +1,7 @@
 """Record what this version stores: resolved configs, and a run of a few steps with its corpus. Run once for a format.
 
-`python -m tests.golden.stored FOLDER` writes a new folder beside this file; an old one is never written anew, since
-its whole purpose is to be what an earlier version left (`test_stored.py` reads all of them).
+`python -m tests.support.stored_formats FOLDER` writes a new folder into `tests/golden/stored`; an old one is never
+written anew, since its whole purpose is to be what an earlier version left (`test_stored.py` reads all of them).
 """
 
 import json
@@ -15,7 +15,7 @@ from megatfm.config import Config, load, load_config
 from megatfm.config.prep import PrepConfig
 from megatfm.train.trainer import train
 
-FOLDER = Path(__file__).with_name("stored")
+FOLDER = Path(__file__).parents[1] / "golden" / "stored"
 PRESETS = (
     "albert-base", "bert-base", "bigbird-base", "deberta-v3-base", "deepseek-v3", "electra-small", "gemma2-2b",
     "gemma3-1b", "gpt-oss-20b", "gpt2-124m", "longformer-base", "mla-1b", "modernbert-base", "olmoe-1b-7b",
@@ -111,7 +111,7 @@ def variants() -> dict[str, list[str]]:
 
 
 def stored_config(preset: str, overrides: list[str]) -> dict[str, Any]:
-    """What a checkpoint holds of a config: with paths that are the same on every machine."""
+    """A config as a checkpoint holds it, with paths that are the same on every machine."""
     corpus = "data.corpus=/corpora/mine"
     config = load_config(preset, [corpus, "model.vocab_size=32128", *overrides])
     stored: dict[str, Any] = json.loads(json.dumps(config.model_dump(mode="json")))

@@ -27,7 +27,7 @@ PHASES = ("startup", "step", "evaluation", "save")
 
 @dataclass(frozen=True)
 class Fault:
-    """What one rank (−1: each) does wrong, and when: `how` is a function of this module."""
+    """Misbehaviour of one rank (−1: each) in a phase: `how` is a function of this module."""
 
     rank: int
     phase: str
@@ -108,6 +108,7 @@ Start = Callable[..., Ranks]
 
 
 def free_port() -> int:
+    """A port that nobody listens at."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -141,7 +142,7 @@ def live(words: list[str], environment: dict[str, str], said: str, fault: Fault 
 
 
 def engine_class(name: str) -> Any:
-    """Of the engine of that name, to be patched."""
+    """Class of the engine of that name, to be patched."""
     if name == "deepspeed":
         from megatfm.engines.deepspeed.engine import DeepSpeedEngine
 
@@ -183,37 +184,45 @@ def plant(fault: Fault, engine: str) -> None:
 
 
 def raises() -> None:
+    """Raise an error."""
     raise ZeroDivisionError("a planted fault")
 
 
 def exits() -> None:
+    """End the process without a word."""
     os._exit(3)
 
 
 def asks_for_too_much() -> None:
+    """Allocate an exabyte."""
     import torch
 
     torch.empty(2**60, dtype=torch.uint8)
 
 
 def is_killed() -> None:
+    """Die of SIGKILL."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def is_asked_to_stop() -> None:
+    """Get the signal by which SLURM asks to stop."""
     os.kill(os.getpid(), signal.SIGUSR1)
 
 
 def is_interrupted_twice() -> None:
+    """Get Ctrl-C twice."""
     for _ in range(2):
         signal.raise_signal(signal.SIGINT)
 
 
 def is_stopped() -> None:
+    """Stand still by SIGSTOP."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def sleeps() -> None:
+    """Sleep for ten minutes."""
     time.sleep(600)
 
 
@@ -243,19 +252,21 @@ def gives_up_its_privileges() -> None:
 
 
 def has_little_patience() -> None:
+    """Wait for others five seconds."""
     from megatfm.parallel import distributed
 
     distributed.RENDEZVOUS_SECONDS = 5.0
 
 
 def has_no_memory() -> None:
+    """See 1,000 bytes of free memory."""
     from megatfm.train import startup_checks
 
     startup_checks.free_memory = lambda device: 1000
 
 
 def writes_slowly() -> None:
-    """By the clock of the check: a real second more or less would be lost on a busy machine."""
+    """Slow the disk by the clock of the check: a real second would be lost on a busy machine."""
     from megatfm.train import startup_checks
 
     genuine, clock, late = startup_checks.probe_disk, startup_checks.time, 0.0
@@ -272,6 +283,7 @@ def writes_slowly() -> None:
 
 
 def miscounts() -> None:
+    """Take the next rank of every axis for its own."""
     from megatfm.parallel.mesh import Mesh
 
     genuine = Mesh.rank
