@@ -2,6 +2,7 @@
 
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -121,6 +122,15 @@ def summary(result: Mapping[str, Any]) -> str:
     if "bits_per_byte" in result:
         words.append(f"{result['bits_per_byte']:.3f} bits per byte")
     return ", ".join(words)
+
+
+def evaluation_record(
+    engine: Engine, corpora: Corpora, config: Config, step: int, on_batch: Callable[[], None]
+) -> dict[str, Any]:
+    """Evaluate every validation set of a config; returns the fields of metrics.jsonl."""
+    start = time.perf_counter()
+    results = evaluate_sets(engine, corpora, config, step, on_batch)
+    return {"evaluation": results, "evaluation_seconds": time.perf_counter() - start}
 
 
 def evaluate_sets(
