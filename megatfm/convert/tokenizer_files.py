@@ -141,7 +141,8 @@ def record_origin(source: Path, name: str, theirs: Json, written: Json) -> Json:
     differing = {
         key: {"theirs": value, "ours": written.get(key)}
         for key, value in theirs.items()
-        if (key in IDS or key in LABELS or DROPOUT_KEY.search(key)) and (key not in written or written[key] != value)
+        if (key in IDS or key in LABELS or DROPOUT_KEY.search(key))
+        and (key not in written or written[key] != value)
     }
     file = source / GENERATION
     return {

@@ -26,7 +26,9 @@ from tests.parity.test_layouts import (
     make_engine,
     microbatches,
 )
+from tests.support import swin
 from tests.support.grids import cells
+from tests.support.images import pixels, to_batch
 from tests.support.workers import Workers
 
 SMALL = {"vocab_size": 95, "d_model": 32, "n_layers": 2, "attention.n_heads": 4, "ffn.d_ff": 48}
@@ -45,6 +47,9 @@ BERT = {
     "lm_head.bias": True,
     "init.name": "bert",
 }
+PYRAMID = {"stages.grid": (5, 4), "stages.heads": (4, 8), "d_model": 32, "attention.pattern.window": 3}
+"""Maps of 5 × 4, which are padded and shifted, then 3 × 2, one window smaller than the table."""
+IMAGES_PER_ROW = 4
 MODELS = {
     "gpt": ModelConfig.from_dotted(
         **SMALL,
@@ -132,6 +137,8 @@ MODELS = {
         generator={"d_model": 16, "n_heads": 4, "d_ff": 24},
         **{"embedding.dim": 16},
     ),
+    "swin": ModelConfig.from_dotted(**(swin.SMALL | PYRAMID), **DROPPED),
+    "swin v2": ModelConfig.from_dotted(**(swin.SMALL | swin.V2 | PYRAMID), **DROPPED),
 }
 PREFIX = "prefix language model"
 NAMES = (*MODELS, PREFIX)
@@ -167,6 +174,7 @@ class PassThroughObjective:
         "sentence": "sentence_targets",
         "boundary": "span_left",
         "discriminator": "documents",
+        "classifier": "labels",
     }
 
     def __init__(self, terms: list[str]) -> None:
@@ -186,9 +194,20 @@ class PassThroughObjective:
         return values > 0 if name == "boundary" else values >= 0
 
 
+def images_for(config: ModelConfig) -> dict[str, Tensor]:
+    """Rows of several images, the last row with one image less."""
+    assert config.stages is not None
+    height, width = (4 * side for side in config.stages.grid)
+    images = [pixels(height, width, seed=number) for number in range(5)]
+    rows = [[(row + n) % 5 for n in range(IMAGES_PER_ROW - (row == ROWS - 1))] for row in range(ROWS)]
+    return to_batch(images, 4, 0, rows, labels=[4, 0, 2, 1, 3])
+
+
 def batch_for(config: ModelConfig) -> dict[str, Tensor]:
-    batch = global_batch(seed=3)
+    batch = images_for(config) if config.family == "hierarchical" else global_batch(seed=3)
     batch["keys"] = torch.arange(ROWS) * 7919 + 3
+    if config.family == "hierarchical":
+        return batch
     if config.family == "decoder":
         if config.n_mtp_heads:
             same = batch["documents"][:, 1:] == batch["documents"][:, :-1]

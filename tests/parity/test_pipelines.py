@@ -42,6 +42,8 @@ OTHERS = (
     "latent attention",
     "shaw, deepnorm",
     "alibi, sandwich norm",
+    "swin",
+    "swin v2",
 )
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev")
 LENGTHS = {"tokens": LENGTH, "encoder_tokens": LENGTH}

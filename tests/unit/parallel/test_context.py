@@ -60,9 +60,19 @@ def test_every_model_is_compared_with_one_device() -> None:
     }
     compared = set().union(*map(kinds, [*test_context.MODELS.values(), test_experts.MODELS["switch"]]))
     for name, config in models.items():
+        if config.family == "hierarchical":
+            continue
         with torch.device("meta"):
             refuse(build(config))
         assert kinds(config) <= compared, name
+
+
+@pytest.mark.parametrize("name", ["swin", "swin v2"])
+def test_hierarchical_models_need_whole_images(name: str) -> None:
+    with torch.device("meta"):
+        model = build(test_families.MODELS[name])
+    with pytest.raises(UsageError, match="parallel.cp > 1"):
+        refuse(model)
 
 
 def test_what_needs_whole_rows_is_refused_by_name() -> None:
