@@ -122,20 +122,20 @@ class ImportStage:
         digest = blake3()
         for part in parts:
             digest.update("".join(part["blake3"]).encode())
-        made, encode = provenance(digest.hexdigest()), TokenizeStage(self._stages, self._folder)
+        manifest_fields, encode = provenance(digest.hexdigest()), TokenizeStage(self._stages, self._folder)
         written = {
             name: encode.write_shards(
                 self._folder,
                 name,
                 ({"documents": part[name]} for part in parts),
                 self._source.tokenizer,
-                made,
+                manifest_fields,
             )
             for name in splits
         }
         return {
             **{name: written.get(name, EMPTY_SPLIT) for name in SPLITS},
-            "provenance": made,
+            "provenance": manifest_fields,
             "steps": [counts.as_json()],
             "skipped_files": [line for part in parts for line in part["skipped"]],
         }
@@ -196,7 +196,9 @@ class IdFiles:
         self.bytes = sum(file.size for file in listing.files)
         self.skipped: list[str] = []
         self._listing = listing
-        self._lengths = np.array([len(each) for each in tokenizer.token_bytes() or []], np.int64)
+        self._lengths = np.array(
+            [len(token_bytes) for token_bytes in tokenizer.token_bytes() or []], np.int64
+        )
 
     def documents(self, part: int, counts: StepStats, advance: UpdateProgress) -> Iterator[ImportedDocument]:
         file = self._listing.files[part]
@@ -252,11 +254,11 @@ class ImageFiles:
         for unit in self._units[slice(*self._runs[part])]:
             where = unit[0].path
             try:
-                for source, found in self._records(unit):
-                    if isinstance(found, Bad):
-                        self._skip(where, f"{source} {found.reason}", reason_key(found.reason), counts)
+                for source, record in self._records(unit):
+                    if isinstance(record, Bad):
+                        self._skip(where, f"{source} {record.reason}", reason_key(record.reason), counts)
                     else:
-                        yield self._taken(source, found)
+                        yield self._taken(source, record)
             except BadFileError as error:
                 self._skip(where, str(error), "unreadable_file", counts)
             advance(sum(file.size for file in unit))
@@ -264,13 +266,13 @@ class ImageFiles:
     def _records(self, unit: list[InputFile]) -> Iterator[tuple[str, ImageRecord | Bad]]:
         config = self._listing.config
         with ExitStack() as stack:
-            found = [stack.enter_context(self._listing.local(file)) for file in unit]
+            paths_of_unit = [stack.enter_context(self._listing.local(file)) for file in unit]
             if _is_tar(unit[0]):
-                for record in read_tar(found[0], config):
+                for record in read_tar(paths_of_unit[0], config):
                     yield f"{unit[0].name}#{record.key}", record
                 return
             paths: dict[str, Path] = {}
-            for file, path in zip(unit, found, strict=True):
+            for file, path in zip(unit, paths_of_unit, strict=True):
                 extension = path.suffix[1:].lower()
                 if extension in paths:
                     yield file.name, Bad(file.name, f"has a .{extension} twice")
@@ -278,11 +280,11 @@ class ImageFiles:
                 paths[extension] = path
             yield unit[0].name, read_files(unit[0].name, paths, config)
 
-    def _taken(self, source: str, found: ImageRecord) -> ImportedDocument:
-        if self.tokenizer is None or not found.text:
-            return ImportedDocument(source, np.empty(0, np.int32), 0, found.members)
-        (ids,) = self.tokenizer.encode_batch([found.text], 1)
-        return ImportedDocument(source, ids, len(found.text.encode()), found.members)
+    def _taken(self, source: str, record: ImageRecord) -> ImportedDocument:
+        if self.tokenizer is None or not record.text:
+            return ImportedDocument(source, np.empty(0, np.int32), 0, record.members)
+        (ids,) = self.tokenizer.encode_batch([record.text], 1)
+        return ImportedDocument(source, ids, len(record.text.encode()), record.members)
 
     def _skip(self, where: str, reason: str, kind: str, counts: StepStats) -> None:
         self._listing.skip_bad(where, reason)

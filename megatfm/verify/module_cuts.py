@@ -90,7 +90,7 @@ NORM: Rows = (("norm", "sequence_parallel"),)
 PER_HEAD: Rows = (("", "shard_last_dim"),)
 SHARED: Rows = (("", "replicated_partial_grad"),)
 ROWS: Mapping[str, Rows] = {
-    "HeadsAttention": (*QKV, ("[qk]_norm", "replicated_partial_grad")),
+    "GroupedQueryAttention": (*QKV, ("[qk]_norm", "replicated_partial_grad")),
     "LatentAttention": (
         *QKV,
         *(
@@ -131,12 +131,12 @@ ROWS: Mapping[str, Rows] = {
     "Experts": (
         ("", "expert_parallel"),
         ("gathered", "gather_expert_input"),
-        ("whole", "gather_choices"),
-        ("own", "split_choices"),
+        ("gather_row", "gather_choices"),
+        ("split_row", "split_choices"),
         ("taken", "split_kept_choices"),
         ("summed", "reduce_expert_output"),
     ),
-    "ExpertChoiceRouter": (("whole", "gather_output_replicated"), ("own", "split_output")),
+    "ExpertChoiceRouter": (("gather_tokens", "gather_output_replicated"), ("split_tokens", "split_output")),
     "TokenSum": (("", "sum_real_tokens"),),
     "Convolution": PER_HEAD,
     "SequenceProjection": SHARED,
@@ -194,13 +194,13 @@ def module_cuts(model: nn.Module, parallel: ParallelConfig) -> dict[str, ModuleC
             for inner, module in owner.named_modules():
                 if _matches(inner.split(".") if inner else [], pattern.split(".") if pattern else []):
                     spoken.setdefault(module, kind)
-    found = {}
+    cuts = {}
     for path, module in model.named_modules():
         if module in spoken:
-            found[path] = _fitted(spoken[module], module, parallel)
+            cuts[path] = _fitted(spoken[module], module, parallel)
         elif next(_own_tensors(module), None) is not None:
-            found[path] = ModuleCut()
-    return found
+            cuts[path] = ModuleCut()
+    return cuts
 
 
 def _matches(names: list[str], patterns: list[str]) -> bool:
