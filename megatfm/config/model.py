@@ -2,7 +2,15 @@
 
 from typing import Any, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 from megatfm.config.attention import AttentionConfig, LinformerAttentionConfig, MLAAttentionConfig
 from megatfm.config.families import FAMILIES, FAMILY_KEYS, families_supporting
@@ -30,13 +38,15 @@ from megatfm.config.section import (
     nearest_divisor,
     unflatten,
 )
-from megatfm.config.stages import StagesConfig, check_stages, fill_in_stages
+from megatfm.config.stages import StagesConfig, check_stages, fill_in_stages, without_layers
 from megatfm.config.vision_checks import check_image_parts
 from megatfm.registry import did_you_mean
 
 
 class ModelConfig(Section):
     """The architecture: its sizes, and a section for each part, whose name chooses one by its registry name."""
+
+    model_config = ConfigDict(json_schema_extra=without_layers)
 
     family: str = "decoder"
     """decoder, encoder, encoder_decoder, xlnet, electra, discriminator (ELECTRA's, alone) or hierarchical (Swin)."""

@@ -77,6 +77,11 @@ def fill_in_stages(values: Any) -> Any:
     return filled
 
 
+def without_layers(schema: dict[str, Any]) -> None:
+    """Let a JSON schema of the model take a config that leaves out the number of layers, as stages say it."""
+    schema["required"].remove("n_layers")
+
+
 def check_stages(model: "ModelConfig") -> None:
     """Check that a model's other keys say what its stages say. Raises a ValueError."""
     stages = model.stages
