@@ -16,6 +16,7 @@ from megatfm.corpus.files import AtomicFile
 from megatfm.data_prep.documents import StepStats, format_drop_reasons, reason_key
 from megatfm.data_prep.execution.progress import UpdateProgress
 from megatfm.data_prep.execution.stages import StageResult, StageRunner
+from megatfm.data_prep.labels import ClassLabels
 from megatfm.data_prep.input_files import InputFile, InputFiles, chunk_by_bytes, matches_path
 from megatfm.data_prep.readers import FORMATS
 from megatfm.data_prep.readers.images import ImageRecord, read_files, read_tar
@@ -235,16 +236,27 @@ TARS = FORMATS["webdataset"]
 
 class ImageFiles:
     """The images of a listing, in parts of about `task_bytes`; a tar is never divided. Captions become ids if there is
-    a tokenizer."""
+    a tokenizer.
+
+    Files come in a random order, which `seed` decides, since folders hold one class each and a block of a shard should
+    hold many. Samples of a tar keep theirs.
+    """
 
     warning = "images were imported as they are: nothing was looked at for duplicates"
 
-    def __init__(self, listing: InputFiles, tokenizer: Tokenizer | None, task_bytes: int) -> None:
-        self.tokenizer = tokenizer
+    def __init__(
+        self,
+        listing: InputFiles,
+        tokenizer: Tokenizer | None,
+        task_bytes: int,
+        labels: ClassLabels,
+        seed: int,
+    ) -> None:
+        self.tokenizer, self._labels = tokenizer, labels
         self.bytes = sum(file.size for file in listing.files)
         self.skipped: list[str] = []
         self._listing = listing
-        self._units = _units(listing.files)
+        self._units = sorted(_units(listing.files), key=lambda unit: _shuffling_key(unit[0], seed))
         self._runs = chunk_by_bytes([sum(file.size for file in unit) for unit in self._units], task_bytes)
         self.parts = len(self._runs)
 
@@ -252,7 +264,8 @@ class ImageFiles:
         for unit in self._units[slice(*self._runs[part])]:
             where = unit[0].path
             try:
-                for source, found in self._records(unit):
+                for source, record in self._records(unit):
+                    found = record if isinstance(record, Bad) else self._labels.apply(source, record)
                     if isinstance(found, Bad):
                         self._skip(where, f"{source} {found.reason}", reason_key(found.reason), counts)
                     else:
@@ -298,6 +311,10 @@ def _units(files: list[InputFile]) -> list[list[InputFile]]:
         key = file.name if _is_tar(file) else file.name.rpartition(".")[0]
         units.setdefault(key, []).append(file)
     return list(units.values())
+
+
+def _shuffling_key(file: InputFile, seed: int) -> bytes:
+    return blake3(f"{seed}:order:{file.name}".encode()).digest(16)
 
 
 def _is_tar(file: InputFile) -> bool:

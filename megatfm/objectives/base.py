@@ -120,6 +120,8 @@ class Objective(Protocol):
     """All fields that `build` makes. None: integers [length of the side], whatever they are called."""
     reads_text: bool = True
     """Whether it needs a tokenizer. If not, the first argument with which it is made may be None."""
+    metrics: tuple[str, ...] = ()
+    """Terms of weight 0, each a count of what is right: accuracies, which evaluation reports beside the loss."""
     likelihood_term: str | None = None
     """The term whose sum is −log p(text), each token predicted once; only then are there bits per byte."""
     predicts_tokens: bool = False

@@ -5,12 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatfm.config import ClassificationObjective, ImagesConfig, ModelConfig
 from megatfm.data.sequences import IGNORE_INDEX, DocumentChunk, Field
 from megatfm.errors import SampleError, UsageError
-from megatfm.objectives.base import OBJECTIVES, Batch, Example, Objective, SpecialTokens
+from megatfm.layers.classifier import METRICS
+from megatfm.objectives.base import OBJECTIVES, Batch, Example, Losses, Objective, SpecialTokens
 from megatfm.objectives.images import image_reader, random_image_files
 from megatfm.rng import PieceKey
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from megatfm.data.images import ImageReader
 
 HEAD = "classifier"
+NAMES = frozenset(f"top{k}" for k in METRICS)
 ONE_PIECE = 2**40
 """Tokens of a caption are never cut into several pieces: each sample is one image."""
 
@@ -43,7 +45,8 @@ class Classification(Objective):
     ) -> None:
         self.n_classes = _n_classes(model)
         self.reader: ImageReader = image_reader(images, model, config.name, row_lengths[0], training=training)
-        self.loss_weights = {HEAD: 1.0}
+        self.metrics = () if training else tuple(f"top{k}" for k in METRICS if k < self.n_classes)
+        self.loss_weights = {HEAD: 1.0, **dict.fromkeys(self.metrics, 0.0)}
         self.fields = {**self.reader.layout.fields, "labels": Field(pad_value=IGNORE_INDEX)}
         self._for_evaluation = lambda: Classification(
             special, config, model, row_lengths, images, training=False
@@ -67,7 +70,14 @@ class Classification(Objective):
         return DocumentChunk(np.zeros(self.reader.n_tokens, np.uint16), files={**files, "cls": label})
 
     def target_counts(self, batch: Batch) -> dict[str, Tensor]:
-        return {HEAD: (batch["labels"] != IGNORE_INDEX).sum()}
+        return dict.fromkeys(self.loss_weights, (batch["labels"] != IGNORE_INDEX).sum())
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Losses:
+        """The sum of each term; of a model in evaluation only with `for_evaluation` how many images are right."""
+        losses = dict(model(**batch).losses)
+        return {
+            term: value for term, value in losses.items() if term in self.loss_weights or term not in NAMES
+        }
 
 
 def read_label(files: Mapping[str, bytes], n_classes: int) -> int:

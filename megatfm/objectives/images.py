@@ -34,7 +34,7 @@ def patch_layout(model: ModelConfig, objective: str) -> "PatchLayout":
         raise UsageError(
             f"model.embedding.channels = {channels}: images are decoded to 3 channels (RGB) or 1 (grey)"
         )
-    n_special = getattr(embedding, "n_class_tokens", 0) + getattr(embedding, "n_register_tokens", 0)
+    n_special = getattr(embedding, "n_special_tokens", 0)
     return PatchLayout(patch_size, channels, n_special)
 
 
