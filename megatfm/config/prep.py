@@ -15,13 +15,13 @@ class LabelsConfig(Section):
     by: Literal["cls", "folder", "table", "json", "txt"] = "cls"
     """A number in the `.cls` beside the image; the name of its folder; a row of `table`; the field `key` of its
     `.json`; or its `.txt`."""
-    table: PathStr | None = Field(None, examples=["labels.csv"])
+    table: PathStr | None = Field(default=None, examples=["labels.csv"])
     """A `.csv`, `.tsv` or `.jsonl` with the path of an image, or its name, and its label in each row."""
     file_key: str = "file"
     """Column of the table that names the image."""
     key: str = "label"
     """Column of the table, or field of the `.json`, that holds the label."""
-    classes: PathStr | None = Field(None, examples=["classes.txt"])
+    classes: PathStr | None = Field(default=None, examples=["classes.txt"])
     """A file with the name of a class in each line, in the order of their numbers. Left out, labels of folders and
     tables are numbered in alphabetical order, unless all are numbers."""
 

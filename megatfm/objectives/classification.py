@@ -1,6 +1,7 @@
 """Supervised classification of images (Dosovitskiy et al. 2021)."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -8,11 +9,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from megatfm.config import ClassificationObjective, ImagesConfig, ModelConfig
+from megatfm.data.dataset import RowDataset
 from megatfm.data.sequences import IGNORE_INDEX, DocumentChunk, Field
 from megatfm.errors import SampleError, UsageError
 from megatfm.layers.classifier import METRICS
 from megatfm.objectives.base import OBJECTIVES, Batch, Example, Losses, Objective, SpecialTokens
-from megatfm.objectives.images import image_reader, random_image_files
+from megatfm.objectives.images import image_mixing, image_reader, random_image_files
 from megatfm.rng import PieceKey
 
 if TYPE_CHECKING:
@@ -47,9 +49,12 @@ class Classification(Objective):
         self.reader: ImageReader = image_reader(images, model, config.name, row_lengths[0], training=training)
         self.metrics = () if training else tuple(f"top{k}" for k in METRICS if k < self.n_classes)
         self.loss_weights = {HEAD: 1.0, **dict.fromkeys(self.metrics, 0.0)}
+        self.mixing = image_mixing(images, self.reader) if training else None
         self.fields = {**self.reader.layout.fields, "labels": Field(pad_value=IGNORE_INDEX)}
-        self._for_evaluation = lambda: Classification(
-            special, config, model, row_lengths, images, training=False
+        if self.mixing is not None:
+            self.fields |= {"mixed_labels": Field(pad_value=IGNORE_INDEX), "label_weights": Field("float32")}
+        self._for_evaluation = partial(
+            Classification, special, config, model, row_lengths, images, training=False
         )
 
     def for_evaluation(self) -> Objective:
@@ -62,7 +67,18 @@ class Classification(Objective):
         fields: dict[str, NDArray[Any]] = self.reader.build(piece.files, key)
         labels = np.full(len(fields["grid"]), IGNORE_INDEX)
         labels[0] = read_label(piece.files, self.n_classes)
+        if self.mixing is not None:  # with itself, until a row has its partner
+            weights = np.zeros(len(labels), np.float32)
+            weights[0] = 1
+            fields |= {"mixed_labels": labels.copy(), "label_weights": weights}
         return {**fields, "labels": labels}
+
+    def prepare_rows(self, rows: RowDataset, turn: int) -> RowDataset:
+        if self.mixing is None:
+            return rows
+        from megatfm.data.image_mixing import MixedImages
+
+        return MixedImages(rows, self.mixing, turn)
 
     def random_piece(self, random: np.random.Generator) -> DocumentChunk:
         files = random_image_files(random, self.reader.layout.channels, 2 * self.reader.target.size)
