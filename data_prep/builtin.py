@@ -40,7 +40,10 @@ def write_digits(folder: Path) -> None:
         ) from error
     digits = load_digits()
     n_train = len(digits.images) * (HELD_OUT - 1) // HELD_OUT
-    splits = {"train": rng.permutation(n_train, 0, "digits"), "validation": np.arange(n_train, len(digits.images))}
+    splits = {
+        "train": rng.permutation(n_train, 0, "digits"),
+        "validation": np.arange(n_train, len(digits.images)),
+    }
     folder.mkdir(parents=True, exist_ok=True)
     for split, numbers in splits.items():
         path = folder / f"{split}.tar"

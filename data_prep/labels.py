@@ -133,7 +133,9 @@ def _read_table(config: LabelsConfig) -> dict[str, str]:
         rows = enumerate(csv.DictReader(text.splitlines(), delimiter=delimiter), 2)
     table: dict[str, str] = {}
     for line, row in rows:
-        file, label = (row.get(key) if isinstance(row, dict) else None for key in (config.file_key, config.key))
+        file, label = (
+            row.get(key) if isinstance(row, dict) else None for key in (config.file_key, config.key)
+        )
         if not isinstance(file, str) or label is None or isinstance(label, dict | list | bool):
             there = ", ".join(map(str, list(row)[:MAX_SHOWN])) if isinstance(row, dict) else "no fields"
             raise UsageError(
@@ -141,5 +143,7 @@ def _read_table(config: LabelsConfig) -> dict[str, str]:
                 f"{there}): set read.labels.file_key and read.labels.key"
             )
         if table.setdefault(file, str(label)) != str(label):
-            raise UsageError(f"read.labels.table = {str(path)!r}: {file!r} has two labels, in line {line} another")
+            raise UsageError(
+                f"read.labels.table = {str(path)!r}: {file!r} has two labels, in line {line} another"
+            )
     return table

@@ -18,7 +18,6 @@ from pathlib import Path
 from megatfm import tokenizers
 from megatfm.config.prep import PrepConfig
 from megatfm.data_prep.builtin import with_builtin_folder
-from megatfm.data_prep.labels import ClassLabels
 from megatfm.data_prep.clean import CleanStage
 from megatfm.data_prep.dedup.runner import DedupStage, pass_names
 from megatfm.data_prep.execution.executors import FINISH, LocalExecutor, LockExecutor, TaskExecutor
@@ -34,6 +33,7 @@ from megatfm.data_prep.import_external import (
     ImportStage,
 )
 from megatfm.data_prep.input_files import InputFiles
+from megatfm.data_prep.labels import ClassLabels
 from megatfm.data_prep.split import SplitStage
 from megatfm.data_prep.tokenize import TokenizeStage
 from megatfm.errors import UsageError

@@ -12,7 +12,9 @@ from megatfm.config.attention import (
     MLAAttentionConfig,
     ScaledAttention,
     StridedPatternConfig,
+    WindowedAttentionConfig,
     WindowPatternConfig,
+    Windows2dPatternConfig,
 )
 from megatfm.config.data import DataConfig
 from megatfm.config.images import ImagesConfig
@@ -63,6 +65,7 @@ from megatfm.config.position import (
     DebertaV2PositionConfig,
     LearnedPosition2dConfig,
     LearnedPositionConfig,
+    LogRelative2dConfig,
     Rope2dConfig,
     RopeConfig,
     RopeScaling,
@@ -102,6 +105,7 @@ __all__ = [
     "LinearSchedule",
     "LinformerAttentionConfig",
     "LionConfig",
+    "LogRelative2dConfig",
     "LongformerAttentionConfig",
     "LongformerPatternConfig",
     "MLAAttentionConfig",
@@ -139,6 +143,8 @@ __all__ = [
     "UL2Objective",
     "WSDSchedule",
     "WindowPatternConfig",
+    "WindowedAttentionConfig",
+    "Windows2dPatternConfig",
     "find_config",
     "invalid",
     "load",

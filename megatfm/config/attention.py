@@ -74,6 +74,14 @@ class LongformerPatternConfig(Section):
     """Places in the document of those that see all and are seen by all."""
 
 
+class Windows2dPatternConfig(Section):
+    """Square windows of an image's map, shifted by half in every other block (Liu et al. 2021); for `windowed`."""
+
+    name: Literal["windows_2d"] = "windows_2d"
+    window: PositiveInt = Field(default=7, le=MAX_WIDTH)
+    """Side of a window in tokens; a map that is no larger is one window."""
+
+
 class PluginPatternConfig(Section):
     """A pattern that a package in `plugins` registers, with keys of its own."""
 
@@ -94,6 +102,7 @@ PatternConfig = Annotated[
     | FixedPatternConfig
     | BigBirdPatternConfig
     | LongformerPatternConfig
+    | Windows2dPatternConfig
     | PluginPatternConfig,
     ByName(),
     BeforeValidator(_from_name),  # the last is called first
@@ -210,6 +219,18 @@ class CompressedAttentionConfig(ScaledAttention):
     """Biases in the projections of tokens."""
 
 
+class WindowedAttentionConfig(ScaledAttention):
+    """Attention within windows of a map (Liu et al. 2021); its pattern is `windows_2d`."""
+
+    name: Literal["windowed"] = "windowed"
+    pattern: PatternConfig = Windows2dPatternConfig()
+    """The windows."""
+    bias: bool = True
+    """Biases in the projections."""
+    cosine: bool = False
+    """Cosines of queries and keys, times a factor that each head learns, as scores (Swin-V2; keys have no bias)."""
+
+
 class DebertaAttentionConfig(AttentionSection):
     """DeBERTa's attention (He et al. 2021); it reads the positions of that name."""
 
@@ -243,6 +264,7 @@ AttentionConfig = Annotated[
     | LongformerAttentionConfig
     | LinformerAttentionConfig
     | CompressedAttentionConfig
+    | WindowedAttentionConfig
     | DebertaAttentionConfig
     | DebertaV2AttentionConfig
     | TwoStreamAttentionConfig

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from megatfm.config.attention import AttentionConfig, LinformerAttentionConfig, MLAAttentionConfig
 from megatfm.config.ffn import FFNConfig, MoEConfig, SoftMoEConfig
@@ -30,6 +30,7 @@ from megatfm.config.section import (
     nearest_divisor,
     unflatten,
 )
+from megatfm.config.stages import StagesConfig, check_stages, fill_in_stages
 from megatfm.config.vision_checks import check_image_parts
 from megatfm.registry import did_you_mean
 
@@ -52,7 +53,7 @@ class Family:
 FAMILY_KEYS = (
     "n_encoder_layers", "extra_heads.sentence", "extra_heads.boundary", "n_mtp_heads",
     "embedding.n_segments", "generator",
-    "ffn.name = 'moe'", "mup",
+    "ffn.name = 'moe'", "mup", "stages",
 )  # fmt: skip
 """Keys of a model, or values of them, that only some families give a meaning."""
 
@@ -83,6 +84,7 @@ FAMILIES = {
         no_heads="which is trained as a whole (its discriminator alone may have heads: family = 'discriminator')",
     ),
     "discriminator": Family(frozenset({"extra_heads.sentence", "embedding.n_segments", "mup"})),
+    "hierarchical": Family(frozenset({"stages"}), other_names=("swin", "mvit", "pyramid")),
 }
 """A family that is not here is a plugin's, which may read what it likes."""
 
@@ -102,7 +104,7 @@ class ModelConfig(Section):
     """The architecture: its sizes, and a section for each part, whose name chooses one by its registry name."""
 
     family: str = "decoder"
-    """decoder, encoder, encoder_decoder, xlnet, electra or discriminator (ELECTRA's, alone)."""
+    """decoder, encoder, encoder_decoder, xlnet, electra, discriminator (ELECTRA's, alone) or hierarchical (Swin)."""
     vocab_size: PositiveInt | None = Field(default=None, le=MAX_WIDTH)
     """Rows of the embedding; left out, the tokenizer's size."""
     d_model: PositiveInt = Field(examples=[256], le=MAX_WIDTH)
@@ -117,6 +119,9 @@ class ModelConfig(Section):
     """Dropout of the embeddings and of what sublayers add to the residual stream."""
     drop_path: DropProbability = 0.0
     """Stochastic depth: probability of skipping a sublayer of the last block, rising linearly from 0."""
+    layer_scale: PositiveFloat | None = None
+    """Learned factors on the channels of each sublayer's output, at first this number (Touvron et al. 2021); left out,
+    none."""
     n_mtp_heads: NonNegativeInt = Field(default=0, le=MAX_LAYERS)
     """Heads that predict tokens beyond the next one (Gloeckle et al. 2024), each one block."""
 
@@ -144,6 +149,8 @@ class ModelConfig(Section):
     """The initial weights."""
     generator: GeneratorConfig | None = None
     """The generator of `family = "electra"`."""
+    stages: StagesConfig | None = None
+    """The stages of `family = "hierarchical"`."""
     mup: MuPConfig | None = None
     """Maximal update parametrisation; left out, the standard one."""
 
@@ -151,7 +158,7 @@ class ModelConfig(Section):
     @classmethod
     def _moved(cls, values: Any) -> Any:
         reject_renamed_keys(values)
-        return values
+        return fill_in_stages(values)
 
     @model_validator(mode="after")
     def _heads_fit(self) -> Self:
@@ -187,6 +194,7 @@ class ModelConfig(Section):
             values = (
                 self.n_encoder_layers, "sentence" in self.extra_heads, "boundary" in self.extra_heads, self.n_mtp_heads,
                 self.embedding.n_segments, self.generator, isinstance(self.ffn, MoEConfig), self.mup,
+                self.stages,
             )  # fmt: skip
             for part, value in zip(FAMILY_KEYS, values, strict=True):
                 if value and part not in family.knows:
@@ -216,6 +224,7 @@ class ModelConfig(Section):
             )
         check_image_parts(self)
         self._check_experts_see_no_future()
+        check_stages(self)
         if isinstance(self.position, T5PositionConfig):
             causal = self.family in ("decoder", "encoder_decoder")
             self.position.check_buckets(causal=causal, bidirectional=self.family != "decoder")
@@ -280,8 +289,14 @@ class ModelConfig(Section):
 
     def layer_config(self, depth: int) -> "ModelConfig":
         """The config of the block at a depth: this one, with what its kind has otherwise."""
+        if self.stages is not None:
+            return self.stage_config(self.stages.stage_at(depth))
         kind = self.layer_type_at(depth)
         return self if kind is None else self.type_config(kind)
+
+    def stage_config(self, stage: int) -> "ModelConfig":
+        """The config of the blocks of a stage: this one, with their heads and widths."""
+        return self.with_changes(self.stages.changes_at(stage, self)) if self.stages else self
 
     def type_config(self, kind: str) -> "ModelConfig":
         """The config of the blocks of a kind."""
@@ -312,7 +327,8 @@ class ModelConfig(Section):
                     for key, n in divided.items()
                     if n != sizes.get(f"{part}.{key}")
                 }
-        return sizes
+        of_stages = self.stages.heads if self.stages else ()
+        return sizes | {f"stages.heads[{stage}]": heads for stage, heads in enumerate(of_stages)}
 
     def tp_dims_for(self, expert_tp: str) -> dict[str, int]:
         """`tp_dims` where tensor-parallel ranks take experts in that way (see `parallel.expert_tp`)."""

@@ -32,7 +32,7 @@ class NormSection(Section):
     eps: PositiveFloat = 1e-5
     """Epsilon of the normalisation."""
     placement: str = "pre"
-    """Where the norms stand around a sublayer: pre, post, sandwich or deepnorm."""
+    """Where the norms stand around a sublayer: pre, post, res_post (on its output), sandwich or deepnorm."""
     final_norm: bool | None = None
     """A norm at the end of each stack; left out, only where blocks don't end in one."""
     first_attention_norm: bool = True

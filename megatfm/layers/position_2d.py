@@ -1,7 +1,6 @@
 """Positions on an image's grid of patches: learned and interpolated, sinusoidal, and rotary."""
 
 import math
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +36,7 @@ class LearnedPositions2d(nn.Module):
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
         options = require_variant(config.position, LearnedPosition2dConfig, "model.position")
-        self.grid, width = options.grid, config.embedding_width
+        self.grid, self.antialias, width = options.grid, options.antialias, config.embedding_width
         places, n_class = math.prod(options.grid), getattr(config.embedding, "n_class_tokens", 0)
         self.weight = nn.Parameter(torch.empty(places, width))
         self.special = nn.Parameter(torch.empty(n_class, width)) if n_class else None
@@ -76,12 +75,11 @@ class LearnedPositions2d(nn.Module):
             return self.weight
         precise = torch.promote_types(self.weight.dtype, torch.float32)
         table_1DHW = self.weight.to(precise).unflatten(0, self.grid).permute(2, 0, 1)[None]
-        return interpolate_bicubic(table_1DHW, (height, width))[0].flatten(1).T.to(self.weight.dtype)
-
-
-def interpolate_bicubic(table_1DHW: Tensor, size: Sequence[int]) -> Tensor:
-    """As released ViTs do: half-pixel centres, no antialiasing."""
-    return F.interpolate(table_1DHW, size=tuple(size), mode="bicubic", align_corners=False)
+        # As released ViTs do it: half-pixel centres, no scale of its own.
+        size_1DHW = F.interpolate(
+            table_1DHW, size=(height, width), mode="bicubic", align_corners=False, antialias=self.antialias
+        )
+        return size_1DHW[0].flatten(1).T.to(self.weight.dtype)
 
 
 LEARNED_2D = POSITIONS.register("learned_2d")(PositionEncoding(absolute=LearnedPositions2d))

@@ -67,10 +67,11 @@ class Model(nn.Module):
         self.accepted: frozenset[str] = frozenset()
         self.target_fields: tuple[tuple[str, ...], ...] = (("targets",),)
 
-    def add_heads(self, table: Embedding | None) -> None:
-        """Add the heads of `config.extra_heads` as modules of their names. table: the embedding of tokens."""
+    def add_heads(self, table: Embedding | None, config: ModelConfig | None = None) -> None:
+        """Add the heads of `config.extra_heads` as modules of their names. table: the embedding of tokens. config:
+        that of the hidden vectors which heads read, where it is not the model's."""
         for name, section in self.config.extra_heads.items():
-            self.add_module(name, HEADS.get(section.name)(self.config, section, table))
+            self.add_module(name, HEADS.get(section.name)(config or self.config, section, table))
         self.extra_heads = list(self.config.extra_heads)
 
     def accept(self, *fields: str, targets: Sequence[str] = ("targets",)) -> None:

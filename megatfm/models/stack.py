@@ -137,14 +137,14 @@ def has_position_bias(config: ModelConfig, depth: int) -> bool:
     Raises UsageError for blocks that would need a stack's encoding of their own.
     """
     position = config.layer_config(depth).position
-    made = POSITIONS.get(position.name)
-    if position != config.position and (made.absolute or made.score_bias):
+    encoding = POSITIONS.get(position.name)
+    if position != config.position and (encoding.absolute or encoding.score_bias):
         raise UsageError(
             f"model.layer_type.{config.layer_type_at(depth)}.position: {position.name} is made once for all blocks "
             "of a stack: set "
             "it as model.position, and position.name = 'none' for blocks without it"
         )
-    return made.score_bias is not None
+    return encoding.score_bias is not None
 
 
 class FullRow(NamedTuple):

@@ -185,8 +185,8 @@ class TwoStreamStack(nn.Module):
             is_last = query_stream is not None and depth == len(self.order) - 1
             of_content = None if is_last else content_stream.at_layer(depth, skip_rate)
             of_query = None if query_stream is None else query_stream.at_layer(depth, skip_rate)
-            made = block(x_BTD, g_BQD, table_RD, of_content, of_query)
-            (x_BTD, g_BQD), losses = unpack(block, made, losses)
+            outputs = block(x_BTD, g_BQD, table_RD, of_content, of_query)
+            (x_BTD, g_BQD), losses = unpack(block, outputs, losses)
         if self.dropout is not None:  # the stage with the end of the stack
             if query_stream is None:
                 x_BTD = self._finish(x_BTD, content_stream.sequence)
@@ -275,8 +275,8 @@ class TwoStreamBlock(nn.Module):
             z_BQD = extras.unwrap("ffn", self.ffn(self.ffn_residual.input_norm(y_BQD), stream.sequence))
             return self.ffn_residual.add(y_BQD, z_BQD, stream.sequence)
 
-        made = run_stream(x_BTD, content), run_stream(g_BQD, query)
-        return extras.wrap(made)
+        outputs = run_stream(x_BTD, content), run_stream(g_BQD, query)
+        return extras.wrap(outputs)
 
 
 def streams_of(

@@ -56,16 +56,16 @@ def evaluate(
 
         result = engine.evaluate(batches(), objective)
     engine.mesh.all_reduce_(n_bytes, engine.mesh.data_axes)
-    found: dict[str, Any] = {"loss": result.loss}
+    results: dict[str, Any] = {"loss": result.loss}
     if objective.likelihood_term and measured is not None:
         bits = result.sums[objective.likelihood_term] / math.log(2)
-        found |= {"bits_per_byte": bits / max(float(n_bytes), 1.0), "bytes": int(n_bytes)}
+        results |= {"bits_per_byte": bits / max(float(n_bytes), 1.0), "bytes": int(n_bytes)}
     terms = {term: mean for term, mean in result.terms.items() if term not in objective.metrics}
     if len(terms) > 1:
-        found["terms"] = terms
+        results["terms"] = terms
     if objective.metrics:
-        found["metrics"] = {name: result.terms[name] for name in objective.metrics}
-    return found | {"tokens": result.target_counts[next(iter(objective.loss_weights))], "rows": stop}
+        results["metrics"] = {name: result.terms[name] for name in objective.metrics}
+    return results | {"tokens": result.target_counts[next(iter(objective.loss_weights))], "rows": stop}
 
 
 def loss_by_position(

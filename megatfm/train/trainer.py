@@ -17,6 +17,7 @@ from megatfm.config import Config
 from megatfm.data.loader import DataLoader, check_global_batch
 from megatfm.engines.interface import PRECISIONS, Engine
 from megatfm.errors import EXIT_OK, EXIT_REQUEUE
+from megatfm.files import NewPaths
 from megatfm.optim.lr_schedules import schedule_factor
 from megatfm.parallel import distributed
 from megatfm.parallel.mesh import build_mesh
@@ -50,15 +51,19 @@ from megatfm.version import __version__
 log = logging.getLogger("megatfm")
 
 
-def train(config: Config, flops_per_token: FlopsPerToken | None = None) -> int:
+def train(
+    config: Config, flops_per_token: FlopsPerToken | None = None, new_paths: NewPaths | None = None
+) -> int:
     """Train or resume the run of a config; called on every rank. Returns the exit code.
 
-    flops_per_token: returns what a token costs, for the utilization of the devices in the metrics.
+    flops_per_token: returns what a token costs, for the utilization of the devices in the metrics. new_paths: what the
+    command made for this run; a run that is refused removes it.
     """
     import_plugins(config.plugins)
     check_sinks(config.log.sinks)  # before there is anything on the disk
     config, tokenizer = open_tokenizer(config)
-    start_flight_recorder(run_folder(config), config.train.device)
+    folder, new_paths = run_folder(config), new_paths or NewPaths()
+    start_flight_recorder(folder, config.train.device)
     hang = config.train.hang_seconds
     with (
         distributed.distributed_session(
@@ -76,7 +81,7 @@ def train(config: Config, flops_per_token: FlopsPerToken | None = None) -> int:
             check_global_batch(batch, config.train.micro_batch, mesh.data_ranks)
         corpora = open_corpora(config, tokenizer)
         monitor.tick(0, "start")
-        with RunDirectory(run_folder(config), rank.rank) as run, RunLog(run, config.train.steps) as run_log:
+        with RunDirectory(folder, rank.rank, new_paths) as run, RunLog(run, config.train.steps) as run_log:
             monitor.attach_run_log(run.log, run.log_failure)
             is_recorded = should_record_allocations(run.folder, config.log.memory_snapshot)
             if rank.device.type == "cuda" and is_recorded:
@@ -324,7 +329,7 @@ class Trainer:
         is_same_model = current["config"]["model"] == point.state["config"]["model"]
         mismatch = "" if is_same_model else resume.shape_mismatch(point, self.engine.layout)
         allowed = resume.check_compatible(
-            point, current, list(self.config.resume.allow), mismatch, own=same_run
+            point, current, list(self.config.resume.allow), mismatch, same_run=same_run
         )
         if same_run:
             self.decisions.read()

@@ -34,6 +34,7 @@ from megatfm.errors import UsageError
 from megatfm.models import build
 from megatfm.objectives import Objective, SpecialTokens, build_objective, reads_text
 from megatfm.parallel.mesh import SHARD, axis_sizes
+from megatfm.verify.shrink_stages import shrunk_rows, shrunk_stages
 
 MAX_RANKS = 16
 """Processes that one machine is asked to start."""
@@ -79,6 +80,14 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
         key: length and _shrunk_size(length, max(LENGTH, 2 * parallel.cp * parallel.tp), parallel.tp)
         for key, length in before.items()
     }
+    images: dict[str, Any] = {}
+    if config.model.stages is not None:
+        lengths["sequence_length"], side = shrunk_rows(config, config.model.stages)
+        images = (
+            {"images": config.data.images.model_copy(update={"size": side})}
+            if hasattr(config.data, "images")
+            else {}
+        )
     rows = Rows(*(max(filter(None, of.values())) for of in (before, lengths)))
     try:
         model = _model(
@@ -96,7 +105,7 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
             "parallel": parallel.model_copy(
                 update={"reduce_dtype": "param", "comm_buffers": "torch", "async_tp": False}
             ),
-            "data": config.data.model_copy(update=lengths),
+            "data": config.data.model_copy(update=lengths | images),
             "train": config.train.model_copy(
                 update={
                     "micro_batch": MICRO_BATCH,
@@ -145,6 +154,7 @@ def _model(model: ModelConfig, *, heads_over: int, shards: int, stages: int, row
         "attention.head_dim": model.attention.head_dim and head_dim,
         "ffn.d_ff": _shrunk_size(model.ffn.d_ff, WIDTH, shards),
     }
+    changes |= shrunk_stages(model, heads_over, HEAD_DIM)
     if isinstance(model.attention, GQAAttentionConfig):
         changes["attention.n_kv_heads"] = model.attention.n_kv_heads and kv_heads
     for key, size in _sizes(model.attention, rows.length, shards).items():

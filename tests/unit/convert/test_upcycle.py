@@ -16,7 +16,7 @@ from megatfm.convert.upcycle import Upcycling, upcycle
 from megatfm.errors import UsageError
 from megatfm.layers.moe.experts import Experts
 from megatfm.train.init_from import match_weights
-from tests.unit.convert.test_convert import TOKENS, gpt2, llama
+from tests.support.hf_folders import DECODER_TOKENS, hf_gpt2, hf_llama
 from tests.unit.inference.conftest import MODEL, random_model, tokenizer_model, write_run
 
 __all__ = ["tokenizer_model"]  # a fixture
@@ -24,7 +24,7 @@ __all__ = ["tokenizer_model"]  # a fixture
 RECOMPILED = {"compile": True, "recompute": "full"}
 
 
-@pytest.fixture(params=[gpt2, llama], ids=["biases", "gated"])
+@pytest.fixture(params=[hf_gpt2, hf_llama], ids=["biases", "gated"])
 def dense(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     request.param().save_pretrained(tmp_path / "theirs")
     convert(tmp_path / "theirs", tmp_path / "dense", "megatfm")
@@ -32,7 +32,7 @@ def dense(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def logits_and_gradients(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    logits = model.double()(TOKENS).logits
+    logits = model.double()(DECODER_TOKENS).logits
     logits.sin().sum().backward()
     return logits, {name: p.grad for name, p in model.named_parameters() if ".ffn." not in name}
 
@@ -148,8 +148,8 @@ def test_kinds_of_blocks_with_networks_of_their_own(tmp_path: Path, tokenizer_mo
     made = megatfm.load(tmp_path / "moe")
     widths = [made.config.layer_config(depth).ffn.d_ff for depth in range(3)]
     assert widths == [24, 48, 30]
-    wanted = megatfm.load(run).double()(TOKENS).logits
-    torch.testing.assert_close(made.double()(TOKENS).logits, wanted, rtol=1e-10, atol=1e-10)
+    wanted = megatfm.load(run).double()(DECODER_TOKENS).logits
+    torch.testing.assert_close(made.double()(DECODER_TOKENS).logits, wanted, rtol=1e-10, atol=1e-10)
     with pytest.raises(
         UsageError,
         match=r"--granularity 8 does not divide model\.layer_type\.plain\.ffn\.d_ff = 60: choose 6",

@@ -590,12 +590,18 @@ def name_of(folder: Path) -> str:
     return "name=mine"
 
 
-def test_a_refusal_of_sbatch_is_one_line(fake_slurm: FakeSlurm) -> None:
+def test_a_refusal_of_sbatch_is_one_line(folder: Path, fake_slurm: FakeSlurm) -> None:
+    """And nothing is left of a run that was not there before."""
     fake_slurm.fail("sbatch", "sbatch: error: no such\nsbatch: error: partition\n")
     with pytest.raises(
         MegatfmError, match=r"^sbatch refused .*/pretrain\.sbatch: .*no such sbatch: error: partition$"
     ):
         launch("--slurm")
+    assert not (folder / "runs").exists()
+    (folder / "runs/quickstart").mkdir(parents=True)
+    with pytest.raises(MegatfmError):
+        launch("--slurm")
+    assert (folder / "runs/quickstart/slurm/pretrain.sbatch").exists(), "its folder was there before"
 
 
 def test_no_sbatch_here(monkeypatch: pytest.MonkeyPatch) -> None:

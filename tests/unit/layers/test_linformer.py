@@ -148,7 +148,7 @@ def test_in_an_encoder_decoder_the_encoder_has_it() -> None:
     model = build(config_of("layerwise", family="encoder_decoder", n_layers=2))
     encoder, decoder = (next(iter(stack.layers.values())) for stack in (model.encoder, model.decoder))
     kinds = [type(layer).__name__ for layer in (encoder.attn, decoder.attn, decoder.cross)]
-    assert kinds == ["LinformerAttention", "HeadsAttention", "HeadsAttention"]
+    assert kinds == ["LinformerAttention", "GroupedQueryAttention", "GroupedQueryAttention"]
     assert [name for name, _ in model.named_parameters() if "sketch" in name] == ["encoder.sketch.weight"]
 
 

@@ -71,7 +71,7 @@ def test_reserved_ids_are_where_they_are_said_to_be(own: Own, kind: str) -> None
     ]
     modes = {} if kind == "sentencepiece" else {"R": "<R>", "S": "<S>", "X": "<X>"}
     assert {letter: tokenizer.id_to_piece(token) for letter, token in tokenizer.modes.items()} == modes
-    assert tokenizer.special.others == ()
+    assert tokenizer.special.unused == ()
     has_unknown = kind not in ("byte-bpe", "llama3")
     assert (tokenizer.unk is not None) == has_unknown
     assert len(tokenizer.special.reserved) == 6 + 8 + len(modes) + has_unknown

@@ -132,7 +132,7 @@ def test_a_branch_is_not_told_to_take_another_name() -> None:
         ),
     ):
         with pytest.raises(UsageError, match=wanted) as caught:
-            resume.check_compatible(found, now, [], own=False)
+            resume.check_compatible(found, now, [], same_run=False)
         assert "another name" not in str(caught.value)
 
 
