@@ -96,7 +96,8 @@ class RandomResizedCrop(SectionTransform):
         scale, ratio, size = self.section.scale, self.section.ratio, self.target.size
         box = _random_box(image.size, scale, ratio, Draws(key)) or _central_box(image.size, ratio)
         left, top, width, height = box
-        return image.resize((size, size), self.target.filter, (left, top, left + width, top + height))
+        part = image.crop((left, top, left + width, top + height))  # or the filter would see beyond it
+        return part.resize((size, size), self.target.filter)
 
 
 @TRANSFORMS.register("random_crop")
