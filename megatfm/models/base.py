@@ -129,10 +129,9 @@ class Model(nn.Module):
             if all(field in batch for field in head.reads):
                 fields = [batch[field] for field in head.reads]
                 full_rows = [batch.get(f"row_{field}") for field in getattr(head, "full_row_fields", ())]
-                losses = add_by_name(
-                    losses,
-                    {str(getattr(head, "term", name)): head(hidden_BTD, *fields, *full_rows, **options)},
-                )
+                given = head(hidden_BTD, *fields, *full_rows, **options)
+                terms = given if isinstance(given, dict) else {str(getattr(head, "term", name)): given}
+                losses = add_by_name(losses, terms)
             elif getattr(head, "predicts", False) and not has_targets:
                 predictions[name] = head(hidden_BTD, **options)
         handed_on = {name: tensor for name, tensor in (carry or {}).items() if tensor is not None}
