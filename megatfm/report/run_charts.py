@@ -85,13 +85,13 @@ def charts(run: Run, compared: Mapping[str, Run] | None = None) -> list[Chart]:
             for i, (other, curve) in enumerate(curves)
         ]
 
-    def evaluated(key: str) -> list[Line]:
+    def evaluated(*key: str) -> list[Line]:
         lines = [
-            Line(name, run.curve("evaluation", name, key), 2 + i % 5, "dots")
+            Line(name, run.curve("evaluation", name, *key), 2 + i % 5, "dots")
             for i, name in enumerate(run.evaluated)
         ]
         return lines + [
-            line for name in run.evaluated for line in behind("evaluation", name, key, name=f", {name}")
+            line for name in run.evaluated for line in behind("evaluation", name, *key, name=f", {name}")
         ]
 
     def smoothed(name: str, key: str) -> list[Line]:
@@ -109,6 +109,8 @@ def charts(run: Run, compared: Mapping[str, Run] | None = None) -> list[Chart]:
         chart("Terms of the loss", "mean over their targets", terms),
         source_chart(run),
         chart("Bits per byte", "held-out text", evaluated("bits_per_byte"), levels=levels),
+        chart("Accuracy", "share of held-out images", evaluated("metrics", "top1")),
+        chart("Top-5 accuracy", "share of held-out images", evaluated("metrics", "top5")),
         *position_charts(run),
         chart("Gradient norm", "before clipping", smoothed("gradient norm", "grad_norm")),
         chart("Learning rate", "", [Line("learning rate", run.curve("lr")), *behind("lr")], from_zero=True),

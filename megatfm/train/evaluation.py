@@ -33,10 +33,10 @@ def evaluate(
 ) -> dict[str, Any]:
     """Evaluate one set, on all ranks together: loss, tokens that the first term counts, and rows.
 
-    With an objective of several terms also "terms", the mean of each. Where a term is the text's likelihood also bits
-    per byte of text, and bytes: every text is coded from its first byte to its end, the mark at its end included, so
-    that bits per byte compare with a file compressor's; what lies before the start of a row is not seen, which can
-    only make the figure worse.
+    With an objective of several terms also "terms", the mean of each, and of one with metrics "metrics". Where a term
+    is the text's likelihood also bits per byte of text, and bytes: every text is coded from its first byte to its end,
+    the mark at its end included, so that bits per byte compare with a file compressor's; what lies before the start of
+    a row is not seen, which can only make the figure worse.
 
     byte_lengths [vocabulary]: bytes of text that each id stands for; None: not known. max_rows: 0 for all.
     on_batch: called at each batch.
@@ -61,8 +61,11 @@ def evaluate(
     if objective.likelihood_term and measured is not None:
         bits = result.sums[objective.likelihood_term] / math.log(2)
         results |= {"bits_per_byte": bits / max(float(n_bytes), 1.0), "bytes": int(n_bytes)}
-    if result.terms:
-        results["terms"] = result.terms
+    terms = {term: mean for term, mean in result.terms.items() if term not in objective.metrics}
+    if len(terms) > 1:
+        results["terms"] = terms
+    if objective.metrics:
+        results["metrics"] = {name: result.terms[name] for name in objective.metrics}
     return results | {"tokens": result.target_counts[next(iter(objective.loss_weights))], "rows": stop}
 
 
@@ -119,6 +122,7 @@ def summary(result: Mapping[str, Any]) -> str:
     """A result in words: loss 1.2345, 1.650 bits per byte."""
     words = [f"loss {result['loss']:.4f}"]
     words += [f"{name} {value:.4f}" for name, value in result.get("terms", {}).items()]
+    words += [f"{name} {100 * value:.2f} %" for name, value in result.get("metrics", {}).items()]
     if "bits_per_byte" in result:
         words.append(f"{result['bits_per_byte']:.3f} bits per byte")
     return ", ".join(words)
