@@ -18,10 +18,12 @@ from megatfm.config.data import DataConfig
 from megatfm.config.load import load, load_config, to_toml
 from megatfm.config.model import ModelConfig
 from megatfm.config.model_parts import (
+    ClassificationHeadConfig,
     SentenceHeadConfig,
 )
 from megatfm.config.objective import (
     CausalObjective,
+    ClassificationObjective,
     MaskedObjective,
     NextSentenceObjective,
     PermutationObjective,
@@ -66,6 +68,7 @@ from megatfm.config.position import (
 from megatfm.config.root import Config
 from megatfm.config.section import invalid, require_variant
 from megatfm.config.sources import find_config, preset_names, presets_of_models
+from megatfm.config.task import TaskConfig
 from megatfm.config.training import (
     ResilienceConfig,
     TrainConfig,
@@ -77,6 +80,8 @@ __all__ = [
     "BigBirdPatternConfig",
     "CausalObjective",
     "ChunkedPatternConfig",
+    "ClassificationHeadConfig",
+    "ClassificationObjective",
     "CompressedAttentionConfig",
     "Config",
     "ConstantSchedule",
@@ -123,6 +128,7 @@ __all__ = [
     "SpanCorruptionObjective",
     "StridedPatternConfig",
     "T5PositionConfig",
+    "TaskConfig",
     "TrainConfig",
     "UL2Objective",
     "WSDSchedule",

@@ -238,6 +238,20 @@ class SentenceHeadConfig(Section):
     """How many."""
 
 
+class ClassificationHeadConfig(Section):
+    """Classes of labelled texts, told from one token of each."""
+
+    name: Literal["classification"] = "classification"
+    classes: PositiveInt = Field(default=2, le=MAX_WIDTH)
+    """How many."""
+    pooler: Literal["tanh", "none"] = "tanh"
+    """BERT's dense layer and tanh before the classes, or the hidden vector as it is."""
+    bias: bool = True
+    """A bias for each class."""
+    dropout: DropProbability = 0.1
+    """Share of the pooled vector's channels that training drops."""
+
+
 class BoundaryHeadConfig(Section):
     """SpanBERT's, which predicts a span from the tokens around it."""
 
@@ -263,7 +277,7 @@ def _with_table_name(heads: Any) -> Any:
 
 
 HeadSection = Annotated[
-    SentenceHeadConfig | BoundaryHeadConfig | PluginHeadConfig,
+    SentenceHeadConfig | ClassificationHeadConfig | BoundaryHeadConfig | PluginHeadConfig,
     ByName(),
 ]
 HeadsConfig = Annotated[dict[str, HeadSection], BeforeValidator(_with_table_name)]

@@ -147,6 +147,12 @@ class ReplacedTokenObjective(Section):
         return self.mask_rate
 
 
+class ClassificationObjective(Section):
+    """Predict the class of a labelled text, or pair of texts; `megatfm finetune` sets it."""
+
+    name: Literal["classification"] = "classification"
+
+
 class PluginObjective(Section):
     """An objective that a package in `plugins` registers, with keys of its own."""
 
@@ -166,6 +172,7 @@ ObjectiveConfig = Annotated[
     | SpanCorruptionObjective
     | UL2Objective
     | ReplacedTokenObjective
+    | ClassificationObjective
     | PluginObjective,
     ByName(),
 ]

@@ -19,6 +19,7 @@ from megatfm.config.optimizer import (
 )
 from megatfm.config.parallel import ParallelConfig
 from megatfm.config.section import PathStr, Section, variants_of
+from megatfm.config.task import TaskConfig
 from megatfm.config.training import (
     CheckpointConfig,
     EvaluateConfig,
@@ -42,6 +43,7 @@ class Config(Section):
     model: ModelConfig
     objective: ObjectiveConfig = CausalObjective()
     data: DataConfig
+    task: TaskConfig | None = None
     parallel: ParallelConfig = ParallelConfig()
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
     optimizer: OptimizerConfig

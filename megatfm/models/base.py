@@ -13,6 +13,7 @@ from megatfm.layers.linear import Embedding
 from megatfm.layers.loss_terms import BlockOutput, add_by_name
 from megatfm.layers.output_head import HEADS
 from megatfm.layers.output_head import SpanBoundaryHead as SpanBoundaryHead
+from megatfm.layers.task_heads import ClassificationHead as ClassificationHead
 from megatfm.registry import Registry, did_you_mean
 from megatfm.split_points import SplitPoint
 
@@ -77,7 +78,8 @@ class Model(nn.Module):
         heads read, each also under its name for full rows (context parallelism), and random keys."""
         of_heads = [tuple(getattr(self, name).reads) for name in self.extra_heads]
         self.target_fields = (*((name,) for name in targets), *of_heads)
-        known = {*fields, *(name for names in self.target_fields for name in names)}
+        optional = (name for head in self.extra_heads for name in optional_reads(getattr(self, head)))
+        known = {*fields, *(name for names in self.target_fields for name in names), *optional}
         sides = {side_of(name) for name in known}
         full = {f"{side_of(name)}row_{name.removeprefix(side_of(name))}" for name in known}
         self.accepted = frozenset(known | full | {f"{side}places" for side in sides} | {"keys"})
@@ -117,14 +119,22 @@ class Model(nn.Module):
             if all(field in batch for field in head.reads):
                 fields = [batch[field] for field in head.reads]
                 full_rows = [batch.get(f"row_{field}") for field in getattr(head, "full_row_fields", ())]
+                others = {field: batch.get(field) for field in optional_reads(head)}
                 losses = add_by_name(
-                    losses, {str(getattr(head, "term", name)): head(hidden_BTD, *fields, *full_rows)}
+                    losses,
+                    {str(getattr(head, "term", name)): head(hidden_BTD, *fields, *full_rows, **others)},
                 )
             elif getattr(head, "predicts", False) and not has_targets:
                 predictions[name] = head(hidden_BTD)
         handed_on = {name: tensor for name, tensor in (carry or {}).items() if tensor is not None}
         kept = dict(losses) if losses and has_targets else None
         return Output(hidden_BTD, logits, kept, predictions or None, handed_on or None)
+
+
+def optional_reads(head: nn.Module) -> tuple[str, ...]:
+    """Return the fields that a head takes as keywords where the batch has them."""
+    fields: tuple[str, ...] = getattr(head, "optional_reads", ())
+    return fields
 
 
 def needed(batch: Mapping[str, Tensor], name: str) -> Tensor:
