@@ -33,6 +33,13 @@ CORE = {
     "megatfm.object_collectives": set[str](),
     "megatfm.parallel": {"megatfm.object_collectives", "megatfm.ops", "megatfm.config"},
     "megatfm.checkpoint": {"megatfm.object_collectives", "megatfm.ops", "megatfm.config"},
+    "megatfm.tasks": {
+        "megatfm.object_collectives",
+        "megatfm.objectives",
+        "megatfm.corpus",
+        "megatfm.tokenizers",
+        "megatfm.config",
+    },
     "megatfm.engines": {
         "megatfm.object_collectives",
         "megatfm.parallel",
