@@ -44,6 +44,8 @@ OTHERS = (
     "latent attention",
     "shaw, deepnorm",
     "alibi, sandwich norm",
+    "swin",
+    "swin v2",
 )
 
 

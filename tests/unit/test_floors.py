@@ -33,6 +33,13 @@ CORE = {
     "megatfm.object_collectives": set[str](),
     "megatfm.parallel": {"megatfm.object_collectives", "megatfm.ops", "megatfm.config"},
     "megatfm.checkpoint": {"megatfm.object_collectives", "megatfm.ops", "megatfm.config"},
+    "megatfm.tasks": {
+        "megatfm.object_collectives",
+        "megatfm.objectives",
+        "megatfm.corpus",
+        "megatfm.tokenizers",
+        "megatfm.config",
+    },
     "megatfm.engines": {
         "megatfm.object_collectives",
         "megatfm.parallel",
@@ -66,6 +73,8 @@ TRAIN["megatfm.train"] = {*CORE, *TRAIN}
 USES = {
     f"megatfm.{room}": {*CORE, *TRAIN} for room in ("inference", "convert", "report", "verify", "describe")
 }
+# Reads what `describe` counts, and runs a rank of a layout that does not exist.
+USES["megatfm.estimate"] = {*CORE, *TRAIN, "megatfm.describe"}
 BESIDE = {
     "megatfm.data_prep": {"megatfm.corpus", "megatfm.tokenizers", "megatfm.config"},
     # Steps that have a model read the text, which data_prep imports by name when a config asks for one.

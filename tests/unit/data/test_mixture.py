@@ -47,6 +47,15 @@ def test_every_block_of_every_stream_has_its_quotas(make_mixture: Any) -> None:
             assert found == Counter({name: round(BLOCK * share) for name, share in weights.items()})
 
 
+def test_sources_of_many_rows_are_those_of_each(make_mixture: Any) -> None:
+    """Over two changes of phase and many blocks, in any order."""
+    mixture, names = make_mixture(), ["a", "b", "c"]
+    positions = np.random.default_rng(1).permutation(400)
+    expected = [names.index(mixture.place(int(position))[0]) for position in positions]
+    assert mixture.row_sources(positions).tolist() == expected
+    assert mixture.row_sources(positions[:0]).tolist() == []
+
+
 def test_any_stretch_comes_close_to_the_weights(make_mixture: Any) -> None:
     mixture = make_mixture(phases=((0, WEIGHTS),))
     places = [mixture.place(position)[0] for position in range(4000)]

@@ -136,6 +136,16 @@ def test_losses_by_position_have_a_line_for_each_stretch(run: Path) -> None:
     )
 
 
+def test_losses_by_source_have_a_line_for_each_corpus(run: Path) -> None:
+    steps = [{"web": 3.0, "Bücher": 2.0}, {"web": 1.0}]
+    replace_metrics(
+        run, [{"step": step, "loss": 2.5, "loss_by_source": losses} for step, losses in enumerate(steps, 1)]
+    )
+    (words,) = (label for label in report(run).charts() if label.startswith("Training loss by source"))
+    assert words.startswith("Training loss by source, nats per token. web: 3 at step 1, ")
+    assert words.endswith("; Bücher: 2 at step 1, 2 at step 1")
+
+
 def test_losses_that_are_not_finite_are_counted_not_hidden(run: Path) -> None:
     losses = [3.0, "NaN", 2.0, "Infinity", 1.0]
     replace_metrics(run, [{"step": step, "loss": loss} for step, loss in enumerate(losses, start=1)])

@@ -99,6 +99,9 @@ def test_unnamed_sizes_become_small() -> None:
         8,
         8,
     )
+    linformer = load_config("bert-base", ['model.attention={name="linformer",n_heads=12,max_length=512}'])
+    projected = shrink(linformer)[0].model.attention
+    assert (projected.max_length, projected.projected_length) == (64, 8)
     electra = shrink(load_config("electra-large", ["parallel.tp=2"]))[0].model
     assert electra.generator is not None
     assert (electra.generator.d_model, electra.generator.n_heads, electra.generator.d_ff) == (32, 4, 64)
