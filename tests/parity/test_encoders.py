@@ -1,7 +1,5 @@
 """Encoders against transformers, from the same perturbed weights: logits, losses and every gradient."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -21,7 +19,7 @@ from tests.support.encoder_batches import (
     padded_batch,
     sentence_labels,
 )
-from tests.support.reference_gradients import Figures, Pair, doubled, hold_to_the_docs, pair
+from tests.support.reference_gradients import Figures, Pair, dtype_fixture, hold_to_the_docs, pair
 
 DEBERTA = {"attention.name": "deberta", "position.name": "deberta"}
 DEBERTA_V3 = {
@@ -59,10 +57,7 @@ MODELS = {
 }  # fmt: skip
 
 
-@pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])
-def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
-    with doubled(request.param, modeling_deberta, modeling_deberta_v2, modeling_modernbert):
-        yield request.param
+dtype = dtype_fixture(modeling_deberta, modeling_deberta_v2, modeling_modernbert)
 
 
 def config_of(model: str) -> ModelConfig:

@@ -1,6 +1,5 @@
 """Models of images against transformers, from the same perturbed weights: outputs and every gradient, at odd sizes."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from transformers.models.vit import modeling_vit
 
 from megatfm.config import ModelConfig
 from tests.support.images import pixels, to_batch
-from tests.support.reference_gradients import Figures, doubled, pair
+from tests.support.reference_gradients import Figures, dtype_fixture, pair
 
 MODULES = (
     modeling_vit,
@@ -62,10 +61,7 @@ MODELS: dict[str, dict[str, Any]] = {
 SIZES = {"as trained": (16, 16), "wide, as many patches": (8, 32), "odd": (37, 53)}
 
 
-@pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])
-def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
-    with doubled(request.param, *MODULES):
-        yield request.param
+dtype = dtype_fixture(*MODULES)
 
 
 def normalised(images: list[Tensor], config: ModelConfig, dtype: torch.dtype) -> Tensor:
