@@ -1,12 +1,15 @@
-"""A SLURM that answers from files: stand-ins for its commands, which note what they were asked."""
+"""A SLURM that answers from files, runs that were watched, and folders to launch from."""
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.fake_slurm import COMMANDS, STAND_IN, FakeSlurm
+from tests.support.watched_runs import MakeRun
 
 
 @pytest.fixture
@@ -41,3 +44,31 @@ def corpora(tmp_path: Path) -> Path:
         (made / name / "manifest.json").touch()
     (made / "tokenizer.model").touch()
     return made
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeRun:
+    """`make("name", launcher="slurm", jobs=["7"])`: a run of 100 steps that came to step 40."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(name: str = "mine", steps: int = 40, **note: Any) -> Path:
+        folder = tmp_path / "runs" / name
+        (folder / "logs").mkdir(parents=True)
+        (folder / "config.toml").write_text('name = "mine"\n[train]\nsteps = 100\n')
+        lines = [
+            {"step": n, "loss": 5 - n / 50, "tokens_per_second": 1000.0 + (n == 2) * 9e9, "step_seconds": 2.0}
+            for n in range(1, steps + 1)
+        ]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        if note:
+            (folder / "launch.json").write_text(json.dumps(note))
+        return folder
+
+    return run
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpora: Path) -> Path:
+    """A folder to launch from, with corpora and nothing else."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
