@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from megatfm.config import load_config, to_toml
 from tests.support.fake_slurm import COMMANDS, STAND_IN, FakeSlurm
+from tests.support.slurm_attempts import RUNNING
 from tests.support.watched_runs import MakeRun
 
 
@@ -72,3 +74,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpora: Path) -> Pa
     """A folder to launch from, with corpora and nothing else."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def run(tmp_path: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run that job 7 trains on n1 to n3, one process on each."""
+    run = tmp_path / "run"
+    (run / "logs").mkdir(parents=True)
+    (run / "slurm").mkdir()
+    config = load_config("quickstart", ["train.global_batch=24", "train.micro_batch=1", "train.steps=100"])
+    (run / "slurm" / "config.toml").write_text(to_toml(config))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n1,n2,n3")
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    fake_slurm.answer("scontrol-show", RUNNING)
+    return run
