@@ -63,11 +63,12 @@ def train_command(args: argparse.Namespace) -> int:
         config = load_training_config(args, new_paths)
         # After the config: its mistakes shouldn't wait for torch.
         from megatfm.describe.description import flops_per_token
+        from megatfm.inference.samples import PromptSampler
         from megatfm.train.trainer import train
 
         if folder := os.environ.get(NEW_RUN_VARIABLE):
             new_paths.folders.append(Path(folder))
-        return train(config, flops_per_token, new_paths)
+        return train(config, flops_per_token, PromptSampler(), new_paths)
 
 
 @contextmanager
