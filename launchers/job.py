@@ -105,8 +105,8 @@ def python_path() -> dict[str, str]:
     That is a checkout that nobody installed, used by `python -m megatfm` from its top.
     """
     root = Path(version.__file__).resolve().parents[1]
-    first, *others = sys.path
-    if sys.flags.safe_path or Path(first or ".").resolve() != root or _origin(others) == root:
+    first, *later_paths = sys.path
+    if sys.flags.safe_path or Path(first or ".").resolve() != root or _origin(later_paths) == root:
         return {}
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))}
 

@@ -111,8 +111,8 @@ def load_site(path: Path | None, overrides: dict[str, str | int | None], options
 
     `overrides` replace fields where they are not None; `options` of sbatch are added to the site's. Raises UsageError.
     """
-    here, shipped = Path("slurm/site.toml"), Path(str(resources.files("megatfm.slurm") / "site.toml"))
-    chosen = path or (here if here.is_file() else shipped)
+    local_file, shipped = Path("slurm/site.toml"), Path(str(resources.files("megatfm.slurm") / "site.toml"))
+    chosen = path or (local_file if local_file.is_file() else shipped)
     for option in options:
         if re.fullmatch(SBATCH_OPTION_PATTERN, option) is None:
             raise UsageError(

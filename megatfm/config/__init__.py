@@ -12,16 +12,23 @@ from megatfm.config.attention import (
     MLAAttentionConfig,
     ScaledAttention,
     StridedPatternConfig,
+    WindowedAttentionConfig,
     WindowPatternConfig,
+    Windows2dPatternConfig,
 )
 from megatfm.config.data import DataConfig
+from megatfm.config.images import ImagesConfig
 from megatfm.config.load import load, load_config, to_toml
 from megatfm.config.model import ModelConfig
 from megatfm.config.model_parts import (
+    ClassifierHeadConfig,
+    PatchEmbeddingConfig,
     SentenceHeadConfig,
+    SequenceClassifierHeadConfig,
 )
 from megatfm.config.objective import (
     CausalObjective,
+    ClassificationObjective,
     MaskedObjective,
     NextSentenceObjective,
     PermutationObjective,
@@ -31,6 +38,7 @@ from megatfm.config.objective import (
     SentenceOrderObjective,
     SpanBoundaryObjective,
     SpanCorruptionObjective,
+    TextClassificationObjective,
     UL2Objective,
 )
 from megatfm.config.optimizer import (
@@ -57,7 +65,10 @@ from megatfm.config.parallel import ParallelConfig
 from megatfm.config.position import (
     DebertaPositionConfig,
     DebertaV2PositionConfig,
+    LearnedPosition2dConfig,
     LearnedPositionConfig,
+    LogRelative2dConfig,
+    Rope2dConfig,
     RopeConfig,
     RopeScaling,
     ShawConfig,
@@ -66,6 +77,7 @@ from megatfm.config.position import (
 from megatfm.config.root import Config
 from megatfm.config.section import invalid, require_variant
 from megatfm.config.sources import find_config, preset_names, presets_of_models
+from megatfm.config.task import TaskConfig
 from megatfm.config.training import (
     ResilienceConfig,
     TrainConfig,
@@ -77,6 +89,8 @@ __all__ = [
     "BigBirdPatternConfig",
     "CausalObjective",
     "ChunkedPatternConfig",
+    "ClassificationObjective",
+    "ClassifierHeadConfig",
     "CompressedAttentionConfig",
     "Config",
     "ConstantSchedule",
@@ -86,12 +100,15 @@ __all__ = [
     "DebertaV2PositionConfig",
     "FixedPatternConfig",
     "GQAAttentionConfig",
+    "ImagesConfig",
     "InverseSqrtSchedule",
     "LambConfig",
+    "LearnedPosition2dConfig",
     "LearnedPositionConfig",
     "LinearSchedule",
     "LinformerAttentionConfig",
     "LionConfig",
+    "LogRelative2dConfig",
     "LongformerAttentionConfig",
     "LongformerPatternConfig",
     "MLAAttentionConfig",
@@ -102,6 +119,7 @@ __all__ = [
     "OptimizerConfig",
     "OptimizerSection",
     "ParallelConfig",
+    "PatchEmbeddingConfig",
     "PermutationObjective",
     "PluginObjective",
     "PluginOptimizer",
@@ -109,6 +127,7 @@ __all__ = [
     "PrefixObjective",
     "ReplacedTokenObjective",
     "ResilienceConfig",
+    "Rope2dConfig",
     "RopeConfig",
     "RopeScaling",
     "ScaledAttention",
@@ -117,16 +136,21 @@ __all__ = [
     "ScheduleSection",
     "SentenceHeadConfig",
     "SentenceOrderObjective",
+    "SequenceClassifierHeadConfig",
     "ShawConfig",
     "SoapConfig",
     "SpanBoundaryObjective",
     "SpanCorruptionObjective",
     "StridedPatternConfig",
     "T5PositionConfig",
+    "TaskConfig",
+    "TextClassificationObjective",
     "TrainConfig",
     "UL2Objective",
     "WSDSchedule",
     "WindowPatternConfig",
+    "WindowedAttentionConfig",
+    "Windows2dPatternConfig",
     "find_config",
     "invalid",
     "load",

@@ -147,6 +147,22 @@ class ReplacedTokenObjective(Section):
         return self.mask_rate
 
 
+class TextClassificationObjective(Section):
+    """Predict the class of a labelled text, or pair of texts; `megatfm finetune` sets it."""
+
+    name: Literal["text_classification"] = "text_classification"
+
+
+class ImageObjective(Section):
+    """An objective whose inputs are images, without a tokenizer."""
+
+
+class ClassificationObjective(ImageObjective):
+    """Predict the class of each image, by the head `model.extra_heads.classifier`."""
+
+    name: Literal["classification"] = "classification"
+
+
 class PluginObjective(Section):
     """An objective that a package in `plugins` registers, with keys of its own."""
 
@@ -166,6 +182,8 @@ ObjectiveConfig = Annotated[
     | SpanCorruptionObjective
     | UL2Objective
     | ReplacedTokenObjective
+    | TextClassificationObjective
+    | ClassificationObjective
     | PluginObjective,
     ByName(),
 ]

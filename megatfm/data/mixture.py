@@ -163,18 +163,18 @@ class Mixture:
         batch: Fields = {}
         for name, source in self.sources.items():
             mine = [number for number, (chosen, _) in enumerate(places) if chosen == name]
-            found = source.rows([places[number][1] for number in mine]) if mine else {}
+            fields = source.rows([places[number][1] for number in mine]) if mine else {}
             if len(mine) == len(places):
-                return found
+                return fields
             if not mine:
                 continue
             if not batch:
                 batch = {
                     field: np.empty((len(places), *values.shape[1:]), values.dtype)
-                    for field, values in found.items()
+                    for field, values in fields.items()
                 }
-            check_same_fields(f"data.mixture.{name}", found, batch)
-            for field, values in found.items():
+            check_same_fields(f"data.mixture.{name}", fields, batch)
+            for field, values in fields.items():
                 batch[field][mine] = values
         return batch
 

@@ -51,8 +51,8 @@ class DeferredReads:
             values = sent.copy_(values, non_blocking=True)
             self._there = torch.cuda.Event()
             self._there.record()
-        places = [own.numel() for own, _ in self._waiting]
-        self._sent += zip(values.split(places), [found for _, found in self._waiting], strict=True)
+        places = [values.numel() for values, _ in self._waiting]
+        self._sent += zip(values.split(places), [target for _, target in self._waiting], strict=True)
         self._waiting = []
 
     def read(self) -> None:
@@ -61,8 +61,8 @@ class DeferredReads:
             self.start_copy()
         if self._there:
             self._there.synchronize()
-        for values, found in self._sent:
-            found.extend(values.tolist())
+        for values, target in self._sent:
+            target.extend(values.tolist())
         self._sent, self._there = [], None
 
 

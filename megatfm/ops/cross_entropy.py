@@ -254,7 +254,7 @@ def _chunk(
     top = largest_P.amax(0)
     below_P = largest_P - top
     normaliser = (below_P.exp() * sums_P).sum(0)
-    target_logit, found = (target_P + held_P * below_P).sum(0), held_P.sum(0)
+    target_logit, target_count = (target_P + held_P * below_P).sum(0), held_P.sum(0)
     spread: Tensor | float = 0.0
     if variant.smoothing:
         logits_P, rows_P = rest_P
@@ -262,7 +262,7 @@ def _chunk(
         spread = variant.smoothing / vocabulary
         target_logit = (1 - variant.smoothing) * target_logit + spread * sum_of_logits
     # A target beyond the vocabulary is found in no part: not a number, rather than a wrong one.
-    losses = (normaliser.log() - target_logit).where(found > 0, torch.nan)
+    losses = (normaliser.log() - target_logit).where(target_count > 0, torch.nan)
     gradient = exponentials.mul_(counted * (largest - top).exp() / normaliser)
     if variant.smoothing:
         gradient -= spread * counted

@@ -230,6 +230,10 @@ def _local_shard_dropout(module: nn.Module, ranks: TensorParallelGroup, layouts:
     module.part = ranks.rank  # type: ignore[assignment]
 
 
+def _local_channels(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
+    module.part, module.parts = ranks.rank, ranks.group.size()  # type: ignore[assignment]
+
+
 def vocab_parallel_embedding(tokens: Tensor, weight_WD: Tensor, vocab_start: int) -> Tensor:
     """Rows of the tokens on this rank, from `vocab_start` on, and zeros for the others: a partial [..., D]
     (Shoeybi et al. 2019, section 3)."""
@@ -373,3 +377,6 @@ register_style(ParallelStyle("local_token_dropout", apply=_local_token_dropout, 
 
 register_style(ParallelStyle("local_shard_dropout", apply=_local_shard_dropout, communication=()))
 """Keyed dropout of cut heads or channels."""
+
+register_style(ParallelStyle("local_channels", apply=_local_channels, communication=()))
+"""A module that passes on the channels which are the input of cut weights, of an input that every rank has whole."""

@@ -27,6 +27,7 @@ from megatfm.tracking.hardware import FlopsPerToken, Utilization
 from megatfm.tracking.metrics import MetricsLog, StepTimes, check_sinks
 from megatfm.tracking.run_directory import RunDirectory, run_folder
 from megatfm.train import resume
+from megatfm.train.best_checkpoint import BestCheckpoint
 from megatfm.train.build import build_engine, choose_precision, describe_size
 from megatfm.train.corpora import Corpora, batch_schedule, open_corpora, open_tokenizer
 from megatfm.train.evaluation import Evaluator, Sampler
@@ -137,6 +138,7 @@ class Trainer:
             read_back=config.checkpoint.verify_after_write,
             local_dir=nodes.folder if nodes else None,
         )
+        self.best = BestCheckpoint(config.task, run.checkpoints)
         monitor.save_thread_id = lambda: self.saver.thread_id
         seed_all(config.train.seed, run.rank)
         self.requested_config = config
@@ -146,8 +148,6 @@ class Trainer:
         self.launcher = "none"
         self.is_branch = False
         self._save_seconds: float | None = None  # of the last checkpoint, for the next line of metrics
-
-    # ------------------------------------------------------------------------------------------------ the loop
 
     def train(self, signals: StopSignals) -> int:
         """Take steps until the run ends or a signal asks to stop. Returns the exit code."""
@@ -178,13 +178,15 @@ class Trainer:
                 if self._is_due(config.evaluate.every):
                     tick = partial(self.monitor.tick, self.step, "evaluation")
                     record |= self.evaluator.record(self.step, tick)
+                    self.best.update(self.step, record["evaluation"])
                 if metrics:
                     metrics.write(record)
                 self.run_log.step(record, self._is_due(config.log.every))
                 stop, is_saving = signals.agreed(self.saver.step_in_progress is not None)
                 if not is_saving:
                     self.saver.wait_for_save()  # on all ranks at the same step, so that all end with its error
-                shared, local = stop or self._is_due(config.checkpoint.every), config.checkpoint.local_every
+                shared = stop or self._is_due(config.checkpoint.every) or self.best.step == self.step
+                local = config.checkpoint.local_every
                 if shared or (local and self.step % local == 0):
                     self.monitor.tick(self.step, "save")
                     if metrics:
@@ -268,8 +270,6 @@ class Trainer:
         log.info("%s: %s", event, detail)
         self.run.log_event(event, detail, self.step)
 
-    # ------------------------------------------------------------------------------------- start, resume, roll back
-
     def restore(self, latest: resume.ResumePoint | None, branch: resume.ResumePoint | None = None) -> None:
         """Load the newest checkpoint, or start; leave the run's description on disk.
 
@@ -321,7 +321,7 @@ class Trainer:
         is_same_model = current["config"]["model"] == point.state["config"]["model"]
         mismatch = "" if is_same_model else resume.shape_mismatch(point, self.engine.layout)
         allowed = resume.check_compatible(
-            point, current, list(self.config.resume.allow), mismatch, own=same_run
+            point, current, list(self.config.resume.allow), mismatch, same_run=same_run
         )
         if same_run:
             self.decisions.read()
@@ -354,6 +354,7 @@ class Trainer:
         self.position = self.decisions.data_resume_positions.get(self.step, position)
         self.loss_guard.load(point.state.get("trouble", {}))
         self.origin = point.state.get("origin")
+        self.best.load(point.state)
 
     def _roll_back_after_spike(self, loss: float) -> bool:
         """Return whether the loss spiked and the run went back to a checkpoint, to skip the data since then."""
@@ -372,11 +373,9 @@ class Trainer:
         self._load_checkpoint(point)
         return True
 
-    # --------------------------------------------------------------------------------------------------- saving
-
     def _save(self, loader: DataLoader, local: bool = False) -> None:
         """Write a checkpoint, or begin to: nothing of it may change before `saver.wait_for_staging`. A collective."""
-        start = time.perf_counter()
+        start, self.saver.pinned = time.perf_counter(), self.best.path
         tensors = {**self.engine.state_dict(), **rng_state_dict(self.run.rank, self.engine.device)}
         self.saver.save(self.step, tensors, self._run_state(loader), wait_for_staging=False, local=local)
         self._save_seconds = time.perf_counter() - start
@@ -385,6 +384,7 @@ class Trainer:
         """Return the JSON state of a checkpoint."""
         return {
             **({} if self.origin is None else {"origin": self.origin}),
+            **self.best.state(),
             "step": self.step,
             "tokens": self.tokens,
             "precision": self.precision,

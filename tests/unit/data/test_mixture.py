@@ -121,7 +121,7 @@ def test_every_source_is_read_in_its_own_order_each_row_once(make_mixture: Any) 
     assert mixture.rows_consumed(131) == Counter(mixture.place(p)[0] for p in range(131))
 
 
-def test_it_is_a_pure_function_of_seed_and_position(make_mixture: Any) -> None:
+def test_the_mixture_is_a_pure_function_of_seed_and_position(make_mixture: Any) -> None:
     one, other = make_mixture(), make_mixture()
     positions = np.random.default_rng(0).integers(0, 3000, 200)
     backwards = [other.place(position) for position in positions[::-1]][::-1]
