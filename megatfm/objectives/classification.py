@@ -1,6 +1,6 @@
 """Supervised classification of images (Dosovitskiy et al. 2021)."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +61,12 @@ class Classification(Objective):
         return self._for_evaluation()
 
     def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-        return np.full(len(n_tokens), self.reader.n_tokens)
+        return np.full(len(n_tokens), self.reader.max_tokens)
+
+    @property
+    def image_lengths(self) -> Callable[[NDArray[np.int64]], NDArray[np.int64]] | None:
+        """Lengths by heights and widths of images, where each keeps its shape."""
+        return self.reader.n_tokens if self.reader.size is None else None
 
     def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
         fields: dict[str, NDArray[Any]] = self.reader.build(piece.files, key)
@@ -81,9 +86,9 @@ class Classification(Objective):
         return MixedImages(rows, self.mixing, turn)
 
     def random_piece(self, random: np.random.Generator) -> DocumentChunk:
-        files = random_image_files(random, self.reader.layout.channels, 2 * self.reader.target.size)
+        files = random_image_files(random, self.reader)
         label = b"%d" % random.integers(self.n_classes)
-        return DocumentChunk(np.zeros(self.reader.n_tokens, np.uint16), files={**files, "cls": label})
+        return DocumentChunk(np.zeros(self.reader.max_tokens, np.uint16), files={**files, "cls": label})
 
     def target_counts(self, batch: Batch) -> dict[str, Tensor]:
         return dict.fromkeys(self.loss_weights, (batch["labels"] != IGNORE_INDEX).sum())
