@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +45,7 @@ TURNS = {
 """EXIF orientation → what sets the image upright."""
 
 Pixels = NDArray[np.uint8]
+Number = TypeVar("Number", bound=np.generic)
 
 
 @dataclass(frozen=True)
@@ -230,7 +231,7 @@ def to_array(image: Image.Image) -> Pixels:
     return pixels if pixels.ndim == 3 else pixels[..., None]
 
 
-def patchify(pixels: Pixels, patch_size: int) -> Pixels:
+def patchify(pixels: NDArray[Number], patch_size: int) -> NDArray[Number]:
     """Patches [h · w, C · P · P] of pixels [h · P, w · P, C], row by row; in a patch channels come first."""
     height, width, channels = pixels.shape
     grid = pixels.reshape(height // patch_size, patch_size, width // patch_size, patch_size, channels)

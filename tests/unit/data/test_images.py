@@ -13,6 +13,7 @@ from megatfm.config.objective import ClassificationObjective
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.image_size import upright_size
 from megatfm.corpus.writer import ShardWriter
+from megatfm.data.contact_sheet import contact_sheet, images_of_rows
 from megatfm.data.dataset import PackedDataset, RowDataset
 from megatfm.data.documents import Quarantine
 from megatfm.data.image_mixing import MixedImages
@@ -319,3 +320,21 @@ def test_native_resolution_needs_sizes_in_the_index(tmp_path: Path) -> None:
         objective(max_patches=20, mixup=0.2)
     with pytest.raises(UsageError, match=r"max_patches = 80, which takes 81 tokens"):
         objective(row=64, max_patches=80)
+
+
+def test_contact_sheets_show_pixels_of_rows(corpus: Corpus) -> None:
+    made = objective(row=4 * TOKENS, transforms=[], crop_pct=1.0, mixup=0.5, mix_probability=0.5)
+    rows = made.prepare_rows(rows_of(corpus, made, row=4 * TOKENS, quarantine=Quarantine.parse(["3"], 70)), 1)
+    batch = rows.rows(range(18))
+    seen = list(images_of_rows(batch, PATCH, [f"kind {n}" for n in range(70)]))
+    assert len(seen) == 69
+    labels = batch["labels"][batch["labels"] >= 0]
+    weights = batch["label_weights"][batch["labels"] >= 0]
+    assert {0.0, 1.0} & set(weights.tolist()) == {1.0}
+    for image, label, weight in zip(seen, labels.tolist(), weights.tolist(), strict=True):
+        assert image.caption.startswith(f"kind {label}" if weight == 1 else f"{weight:.2f} kind {label} + ")
+    tokens = np.flatnonzero(batch["documents"][0] == 2)
+    np.testing.assert_array_equal(seen[2].pixels, unpatched(batch["patches"][0, tokens[1:]]))
+    sheet = contact_sheet(seen[:5], columns=2)
+    assert sheet.size == (2 * 134 + 6, 3 * 152 + 6)
+    assert sheet.getpixel((6, 6)) == tuple(seen[0].pixels[0, 0])
