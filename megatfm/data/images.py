@@ -43,6 +43,12 @@ TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 """EXIF orientation → what sets the image upright."""
+ORIENTATION_MARKS = (b"Exif\0\0", b"http://ns.adobe.com/xap/1.0/")
+"""Heads of the segments of a JPEG that may hold an orientation."""
+# Of damaged EXIF, odd palettes and many pixels, for which there is an error where it matters. Once for the process,
+# since threads that ignore warnings for a while leave each other's filters behind.
+for _category in (UserWarning, Image.DecompressionBombWarning):
+    warnings.filterwarnings("ignore", category=_category, module=r"PIL\.")
 
 Pixels = NDArray[np.uint8]
 Number = TypeVar("Number", bound=np.generic)
@@ -163,17 +169,8 @@ def find_image(files: Mapping[str, bytes]) -> str:
 def decode(data: bytes, extension: str, channels: int) -> Image.Image:
     """The image in RGB, or grey for one channel. Raises SampleError for what is damaged, or too large."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pillow's own bound of pixels, and damaged EXIF
-            image: Image.Image = Image.open(io.BytesIO(data), formats=[FORMATS[extension]])
-            if image.width * image.height > MAX_PIXELS:
-                raise Image.DecompressionBombError
-            turn = TURNS.get(orientation(image))
-            image = _decode_jpeg(image, data) or image
-            image.load()
-            if turn is not None:
-                image = image.transpose(turn)
-            return convert(image, channels)
+        image = _decode_plain_jpeg(data) if FORMATS[extension] == "JPEG" else None
+        return convert(image or _decode_any(data, extension), channels)
     except SampleError:
         raise
     except Image.DecompressionBombError:  # Pillow's own bound is larger
@@ -185,15 +182,29 @@ def decode(data: bytes, extension: str, channels: int) -> Image.Image:
         raise SampleError(f"has a .{extension} that can't be decoded ({reason})") from error
 
 
-def _decode_jpeg(image: Image.Image, data: bytes) -> Image.Image | None:
-    """The image by simplejpeg, which is faster and gives the same pixels; None where Pillow has to decode it."""
-    if simplejpeg is None or image.format != "JPEG" or image.mode not in ("RGB", "L"):
+def _decode_any(data: bytes, extension: str) -> Image.Image:
+    """An upright image by Pillow."""
+    image: Image.Image = Image.open(io.BytesIO(data), formats=[FORMATS[extension]])
+    if image.width * image.height > MAX_PIXELS:
+        raise Image.DecompressionBombError
+    turn = TURNS.get(orientation(image))
+    image.load()
+    return image if turn is None else image.transpose(turn)
+
+
+def _decode_plain_jpeg(data: bytes) -> Image.Image | None:
+    """An image by simplejpeg, which is faster and gives the same pixels; None where Pillow has to decode it: CMYK, an
+    orientation, and whatever is unusual or damaged, which Pillow names."""
+    if simplejpeg is None or any(mark in data for mark in ORIENTATION_MARKS):
         return None
     try:
-        pixels = simplejpeg.decode_jpeg(data, "GRAY" if image.mode == "L" else "RGB")
-    except ValueError:  # Pillow decodes what is only unusual, and says what is damaged
+        height, width, color, _ = simplejpeg.decode_jpeg_header(data)
+        if color not in ("YCbCr", "RGB", "Gray") or height * width > MAX_PIXELS:
+            return None
+        pixels = simplejpeg.decode_jpeg(data, "GRAY" if color == "Gray" else "RGB")
+    except ValueError:
         return None
-    return Image.fromarray(pixels[..., 0] if image.mode == "L" else pixels)
+    return Image.fromarray(pixels[..., 0] if color == "Gray" else pixels)
 
 
 def convert(image: Image.Image, channels: int) -> Image.Image:
