@@ -21,11 +21,13 @@ from megatfm.config.model import ModelConfig
 from megatfm.config.model_parts import (
     ClassifierHeadConfig,
     PatchEmbeddingConfig,
+    PixelDecoderConfig,
     SentenceHeadConfig,
 )
 from megatfm.config.objective import (
     CausalObjective,
     ClassificationObjective,
+    MaskedImageObjective,
     MaskedObjective,
     NextSentenceObjective,
     PermutationObjective,
@@ -105,6 +107,7 @@ __all__ = [
     "LongformerAttentionConfig",
     "LongformerPatternConfig",
     "MLAAttentionConfig",
+    "MaskedImageObjective",
     "MaskedObjective",
     "ModelConfig",
     "MuonConfig",
@@ -114,6 +117,7 @@ __all__ = [
     "ParallelConfig",
     "PatchEmbeddingConfig",
     "PermutationObjective",
+    "PixelDecoderConfig",
     "PluginObjective",
     "PluginOptimizer",
     "PluginSchedule",

@@ -18,6 +18,7 @@ from megatfm.config.model_parts import (
     InitConfig,
     MuPConfig,
     NormConfig,
+    PixelDecoderConfig,
     RMSNormConfig,
     TokenEmbeddingConfig,
 )
@@ -51,7 +52,7 @@ class Family:
 
 FAMILY_KEYS = (
     "n_encoder_layers", "extra_heads.sentence", "extra_heads.boundary", "n_mtp_heads",
-    "embedding.n_segments", "generator",
+    "embedding.n_segments", "generator", "pixel_decoder",
     "ffn.name = 'moe'", "mup",
 )  # fmt: skip
 """Keys of a model, or values of them, that only some families give a meaning."""
@@ -81,6 +82,9 @@ FAMILIES = {
     "electra": Family(
         frozenset({"generator", "embedding.n_segments"}),
         no_heads="which is trained as a whole (its discriminator alone may have heads: family = 'discriminator')",
+    ),
+    "masked_autoencoder": Family(
+        frozenset({"pixel_decoder"}), no_heads="which predicts pixels", bare=True, other_names=("mae",)
     ),
     "discriminator": Family(frozenset({"extra_heads.sentence", "embedding.n_segments", "mup"})),
 }
@@ -147,6 +151,8 @@ class ModelConfig(Section):
     """The initial weights."""
     generator: GeneratorConfig | None = None
     """The generator of `family = "electra"`."""
+    pixel_decoder: PixelDecoderConfig | None = None
+    """The decoder of `family = "masked_autoencoder"`."""
     mup: MuPConfig | None = None
     """Maximal update parametrisation; left out, the standard one."""
 
@@ -189,7 +195,8 @@ class ModelConfig(Section):
         if family:
             values = (
                 self.n_encoder_layers, "sentence" in self.extra_heads, "boundary" in self.extra_heads, self.n_mtp_heads,
-                self.embedding.n_segments, self.generator, isinstance(self.ffn, MoEConfig), self.mup,
+                self.embedding.n_segments, self.generator, self.pixel_decoder, isinstance(self.ffn, MoEConfig),
+                self.mup,
             )  # fmt: skip
             for part, value in zip(FAMILY_KEYS, values, strict=True):
                 if value and part not in family.knows:
@@ -303,9 +310,8 @@ class ModelConfig(Section):
     @property
     def tp_dims(self) -> dict[str, int]:
         """Sizes that tensor parallelism divides, by key, of all kinds of blocks."""
-        parts = {"attention": self.attention, "ffn": self.ffn} | (
-            {"generator": self.generator} if self.generator else {}
-        )
+        smaller = {"generator": self.generator, "pixel_decoder": self.pixel_decoder}
+        parts = {"attention": self.attention, "ffn": self.ffn} | {k: v for k, v in smaller.items() if v}
         sizes = {f"{part}.{key}": n for part, section in parts.items() for key, n in section.tp_dims.items()}
         for kind in self.layer_type:
             other = self.type_config(kind)

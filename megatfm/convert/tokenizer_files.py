@@ -135,13 +135,14 @@ ADD_BOS_KEY = "add_bos_token"
 def record_origin(source: Path, name: str, theirs: Json, written: Json) -> Json:
     """Record what a checkpoint keeps of the folder that its model came from, also through training on.
 
-    config: special ids, names of labels and dropout rates of config.json where `written`, our own export, says another; generation:
-    what generation_config.json holds, if there is one. Raises MegatfmError.
+    config: special ids, names of labels and dropout rates of config.json where `written`, our own export, says another;
+    generation: what generation_config.json holds, if there is one. Raises MegatfmError.
     """
     differing = {
         key: {"theirs": value, "ours": written.get(key)}
         for key, value in theirs.items()
-        if (key in IDS or key in LABELS or DROPOUT_KEY.search(key)) and (key not in written or written[key] != value)
+        if (key in IDS or key in LABELS or DROPOUT_KEY.search(key))
+        and (key not in written or written[key] != value)
     }
     file = source / GENERATION
     return {
