@@ -181,10 +181,10 @@ class Model:
         sets: folders or URLs of corpora besides the run's own. compressors: under each set also what gzip and xz need.
         It reads the run's newest checkpoint. Raises UsageError for what is no run directory.
         """
-        found = evaluate_run(self.path, sets or {}, compressors, trust_plugins=self.trust_plugins)
-        if found is None:
+        evaluation = evaluate_run(self.path, sets or {}, compressors, trust_plugins=self.trust_plugins)
+        if evaluation is None:
             return {}
-        results, baselines = found
+        results, baselines = evaluation
         return {
             name: {**result, **({"compressors": baselines[name]} if name in baselines else {})}
             for name, result in results["sets"].items()

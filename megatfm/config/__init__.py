@@ -12,7 +12,9 @@ from megatfm.config.attention import (
     MLAAttentionConfig,
     ScaledAttention,
     StridedPatternConfig,
+    WindowedAttentionConfig,
     WindowPatternConfig,
+    Windows2dPatternConfig,
 )
 from megatfm.config.data import DataConfig
 from megatfm.config.images import ImagesConfig
@@ -23,6 +25,7 @@ from megatfm.config.model_parts import (
     PatchEmbeddingConfig,
     PixelDecoderConfig,
     SentenceHeadConfig,
+    SequenceClassifierHeadConfig,
 )
 from megatfm.config.objective import (
     CausalObjective,
@@ -37,6 +40,7 @@ from megatfm.config.objective import (
     SentenceOrderObjective,
     SpanBoundaryObjective,
     SpanCorruptionObjective,
+    TextClassificationObjective,
     UL2Objective,
 )
 from megatfm.config.optimizer import (
@@ -65,6 +69,7 @@ from megatfm.config.position import (
     DebertaV2PositionConfig,
     LearnedPosition2dConfig,
     LearnedPositionConfig,
+    LogRelative2dConfig,
     Rope2dConfig,
     RopeConfig,
     RopeScaling,
@@ -74,6 +79,7 @@ from megatfm.config.position import (
 from megatfm.config.root import Config
 from megatfm.config.section import invalid, require_variant
 from megatfm.config.sources import find_config, preset_names, presets_of_models
+from megatfm.config.task import TaskConfig
 from megatfm.config.training import (
     ResilienceConfig,
     TrainConfig,
@@ -104,6 +110,7 @@ __all__ = [
     "LinearSchedule",
     "LinformerAttentionConfig",
     "LionConfig",
+    "LogRelative2dConfig",
     "LongformerAttentionConfig",
     "LongformerPatternConfig",
     "MLAAttentionConfig",
@@ -133,16 +140,21 @@ __all__ = [
     "ScheduleSection",
     "SentenceHeadConfig",
     "SentenceOrderObjective",
+    "SequenceClassifierHeadConfig",
     "ShawConfig",
     "SoapConfig",
     "SpanBoundaryObjective",
     "SpanCorruptionObjective",
     "StridedPatternConfig",
     "T5PositionConfig",
+    "TaskConfig",
+    "TextClassificationObjective",
     "TrainConfig",
     "UL2Objective",
     "WSDSchedule",
     "WindowPatternConfig",
+    "WindowedAttentionConfig",
+    "Windows2dPatternConfig",
     "find_config",
     "invalid",
     "load",

@@ -32,7 +32,7 @@ class NormSection(Section):
     eps: PositiveFloat = 1e-5
     """Epsilon of the normalisation."""
     placement: str = "pre"
-    """Where the norms stand around a sublayer: pre, post, sandwich or deepnorm."""
+    """Where the norms stand around a sublayer: pre, post, res_post (on its output), sandwich or deepnorm."""
     final_norm: bool | None = None
     """A norm at the end of each stack; left out, only where blocks don't end in one."""
     first_attention_norm: bool = True
@@ -312,6 +312,20 @@ class SentenceHeadConfig(Section):
     """How many."""
 
 
+class SequenceClassifierHeadConfig(Section):
+    """Classes of labelled texts, told from one token of each."""
+
+    name: Literal["sequence_classifier"] = "sequence_classifier"
+    classes: PositiveInt = Field(default=2, le=MAX_WIDTH)
+    """How many."""
+    pooler: Literal["tanh", "none"] = "tanh"
+    """BERT's dense layer and tanh before the classes, or the hidden vector as it is."""
+    bias: bool = True
+    """A bias for each class."""
+    dropout: DropProbability = 0.1
+    """Share of the pooled vector's channels that training drops."""
+
+
 class BoundaryHeadConfig(Section):
     """SpanBERT's, which predicts a span from the tokens around it."""
 
@@ -354,7 +368,11 @@ def _with_table_name(heads: Any) -> Any:
 
 
 HeadSection = Annotated[
-    SentenceHeadConfig | BoundaryHeadConfig | ClassifierHeadConfig | PluginHeadConfig,
+    SentenceHeadConfig
+    | BoundaryHeadConfig
+    | ClassifierHeadConfig
+    | SequenceClassifierHeadConfig
+    | PluginHeadConfig,
     ByName(),
 ]
 HeadsConfig = Annotated[dict[str, HeadSection], BeforeValidator(_with_table_name)]

@@ -219,6 +219,21 @@ class TransformerXLPositionConfig(PositionSection):
     name: Literal["transformer_xl"] = "transformer_xl"
 
 
+class Relative2dConfig(PositionSection):
+    """A learned bias for each head and offset of rows and columns in a window, in every block (Liu et al. 2021)."""
+
+    name: Literal["relative_2d"] = "relative_2d"
+
+
+class LogRelative2dConfig(PositionSection):
+    """A bias by a small network of log-spaced offsets of rows and columns in a window (Swin-V2; Liu et al. 2022)."""
+
+    name: Literal["log_relative_2d"] = "log_relative_2d"
+    pretrained_windows: tuple[PositiveInt, ...] | None = Field(default=None, examples=[(12, 12, 12, 6)])
+    """Side of the windows of each stage by which offsets are scaled, where weights were trained with smaller ones; left
+    out, the windows' own."""
+
+
 class LearnedPosition2dConfig(PositionSection):
     """A learned vector for each place of a grid of patches, interpolated to each image's grid."""
 
@@ -268,6 +283,8 @@ PositionConfig = Annotated[
     | DebertaPositionConfig
     | DebertaV2PositionConfig
     | TransformerXLPositionConfig
+    | Relative2dConfig
+    | LogRelative2dConfig
     | LearnedPosition2dConfig
     | Sinusoidal2dConfig
     | Rope2dConfig

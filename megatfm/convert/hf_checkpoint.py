@@ -123,19 +123,21 @@ class HfFolder:
         except (SafetensorError, OSError) as error:
             raise MegatfmError(f"{self.path / file}: can't read {stored}: {error}") from None
 
-    def ours(self, mapping: WeightMapping) -> Mapping[str, Tensor]:
+    def megatfm_tensors(self, mapping: WeightMapping) -> Mapping[str, Tensor]:
         """The tensors of a rule under our names. Raises MegatfmError where a copy differs from its original."""
-        theirs = [self.read_tensor(name) for name in mapping.hf]
+        hf_tensors = [self.read_tensor(name) for name in mapping.hf]
         for copy in mapping.tied_names:
-            if copy in self.files and not torch.equal(self.read_tensor(copy), theirs[0]):
+            if copy in self.files and not torch.equal(self.read_tensor(copy), hf_tensors[0]):
                 raise MegatfmError(
                     f"{self.path}: {copy} differs from {mapping.hf[0]}, which config.json says it shares: the "
                     "config must say tie_word_embeddings = false, or the file was damaged"
                 )
         try:
-            return dict(zip(mapping.megatfm, mapping.from_hf(theirs), strict=True))
+            return dict(zip(mapping.megatfm, mapping.from_hf(hf_tensors), strict=True))
         except (RuntimeError, ValueError, IndexError):
-            shapes = (f"{name} {list(tensor.shape)}" for name, tensor in zip(mapping.hf, theirs, strict=True))
+            shapes = (
+                f"{name} {list(tensor.shape)}" for name, tensor in zip(mapping.hf, hf_tensors, strict=True)
+            )
             raise MegatfmError(
                 f"{self.path}: {', '.join(shapes)} can't be what its config.json describes: its widths or heads differ"
             ) from None
@@ -240,20 +242,20 @@ Read = Callable[[Sequence[str]], Mapping[str, Tensor]]
 
 
 def write_weights(
-    folder: Path, rules: Sequence[WeightMapping], ours: Mapping[str, Tensor], read: Read, shard_bytes: int
+    folder: Path, rules: Sequence[WeightMapping], tensors: Mapping[str, Tensor], read: Read, shard_bytes: int
 ) -> int:
     """Write the tensors that `rules` make, into files of at most `shard_bytes` (or one larger tensor); returns bytes.
 
-    ours: every tensor on the meta device, from which the layout of the files follows before anything is read.
+    tensors: every tensor on the meta device, from which the layout of the files follows before anything is read.
     """
-    theirs = to_hf(rules, ours)
-    shards = split(theirs, shard_bytes)
+    hf_tensors = to_hf(rules, tensors)
+    shards = split(hf_tensors, shard_bytes)
     total = len(shards)
     names = [WEIGHTS] if total == 1 else [_file(number, total) for number in range(1, total + 1)]
-    tensors = _converted(rules, read)
+    hf_parts = _converted(rules, read)
     for name, shard in zip(names, shards, strict=True):
-        file_io.write_file(folder / name, _parts({key: theirs[key] for key in shard}, tensors))
-    size = sum(tensor.nbytes for tensor in theirs.values())
+        file_io.write_file(folder / name, _parts({key: hf_tensors[key] for key in shard}, hf_parts))
+    size = sum(tensor.nbytes for tensor in hf_tensors.values())
     if total > 1:
         weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
@@ -261,11 +263,11 @@ def write_weights(
     return size
 
 
-def split(theirs: Mapping[str, Tensor], shard_bytes: int) -> list[list[str]]:
+def split(hf_tensors: Mapping[str, Tensor], shard_bytes: int) -> list[list[str]]:
     """Names in their order, so many a file as fit."""
     shards: list[list[str]] = [[]]
     size = 0
-    for name, tensor in theirs.items():
+    for name, tensor in hf_tensors.items():
         if shards[-1] and size + tensor.nbytes > shard_bytes:
             shards.append([])
             size = 0

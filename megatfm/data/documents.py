@@ -23,7 +23,7 @@ class Read(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes in memory."""
-        files = sum(len(data) for each in self.members or () for data in each.values())
+        files = sum(len(data) for member in self.members or () for data in member.values())
         return files + sum(tokens.nbytes for tokens in self.tokens)
 
 
@@ -151,7 +151,7 @@ class Quarantine:
     @classmethod
     def parse(cls, entries: Sequence[str], n_samples: int) -> "Quarantine":
         """Read "17" and "120-153" (the last included); a UsageError if one is no such range of the corpus."""
-        found = []
+        sample_ranges = []
         for entry in entries:
             match = _RANGE.fullmatch(entry)
             first = int(match[1]) if match else 0
@@ -161,9 +161,9 @@ class Quarantine:
                     f"quarantine {entry!r}: give a sample such as '17', or a range such as '120-153', of the "
                     f"corpus's 0 to {n_samples - 1}"
                 )
-            found.append((first, last + 1))
+            sample_ranges.append((first, last + 1))
         ranges: list[tuple[int, int]] = []
-        for first, end in sorted(found):
+        for first, end in sorted(sample_ranges):
             if ranges and first <= ranges[-1][1]:
                 before, until = ranges.pop()
                 first, end = before, max(end, until)

@@ -154,8 +154,8 @@ class PackingConfig:
     def fills(self, names: Iterable[str], side: int = 0) -> dict[str, float]:
         """Return the padding values of each of a side's plain fields, and of those that packing adds."""
         prefix = self.objective.field_prefixes[side]
-        own: dict[str, float] = {name: self.field(name).pad_value for name in names}  # type: ignore[misc]
-        return own | {f"{prefix}documents": PAD_DOCUMENT_ID, f"{prefix}positions": 0}
+        pad_values: dict[str, float] = {name: self.field(name).pad_value for name in names}  # type: ignore[misc]
+        return pad_values | {f"{prefix}documents": PAD_DOCUMENT_ID, f"{prefix}positions": 0}
 
 
 def needs_own_row(objective: PackingObjective) -> bool:
@@ -297,8 +297,9 @@ def build_sequences(
             built.append(_declared_padding(objective, planned_lengths))
             continue
         key = PieceKey(how.seed, epoch, first + document, number)
-        tokens, others = documents[document][start:end], PartnerDocuments(documents, partners, document)
-        chunk = DocumentChunk(tokens, others, documents.members(document))
+        tokens = documents[document][start:end]
+        partner_documents = PartnerDocuments(documents, partners, document)
+        chunk = DocumentChunk(tokens, partner_documents, documents.members(document))
         try:
             fields = dict(objective.build_example(chunk, key))
         except SampleError as error:
@@ -317,9 +318,9 @@ def _check_lengths(how: PackingConfig, fields: Fields, planned_lengths: Sequence
     sides = how.objective.field_prefixes
     of_tokens = {name: values for name, values in fields.items() if how.field(name).per == "tokens"}
     if any(len(values) != planned_lengths[prefix_index(name, sides)] for name, values in of_tokens.items()):
-        found = {name: len(values) for name, values in of_tokens.items()}
+        built_lengths = {name: len(values) for name, values in of_tokens.items()}
         wanted = ", ".join(map(str, planned_lengths))
-        raise MegatfmError(f"the objective built sample {sample} with lengths {found}, not {wanted}")
+        raise MegatfmError(f"the objective built sample {sample} with lengths {built_lengths}, not {wanted}")
 
 
 def _as_declared(fields: Mapping[str, Any], declared: Mapping[str, Field], sample: int) -> Fields:
@@ -379,11 +380,11 @@ def build_batch(
     return fields
 
 
-def check_same_fields(name: str, rows: Fields, others: Fields) -> None:
+def check_same_fields(name: str, rows: Fields, expected_rows: Fields) -> None:
     """Raise a UsageError that begins with `name` unless rows have the fields of others, in their types and shapes."""
     kinds, expected = (
-        {field: f"{values.dtype}{list(values.shape[1:])}" for field, values in sorted(each.items())}
-        for each in (rows, others)
+        {field: f"{values.dtype}{list(values.shape[1:])}" for field, values in sorted(batch.items())}
+        for batch in (rows, expected_rows)
     )
     if kinds != expected:
         raise UsageError(

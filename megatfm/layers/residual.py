@@ -101,6 +101,17 @@ class PostNorm(NoNorm):
         return self.norm(x_BTD + self.branch(y_BTD, sequence))
 
 
+@RESIDUALS.register("res_post")
+class ResidualPostNorm(PreNorm):
+    """x + N(S(x)) (Swin-V2: Liu et al. 2022, section 3.2)."""
+
+    def input_norm(self, x_BTD: Tensor) -> Tensor:
+        return x_BTD
+
+    def add(self, x_BTD: Tensor, y_BTD: Tensor, sequence: SequenceMetadata) -> Tensor:
+        return x_BTD + self.branch(self.norm(y_BTD), sequence)
+
+
 @RESIDUALS.register("sandwich")
 class SandwichNorm(PreNorm):
     """x + N(S(N(x))) (Ding et al. 2021, section 2.2)."""

@@ -65,7 +65,7 @@ class SequenceMetadata:
         self.n_initial_kept = 0
         self.tokens: Tensor | None = None
         """int64 [B, T], the tokens themselves, where that is what the model reads."""
-        self._made: dict[Hashable, object] = {}
+        self._cache: dict[Hashable, object] = {}
 
     @property
     def rng_keys(self) -> Tensor | None:
@@ -109,7 +109,7 @@ class SequenceMetadata:
             return self
         layer = copy.copy(self)
         layer.n_evicted, layer.n_initial_kept = forgotten, first
-        layer._made = self.cached(("forgotten", forgotten, first), dict)
+        layer._cache = self.cached(("forgotten", forgotten, first), dict)
         return layer
 
     def on_host(self) -> "SequenceMetadata":
@@ -119,7 +119,7 @@ class SequenceMetadata:
 
     def _on_host(self) -> "SequenceMetadata":
         host = copy.copy(self)
-        host._made, host._rng_keys, host.skip_rate, host.tokens = {}, None, None, None
+        host._cache, host._rng_keys, host.skip_rate, host.tokens = {}, None, None, None
         for name in ("positions", "documents", "prefix", "cached_documents", "cu_seqlens", "grid"):
             values = getattr(self, name)
             setattr(host, name, None if values is None else to_host(values))
@@ -198,9 +198,9 @@ class SequenceMetadata:
 
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return what all layers share, e.g. the rotary table; `make` is called the first time for each key."""
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]  # type: ignore[return-value]
+        if key not in self._cache:
+            self._cache[key] = make()
+        return self._cache[key]  # type: ignore[return-value]
 
     def mask(
         self, pattern: Pattern, first_head: int = 0, n_heads: int = 1, rows: slice | None = None
@@ -345,7 +345,7 @@ class SequenceShard(SequenceMetadata):
     def with_keys_at(self, key: Hashable, places: Tensor) -> Self:
         """Return a copy with keys at these token indices alone. key: by which layers that look there share it."""
         part = copy.copy(self)
-        part.key_token_indices, part._made = places, self.cached(("looking at", key), dict)
+        part.key_token_indices, part._cache = places, self.cached(("looking at", key), dict)
         return part
 
     def with_queries_at(self, key: Hashable, places: Tensor) -> Self:

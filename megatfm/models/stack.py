@@ -137,14 +137,14 @@ def has_position_bias(config: ModelConfig, depth: int) -> bool:
     Raises UsageError for blocks that would need a stack's encoding of their own.
     """
     position = config.layer_config(depth).position
-    made = POSITIONS.get(position.name)
-    if position != config.position and (made.absolute or made.score_bias):
+    encoding = POSITIONS.get(position.name)
+    if position != config.position and (encoding.absolute or encoding.score_bias):
         raise UsageError(
             f"model.layer_type.{config.layer_type_at(depth)}.position: {position.name} is made once for all blocks "
             "of a stack: set "
             "it as model.position, and position.name = 'none' for blocks without it"
         )
-    return made.score_bias is not None
+    return encoding.score_bias is not None
 
 
 class FullRow(NamedTuple):
@@ -162,10 +162,10 @@ class FullRow(NamedTuple):
     @classmethod
     def of(cls, batch: Mapping[str, Tensor], side: str = "") -> "FullRow | None":
         """Return that of one side of a batch; None if the batch holds all tokens of its rows."""
-        if f"{side}places" not in batch:
+        if f"{side}token_indices" not in batch:
             return None
-        optional = (batch.get(f"{side}row_{name}") for name in ("documents", "prefix", "grid"))
-        return cls(batch[f"{side}places"], needed(batch, f"{side}row_positions"), *optional)
+        optional = (batch.get(f"{side}full_row_{name}") for name in ("documents", "prefix", "grid"))
+        return cls(batch[f"{side}token_indices"], needed(batch, f"{side}full_row_positions"), *optional)
 
 
 def make_sequence(

@@ -257,12 +257,12 @@ def non_default_settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
     return kept
 
 
-def _restore_names(kept: dict[str, Any], whole: Mapping[str, Any]) -> None:
+def _restore_names(kept: dict[str, Any], full: Mapping[str, Any]) -> None:
     for key, value in kept.items():
-        if isinstance(value, dict) and isinstance(whole[key], Mapping):
-            _restore_names(value, whole[key])
-            if value and "name" in whole[key] and "name" not in value:
-                kept[key] = {"name": whole[key]["name"], **value}
+        if isinstance(value, dict) and isinstance(full[key], Mapping):
+            _restore_names(value, full[key])
+            if value and "name" in full[key] and "name" not in value:
+                kept[key] = {"name": full[key]["name"], **value}
 
 
 def flatten(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

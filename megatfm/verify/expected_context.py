@@ -52,7 +52,7 @@ class ContextShards:
 
     def __init__(self, config: Config, model: nn.Module, batch: Arrays) -> None:
         parallel = config.parallel
-        self._config, self._model, self._whole = config, model, batch
+        self._config, self._model, self._batch = config, model, batch
         multiple_of = parallel.tp if parallel.sequence_parallel else 1
         self._positions_by_rank = {
             side: deal(length, parallel.cp, multiple_of, folded=self._is_folded(length))
@@ -176,13 +176,13 @@ class ContextShards:
         for other, held in enumerate(dealt):
             if other == rank:
                 continue
-            given, taken = (
+            n_sent, n_received = (
                 len(np.intersect1d(*both)) for both in ((dealt[rank], needs[other]), (held, needs[rank]))
             )
-            for _ in range(self._forwards(call) if given else 0):
-                ledger.send(CONTEXT, given * numel_per_token * self._computed)
-            if taken and call.has_gradient:
-                ledger.send(CONTEXT, taken * numel_per_token * self._computed)
+            for _ in range(self._forwards(call) if n_sent else 0):
+                ledger.send(CONTEXT, n_sent * numel_per_token * self._computed)
+            if n_received and call.has_gradient:
+                ledger.send(CONTEXT, n_received * numel_per_token * self._computed)
 
     def _needs_of(self, microbatch: int, call: Call, module: nn.Module) -> list[Places]:
         """Places that each rank's queries need. Layers of one pattern and dense mask share them."""
@@ -191,8 +191,8 @@ class ContextShards:
         rows, key = self._rows(microbatch, side), (pattern, side, microbatch, causal)
         if getattr(module.pattern, "differs_by_head", False) or key not in self._needs:
             self._needs[key] = [
-                np.flatnonzero(needed(pattern, module, rows, here, causal=causal))
-                for here in self._positions_by_rank[side]
+                np.flatnonzero(needed(pattern, module, rows, positions, causal=causal))
+                for positions in self._positions_by_rank[side]
             ]
         return self._needs[key]
 
@@ -202,13 +202,13 @@ class ContextShards:
         """Queries, keys with values, and what was made: to heads (c − 1)/c of tokens here, back 1/c of the others."""
         c, (n, k) = len(dealt), self._heads(*qkv[:2])
         (rows, *_, h), (*_, v) = qkv[0], qkv[2]
-        here = rows * len(dealt[rank]) * (c - 1)
-        others = rows * sum(len(places) for i, places in enumerate(dealt) if i != rank)
+        local_rows = rows * len(dealt[rank]) * (c - 1)
+        remote_rows = rows * sum(len(places) for i, places in enumerate(dealt) if i != rank)
         for width, to_heads in ((n // c * h, True), (max(k, c) // c * (h + v), True), (n // c * v, False)):
             for _ in range(self._forwards(call)):
-                ledger.all_to_all(CONTEXT, (here if to_heads else others) * width * self._computed)
+                ledger.all_to_all(CONTEXT, (local_rows if to_heads else remote_rows) * width * self._computed)
             if call.has_gradient:
-                ledger.all_to_all(CONTEXT, (others if to_heads else here) * width * self._computed)
+                ledger.all_to_all(CONTEXT, (remote_rows if to_heads else local_rows) * width * self._computed)
 
     def _by_heads(self, qkv: Sequence[Shape], numel_per_token: int, share: Fraction | None) -> bool:
         """Whether tokens are exchanged for heads: where it is asked for, or can be and sends less (of a ring three
@@ -306,12 +306,12 @@ class ContextShards:
         rank."""
         count, dealt = self._config.train.micro_batch, self._positions_by_rank[""]
         first = microbatch * count
-        left, right = (self._whole[name][first : first + count] for name in ("span_left", "span_right"))
+        left, right = (self._batch[name][first : first + count] for name in ("span_left", "span_right"))
         needs = []
-        for here in dealt:
+        for positions in dealt:
             wanted: set[int] = set()
             for row in range(len(left)):
-                for place in here.tolist():
+                for place in positions.tolist():
                     if left[row, place] > 0:
                         wanted |= {place - int(left[row, place]), place + int(right[row, place])}
             needs.append(np.array(sorted(wanted), np.int64))
@@ -369,7 +369,7 @@ class ContextShards:
 
     def _rows(self, microbatch: int, side: str) -> Rows:
         count = self._config.train.micro_batch
-        return Rows.of(self._whole, side, microbatch * count, count)
+        return Rows.of(self._batch, side, microbatch * count, count)
 
     def _heads(self, q: Shape, k: Shape) -> tuple[int, int]:
         """Query and key heads of a tensor-parallel rank."""
