@@ -23,11 +23,14 @@ from megatfm.config.model import ModelConfig
 from megatfm.config.model_parts import (
     ClassifierHeadConfig,
     PatchEmbeddingConfig,
+    PixelDecoderConfig,
     SentenceHeadConfig,
+    SequenceClassifierHeadConfig,
 )
 from megatfm.config.objective import (
     CausalObjective,
     ClassificationObjective,
+    MaskedImageObjective,
     MaskedObjective,
     NextSentenceObjective,
     PermutationObjective,
@@ -37,6 +40,7 @@ from megatfm.config.objective import (
     SentenceOrderObjective,
     SpanBoundaryObjective,
     SpanCorruptionObjective,
+    TextClassificationObjective,
     UL2Objective,
 )
 from megatfm.config.optimizer import (
@@ -75,6 +79,7 @@ from megatfm.config.position import (
 from megatfm.config.root import Config
 from megatfm.config.section import invalid, require_variant
 from megatfm.config.sources import find_config, preset_names, presets_of_models
+from megatfm.config.task import TaskConfig
 from megatfm.config.training import (
     ResilienceConfig,
     TrainConfig,
@@ -109,6 +114,7 @@ __all__ = [
     "LongformerAttentionConfig",
     "LongformerPatternConfig",
     "MLAAttentionConfig",
+    "MaskedImageObjective",
     "MaskedObjective",
     "ModelConfig",
     "MuonConfig",
@@ -118,6 +124,7 @@ __all__ = [
     "ParallelConfig",
     "PatchEmbeddingConfig",
     "PermutationObjective",
+    "PixelDecoderConfig",
     "PluginObjective",
     "PluginOptimizer",
     "PluginSchedule",
@@ -133,12 +140,15 @@ __all__ = [
     "ScheduleSection",
     "SentenceHeadConfig",
     "SentenceOrderObjective",
+    "SequenceClassifierHeadConfig",
     "ShawConfig",
     "SoapConfig",
     "SpanBoundaryObjective",
     "SpanCorruptionObjective",
     "StridedPatternConfig",
     "T5PositionConfig",
+    "TaskConfig",
+    "TextClassificationObjective",
     "TrainConfig",
     "UL2Objective",
     "WSDSchedule",

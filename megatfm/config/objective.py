@@ -147,6 +147,12 @@ class ReplacedTokenObjective(Section):
         return self.mask_rate
 
 
+class TextClassificationObjective(Section):
+    """Predict the class of a labelled text, or pair of texts; `megatfm finetune` sets it."""
+
+    name: Literal["text_classification"] = "text_classification"
+
+
 class ImageObjective(Section):
     """An objective whose inputs are images, without a tokenizer."""
 
@@ -155,6 +161,14 @@ class ClassificationObjective(ImageObjective):
     """Predict the class of each image, by the head `model.extra_heads.classifier`."""
 
     name: Literal["classification"] = "classification"
+
+
+class MaskedImageObjective(ImageObjective):
+    """Predict the pixels of masked patches from the others (MAE; He et al. 2022)."""
+
+    name: Literal["masked_image"] = "masked_image"
+    mask_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.75
+    """Share of the patches that is masked."""
 
 
 class PluginObjective(Section):
@@ -176,7 +190,9 @@ ObjectiveConfig = Annotated[
     | SpanCorruptionObjective
     | UL2Objective
     | ReplacedTokenObjective
+    | TextClassificationObjective
     | ClassificationObjective
+    | MaskedImageObjective
     | PluginObjective,
     ByName(),
 ]

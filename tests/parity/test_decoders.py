@@ -149,7 +149,7 @@ MODELS = {
         "DeepseekV3ForCausalLM",
         {
             **MLA,
-            "attention.head_dim": 5,
+            "attention.qk_nope_head_dim": 5,
             "attention.kv_lora_rank": 7,
             "attention.q_lora_rank": 9,
             "attention.qk_rope_head_dim": 6,

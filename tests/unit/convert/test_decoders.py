@@ -307,7 +307,7 @@ def find(folder: Path) -> Path:
 )
 def test_a_preset_made_smaller_can_be_exported(preset: str) -> None:
     words = ["model.d_model=64", "model.attention.n_heads=4", "model.n_layers=2", "data.tokenizer=t"]
-    words += ["model.attention.head_dim=16"] * (preset == "mla-1b")
+    words += ["model.attention.qk_nope_head_dim=16"] * (preset == "mla-1b")
     config = load_config(preset, words).model.with_changes({"vocab_size": 4096})
     name, _, theirs = architecture_for(config)
     assert getattr(transformers, name).config_class.from_dict(theirs).vocab_size == 4096

@@ -36,7 +36,9 @@ def test_every_process_trains_the_same(tmp_path: object) -> None:
 
 
 @pytest.mark.parametrize("kind", TRAIN)
-def test_it_is_silent(texts: list[str], kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_training_a_json_tokenizer_is_silent(
+    texts: list[str], kind: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     TRAIN[kind](texts[:1], vocab_size=500)
     assert capfd.readouterr() == ("", "")
 
