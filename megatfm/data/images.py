@@ -102,16 +102,14 @@ class ImageReader:
     filter: Image.Resampling = Image.Resampling.BICUBIC
 
     @property
-    def max_tokens(self) -> int:
-        """Tokens of the largest image."""
+    def n_tokens(self) -> int:
+        """Tokens of an image, at most."""
         if self.size is None:
             return self.layout.n_special + self.max_patches
         return self.layout.n_tokens(self.size, self.size)
 
-    def n_tokens(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Tokens [n] of images by their stored heights and widths [n, 2]."""
-        if self.size is not None:
-            return np.full(len(sizes), self.max_tokens)
+    def image_lengths(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Tokens [n] of images that keep their shape, by their stored heights and widths [n, 2]."""
         grids = native_grid(sizes, self.layout.patch_size, self.max_patches)
         return self.layout.n_special + grids.prod(axis=1)
 

@@ -46,7 +46,14 @@ class Classification(Objective):
         training: bool = True,
     ) -> None:
         self.n_classes = _n_classes(model)
-        self.reader: ImageReader = image_reader(images, model, config.name, row_lengths[0], training=training)
+        self.reader: ImageReader = image_reader(
+            images,
+            model,
+            config.name,
+            row_lengths[0],
+            training=training,
+            any_shape=model.family != "hierarchical",
+        )
         self.metrics = () if training else tuple(f"top{k}" for k in METRICS if k < self.n_classes)
         self.loss_weights = {HEAD: 1.0, **dict.fromkeys(self.metrics, 0.0)}
         self.mixing = image_mixing(images, self.reader) if training else None
@@ -61,12 +68,12 @@ class Classification(Objective):
         return self._for_evaluation()
 
     def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-        return np.full(len(n_tokens), self.reader.max_tokens)
+        return np.full(len(n_tokens), self.reader.n_tokens)
 
     @property
     def image_lengths(self) -> Callable[[NDArray[np.int64]], NDArray[np.int64]] | None:
         """Lengths by heights and widths of images, where each keeps its shape."""
-        return self.reader.n_tokens if self.reader.size is None else None
+        return self.reader.image_lengths if self.reader.size is None else None
 
     def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
         fields: dict[str, NDArray[Any]] = self.reader.build(piece.files, key)
@@ -88,7 +95,7 @@ class Classification(Objective):
     def random_piece(self, random: np.random.Generator) -> DocumentChunk:
         files = random_image_files(random, self.reader)
         label = b"%d" % random.integers(self.n_classes)
-        return DocumentChunk(np.zeros(self.reader.max_tokens, np.uint16), files={**files, "cls": label})
+        return DocumentChunk(np.zeros(self.reader.n_tokens, np.uint16), files={**files, "cls": label})
 
     def target_counts(self, batch: Batch) -> dict[str, Tensor]:
         return dict.fromkeys(self.loss_weights, (batch["labels"] != IGNORE_INDEX).sum())

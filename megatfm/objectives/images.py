@@ -41,10 +41,17 @@ def patch_layout(model: ModelConfig, objective: str) -> "PatchLayout":
 
 
 def image_reader(
-    images: ImagesConfig, model: ModelConfig, objective: str, row_length: int, *, training: bool
+    images: ImagesConfig,
+    model: ModelConfig,
+    objective: str,
+    row_length: int,
+    *,
+    training: bool,
+    any_shape: bool = False,
 ) -> "ImageReader":
     """Reader of images for training, or for evaluation, which changes none.
 
+    any_shape: whether objective and model take images of different shapes.
     Raises UsageError for sizes that patches don't divide, or whose images don't fit rows.
     """
     layout = patch_layout(model, objective)
@@ -53,6 +60,11 @@ def image_reader(
     from megatfm.data.images import ImageReader
 
     size, patch_size = images.size, layout.patch_size
+    if images.max_patches is not None and not any_shape:
+        raise UsageError(
+            f"data.images.max_patches = {images.max_patches}: objective.name = {objective!r} with model.family = "
+            f"{model.family!r} takes images of one size: set data.images.size in its place"
+        )
     if images.max_patches is None and size % patch_size:
         below = size - size % patch_size
         near = f"{below} or {below + patch_size}" if below else str(patch_size)
@@ -69,11 +81,11 @@ def image_reader(
         images.crop_pct,
         filter_,
     )
-    if reader.max_tokens > row_length:
+    if reader.n_tokens > row_length:
         key = f"size = {size}" if images.max_patches is None else f"max_patches = {images.max_patches}"
         raise UsageError(
             f"data.sequence_length = {row_length} is too short for an image of data.images.{key}, which takes "
-            f"{reader.max_tokens} tokens: choose data.sequence_length={reader.max_tokens}"
+            f"{reader.n_tokens} tokens: choose data.sequence_length={reader.n_tokens}"
         )
     return reader
 
