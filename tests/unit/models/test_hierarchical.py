@@ -8,9 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatfm.config import find_config, load_config
 from megatfm.errors import UsageError
 from megatfm.layers import patch_merging
 from megatfm.layers.attention.patterns.windows_2d import MapWindows
+from megatfm.models import build
 from tests.support.images import pixels
 from tests.support.models import SWIN_V2_OPTIONS
 from tests.support.swin import batch_of, copy_weights, images_of, make_ours, make_theirs
@@ -19,6 +21,22 @@ TOLERANCE = 1e-10
 SIZES = [(64, 64), (36, 52), (32, 32), (28, 68)]
 """Pixels. Maps of 16 × 16 then 8 × 8 windows of 4; odd and padded ones (9 × 13, 5 × 7); one window in the second stage;
 a long map without shift in the second. transformers crashes on maps smaller than a window."""
+
+
+COUNTS = {
+    "swin-t": 28_288_354, "swin-s": 49_606_258, "swin-b": 87_768_224, "swin-l": 196_532_476,
+    "swinv2-t": 28_347_154, "swinv2-s": 49_728_418, "swinv2-b": 87_918_816,
+}  # fmt: skip
+"""With 1,000 classes, as transformers counts them."""
+
+
+@pytest.mark.parametrize("preset", COUNTS)
+def test_presets_have_the_published_counts(preset: str) -> None:
+    with torch.device("meta"):
+        model = build(load_config(preset).model)
+    assert sum(parameter.numel() for parameter in model.parameters()) == COUNTS[preset]
+    header = (find_config(preset)[0]).read_text(encoding="utf-8").partition("\nname")[0]
+    assert f"{COUNTS[preset]:,} parameters" in header
 
 
 @pytest.mark.parametrize("size", SIZES)
