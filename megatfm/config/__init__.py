@@ -23,11 +23,13 @@ from megatfm.config.model import ModelConfig
 from megatfm.config.model_parts import (
     ClassifierHeadConfig,
     PatchEmbeddingConfig,
+    PixelDecoderConfig,
     SentenceHeadConfig,
 )
 from megatfm.config.objective import (
     CausalObjective,
     ClassificationObjective,
+    MaskedImageObjective,
     MaskedObjective,
     NextSentenceObjective,
     PermutationObjective,
@@ -109,6 +111,7 @@ __all__ = [
     "LongformerAttentionConfig",
     "LongformerPatternConfig",
     "MLAAttentionConfig",
+    "MaskedImageObjective",
     "MaskedObjective",
     "ModelConfig",
     "MuonConfig",
@@ -118,6 +121,7 @@ __all__ = [
     "ParallelConfig",
     "PatchEmbeddingConfig",
     "PermutationObjective",
+    "PixelDecoderConfig",
     "PluginObjective",
     "PluginOptimizer",
     "PluginSchedule",

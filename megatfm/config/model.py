@@ -26,6 +26,7 @@ from megatfm.config.model_parts import (
     InitConfig,
     MuPConfig,
     NormConfig,
+    PixelDecoderConfig,
     RMSNormConfig,
     TokenEmbeddingConfig,
 )
@@ -96,6 +97,8 @@ class ModelConfig(Section):
     """The generator of `family = "electra"`."""
     stages: StagesConfig | None = None
     """The stages of `family = "hierarchical"`."""
+    pixel_decoder: PixelDecoderConfig | None = None
+    """The decoder of `family = "masked_autoencoder"`."""
     mup: MuPConfig | None = None
     """Maximal update parametrisation; left out, the standard one."""
 
@@ -138,8 +141,8 @@ class ModelConfig(Section):
         if family:
             values = (
                 self.n_encoder_layers, "sentence" in self.extra_heads, "boundary" in self.extra_heads, self.n_mtp_heads,
-                self.embedding.n_segments, self.generator, isinstance(self.ffn, MoEConfig), self.mup,
-                self.stages,
+                self.embedding.n_segments, self.generator, self.pixel_decoder, isinstance(self.ffn, MoEConfig),
+                self.mup, self.stages,
             )  # fmt: skip
             for part, value in zip(FAMILY_KEYS, values, strict=True):
                 if value and part not in family.knows:
@@ -260,9 +263,8 @@ class ModelConfig(Section):
     @property
     def tp_dims(self) -> dict[str, int]:
         """Sizes that tensor parallelism divides, by key, of all kinds of blocks."""
-        parts = {"attention": self.attention, "ffn": self.ffn} | (
-            {"generator": self.generator} if self.generator else {}
-        )
+        smaller = {"generator": self.generator, "pixel_decoder": self.pixel_decoder}
+        parts = {"attention": self.attention, "ffn": self.ffn} | {k: v for k, v in smaller.items() if v}
         sizes = {f"{part}.{key}": n for part, section in parts.items() for key, n in section.tp_dims.items()}
         for kind in self.layer_type:
             other = self.type_config(kind)
