@@ -23,9 +23,9 @@ def run_told_nothing(config: Config) -> int:
 
 
 def evaluate_alone(run: Path) -> float:
-    found = evaluate_run(run, {}, False)
-    assert found is not None
-    return float(found[0]["sets"]["held-out"]["loss"])
+    actual = evaluate_run(run, {}, False)
+    assert actual is not None
+    return float(actual[0]["sets"]["held-out"]["loss"])
 
 
 def test_two_context_ranks_train_like_one_process_stop_bit_for_bit_and_change_their_number(
@@ -54,10 +54,10 @@ def test_two_context_ranks_train_like_one_process_stop_bit_for_bit_and_change_th
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     lines = curve(tmp_path / "whole")
     for run in ("cut", "moved"):
-        others = curve(tmp_path / run)
-        assert [line["step"] for line in others] == list(range(1, 13))
-        for line, other in zip(lines, others, strict=True):
+        remaining = curve(tmp_path / run)
+        assert [line["step"] for line in remaining] == list(range(1, 13))
+        for line, other in zip(lines, remaining, strict=True):
             assert other["loss"] == pytest.approx(line["loss"], rel=1e-4)
             assert other["grad_norm"] == pytest.approx(line["grad_norm"], rel=1e-3)
-        ends = (each[-1]["evaluation"]["held-out"]["bits_per_byte"] for each in (lines, others))  # type: ignore[index]
+        ends = (item[-1]["evaluation"]["held-out"]["bits_per_byte"] for item in (lines, remaining))  # type: ignore[index]
         assert next(ends) == pytest.approx(next(ends), rel=1e-4)

@@ -25,12 +25,12 @@ def test_two_pipeline_ranks_train_like_one_process_and_resume_without_stages(
     assert "pipeline  interleaved, 4 stages on 2 ranks" in plan
     assert "decoder.embedding.tokens.weight" in plan, "the tie, which both ranks hold"
     assert workers.run(run_training, 2, make_config(run="moved"), timeout=PATIENCE) == [EXIT_OK, EXIT_OK]
-    whole, moved = curve(tmp_path / "whole"), curve(tmp_path / "moved")
+    full, moved = curve(tmp_path / "whole"), curve(tmp_path / "moved")
     assert [line["step"] for line in moved] == list(range(1, 13))
-    for line, other in zip(whole, moved, strict=True):
+    for line, other in zip(full, moved, strict=True):
         assert other["loss"] == pytest.approx(line["loss"], rel=1e-4)
         assert other["grad_norm"] == pytest.approx(line["grad_norm"], rel=1e-3)
-    ends = (lines[-1]["evaluation"]["held-out"]["bits_per_byte"] for lines in (whole, moved))  # type: ignore[index]
+    ends = (lines[-1]["evaluation"]["held-out"]["bits_per_byte"] for lines in (full, moved))  # type: ignore[index]
     assert next(ends) == pytest.approx(next(ends), rel=1e-4)
 
 

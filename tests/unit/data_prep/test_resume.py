@@ -25,7 +25,7 @@ NEVER = 10**9
 
 @pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_killed_at_any_moment(config: Make, tmp_path: Path, count: int) -> None:
-    whole = tree(data_prep.run(config()).out)
+    full = tree(data_prep.run(config()).out)
     moments = count_moments(tmp_path, config())
     rng = random.Random(count)
     # The last moments are those of the commits after the last document was written.
@@ -34,13 +34,13 @@ def test_killed_at_any_moment(config: Make, tmp_path: Path, count: int) -> None:
     for last in lasts:
         left = tree(tmp_path / f"killed{last}")
         finals = {name: left[name] for name in left if "." not in {part[0] for part in name.split("/")}}
-        assert finals.items() <= whole.items()
-        assert tree(data_prep.run(config(f"killed{last}")).out) == whole
+        assert finals.items() <= full.items()
+        assert tree(data_prep.run(config(f"killed{last}")).out) == full
 
 
 @pytest.mark.slow  # test_stages.py does this with every kind of step
 def test_killed_again_and_again(config: Make, tmp_path: Path) -> None:
-    whole = tree(data_prep.run(config()).out)
+    full = tree(data_prep.run(config()).out)
     moments = count_moments(tmp_path, config())
     rng = random.Random(1)
     # Each of these is too short for the whole, but long enough for the longest stage.
@@ -48,7 +48,7 @@ def test_killed_again_and_again(config: Make, tmp_path: Path) -> None:
     statuses = killed(tmp_path, config(), [("chain", last) for last in [*attempts, NEVER]])
     assert statuses[0] == KILLED
     assert statuses[-1] == 0
-    assert tree(tmp_path / "chain") == whole
+    assert tree(tmp_path / "chain") == full
 
 
 def test_what_is_finished_is_not_done_again(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,8 +102,8 @@ def test_another_tokenizer_is_refused(run: Path, tokenizer_model: bytes) -> None
 def rewrite(run: Path, state: dict[str, object], tensors: dict[str, torch.Tensor] | None = None) -> None:
     """A newer checkpoint, with some of its state and tensors changed."""
     old = run / "checkpoints" / "step-00000030"
-    whole = {**checkpoint.read_tensors(old), **(tensors or {})}
-    checkpoint.save(run / "checkpoints", 31, whole, {**checkpoint.read_state(old), **state})
+    full = {**checkpoint.read_tensors(old), **(tensors or {})}
+    checkpoint.save(run / "checkpoints", 31, full, {**checkpoint.read_state(old), **state})
 
 
 def test_a_config_of_another_version_is_named(run: Path) -> None:
@@ -185,8 +185,8 @@ def test_a_stranger_s_run_runs_no_code(
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 2
-    assert "names plugins, whose code would run: strangers_code: " in (said := capsys.readouterr().err)
-    assert "--trust-plugins" in said
+    assert "names plugins, whose code would run: strangers_code: " in (output := capsys.readouterr().err)
+    assert "--trust-plugins" in output
     assert not Path("victim").exists()
     assert not Path("new").exists()
     assert str(stranger.resolve()) not in sys.path
