@@ -17,6 +17,7 @@ from megatfm.data_prep.documents import StepStats, format_drop_reasons, reason_k
 from megatfm.data_prep.execution.progress import UpdateProgress
 from megatfm.data_prep.execution.stages import StageResult, StageRunner
 from megatfm.data_prep.input_files import InputFile, InputFiles, chunk_by_bytes, matches_path
+from megatfm.data_prep.labels import ClassLabels
 from megatfm.data_prep.readers import FORMATS
 from megatfm.data_prep.readers.images import ImageRecord, read_files, read_tar
 from megatfm.data_prep.readers.record import Bad, BadFileError
@@ -237,16 +238,27 @@ TARS = FORMATS["webdataset"]
 
 class ImageFiles:
     """The images of a listing, in parts of about `task_bytes`; a tar is never divided. Captions become ids if there is
-    a tokenizer."""
+    a tokenizer.
+
+    Files come in a random order, which `seed` decides, since folders hold one class each and a block of a shard should
+    hold many. Samples of a tar keep theirs.
+    """
 
     warning = "images were imported as they are: nothing was looked at for duplicates"
 
-    def __init__(self, listing: InputFiles, tokenizer: Tokenizer | None, task_bytes: int) -> None:
-        self.tokenizer = tokenizer
+    def __init__(
+        self,
+        listing: InputFiles,
+        tokenizer: Tokenizer | None,
+        task_bytes: int,
+        labels: ClassLabels,
+        seed: int,
+    ) -> None:
+        self.tokenizer, self._labels = tokenizer, labels
         self.bytes = sum(file.size for file in listing.files)
         self.skipped: list[str] = []
         self._listing = listing
-        self._units = _units(listing.files)
+        self._units = sorted(_units(listing.files), key=lambda unit: _shuffling_key(unit[0], seed))
         self._runs = chunk_by_bytes([sum(file.size for file in unit) for unit in self._units], task_bytes)
         self.parts = len(self._runs)
 
@@ -255,10 +267,11 @@ class ImageFiles:
             where = unit[0].path
             try:
                 for source, record in self._records(unit):
-                    if isinstance(record, Bad):
-                        self._skip(where, f"{source} {record.reason}", reason_key(record.reason), counts)
+                    labelled = record if isinstance(record, Bad) else self._labels.apply(source, record)
+                    if isinstance(labelled, Bad):
+                        self._skip(where, f"{source} {labelled.reason}", reason_key(labelled.reason), counts)
                     else:
-                        yield self._taken(source, record)
+                        yield self._taken(source, labelled)
             except BadFileError as error:
                 self._skip(where, str(error), "unreadable_file", counts)
             advance(sum(file.size for file in unit))
@@ -300,6 +313,10 @@ def _units(files: list[InputFile]) -> list[list[InputFile]]:
         key = file.name if _is_tar(file) else file.name.rpartition(".")[0]
         units.setdefault(key, []).append(file)
     return list(units.values())
+
+
+def _shuffling_key(file: InputFile, seed: int) -> bytes:
+    return blake3(f"{seed}:order:{file.name}".encode()).digest(16)
 
 
 def _is_tar(file: InputFile) -> bool:

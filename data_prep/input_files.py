@@ -24,7 +24,7 @@ from megatfm.errors import MegatfmError, UsageError
 
 # Of the standard library: no tests, and no other people's packages, which live in the same folder.
 STDLIB_INCLUDE = ("*.py",)
-_OF_IMAGES = ("jpg", "jpeg", "png", "cls", "json", "txt", "tar", "tgz", "tar.gz", "tar.zst")
+_OF_IMAGES = ("jpg", "jpeg", "png", "webp", "cls", "json", "txt", "tar", "tgz", "tar.gz", "tar.zst")
 USUAL_INCLUDE = {
     "megatron": ("*.bin",),  # each has its index beside it
     "images": tuple(f"*.{spelled}" for extension in _OF_IMAGES for spelled in (extension, extension.upper())),

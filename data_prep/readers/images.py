@@ -1,7 +1,7 @@
 """Images with what is said of them: files beside one another, or the samples of a tar, that differ in their extensions.
 
-An image is a `.jpg`, `.jpeg` or `.png`; a `.cls` holds the number of its class, a `.json` anything, a `.txt` its
-caption. All are checked, and none is changed.
+An image is a `.jpg`, `.jpeg`, `.png` or `.webp`; a `.cls` holds the number of its class, a `.json` anything, a
+`.txt` its caption. All are checked, and none is changed.
 """
 
 import io
@@ -18,7 +18,7 @@ from megatfm.config.prep import ReadConfig
 from megatfm.data_prep.readers.record import MAX_RECORD_BYTES, Bad, get_nested
 from megatfm.data_prep.readers.webdataset import samples
 
-IMAGES = {"jpg": "JPEG", "jpeg": "JPEG", "png": "PNG"}
+IMAGES = {"jpg": "JPEG", "jpeg": "JPEG", "png": "PNG", "webp": "WEBP"}
 SIDECAR_EXTENSIONS = ("cls", "json", "txt")
 EXTENSIONS = (*IMAGES, *SIDECAR_EXTENSIONS)
 MAX_PIXELS = 2**26
@@ -114,6 +114,8 @@ def _image_fault(data: bytes, format_: str) -> str | None:
         return f"claims over {MAX_PIXELS:,} pixels"
     if format_ == "JPEG" and data.find(_END, max(0, data.rfind(_SCAN))) < 0:
         return "is cut off: a JPEG without its end"
+    if format_ == "WEBP" and int.from_bytes(data[4:8], "little") + 8 > len(data):  # the size in RIFF's header
+        return "is cut off: a WEBP without its end"
     return None
 
 

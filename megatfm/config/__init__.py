@@ -24,6 +24,7 @@ from megatfm.config.model_parts import (
     ClassifierHeadConfig,
     PatchEmbeddingConfig,
     SentenceHeadConfig,
+    SequenceClassifierHeadConfig,
 )
 from megatfm.config.objective import (
     CausalObjective,
@@ -37,6 +38,7 @@ from megatfm.config.objective import (
     SentenceOrderObjective,
     SpanBoundaryObjective,
     SpanCorruptionObjective,
+    TextClassificationObjective,
     UL2Objective,
 )
 from megatfm.config.optimizer import (
@@ -75,6 +77,7 @@ from megatfm.config.position import (
 from megatfm.config.root import Config
 from megatfm.config.section import invalid, require_variant
 from megatfm.config.sources import find_config, preset_names, presets_of_models
+from megatfm.config.task import TaskConfig
 from megatfm.config.training import (
     ResilienceConfig,
     TrainConfig,
@@ -133,12 +136,15 @@ __all__ = [
     "ScheduleSection",
     "SentenceHeadConfig",
     "SentenceOrderObjective",
+    "SequenceClassifierHeadConfig",
     "ShawConfig",
     "SoapConfig",
     "SpanBoundaryObjective",
     "SpanCorruptionObjective",
     "StridedPatternConfig",
     "T5PositionConfig",
+    "TaskConfig",
+    "TextClassificationObjective",
     "TrainConfig",
     "UL2Objective",
     "WSDSchedule",

@@ -240,6 +240,8 @@ class WindowedAttentionConfig(ScaledAttention, HeadAttention):
     """Attention within windows of a map (Liu et al. 2021); its pattern is `windows_2d`."""
 
     name: Literal["windowed"] = "windowed"
+    n_heads: PositiveInt = Field(default=1, le=MAX_WIDTH)
+    """Number of heads of the first stage; left out, as `model.stages` says."""
     pattern: PatternConfig = Windows2dPatternConfig()
     """The windows."""
     bias: bool = True

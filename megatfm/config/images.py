@@ -129,5 +129,17 @@ class ImagesConfig(Section):
     size is resized and cropped as in evaluation."""
     crop_pct: Annotated[float, Field(gt=0, le=1)] = 0.875
     """In evaluation the shorter side is resized to size / crop_pct, and the centre is cut out."""
+    mixup: NonNegativeFloat = 0.0
+    """α of mixup: images are averaged with weights from Beta(α, α), and so are their labels; 0: never."""
+    cutmix: NonNegativeFloat = 0.0
+    """α of cutmix: a rectangle of the other image, of 1 − λ of the area with λ from Beta(α, α); 0: never. With both,
+    each image gets one of the two, by a coin."""
+    mix_probability: Fraction = 1.0
+    """Share of images that are mixed, where mixup or cutmix are on."""
     interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] = "bicubic"
     """Filter of every resize."""
+
+    @property
+    def mixes(self) -> bool:
+        """Whether images are mixed with others."""
+        return (self.mixup > 0 or self.cutmix > 0) and self.mix_probability > 0

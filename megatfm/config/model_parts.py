@@ -292,6 +292,20 @@ class SentenceHeadConfig(Section):
     """How many."""
 
 
+class SequenceClassifierHeadConfig(Section):
+    """Classes of labelled texts, told from one token of each."""
+
+    name: Literal["sequence_classifier"] = "sequence_classifier"
+    classes: PositiveInt = Field(default=2, le=MAX_WIDTH)
+    """How many."""
+    pooler: Literal["tanh", "none"] = "tanh"
+    """BERT's dense layer and tanh before the classes, or the hidden vector as it is."""
+    bias: bool = True
+    """A bias for each class."""
+    dropout: DropProbability = 0.1
+    """Share of the pooled vector's channels that training drops."""
+
+
 class BoundaryHeadConfig(Section):
     """SpanBERT's, which predicts a span from the tokens around it."""
 
@@ -334,7 +348,11 @@ def _with_table_name(heads: Any) -> Any:
 
 
 HeadSection = Annotated[
-    SentenceHeadConfig | BoundaryHeadConfig | ClassifierHeadConfig | PluginHeadConfig,
+    SentenceHeadConfig
+    | BoundaryHeadConfig
+    | ClassifierHeadConfig
+    | SequenceClassifierHeadConfig
+    | PluginHeadConfig,
     ByName(),
 ]
 HeadsConfig = Annotated[dict[str, HeadSection], BeforeValidator(_with_table_name)]

@@ -147,6 +147,12 @@ class ReplacedTokenObjective(Section):
         return self.mask_rate
 
 
+class TextClassificationObjective(Section):
+    """Predict the class of a labelled text, or pair of texts; `megatfm finetune` sets it."""
+
+    name: Literal["text_classification"] = "text_classification"
+
+
 class ImageObjective(Section):
     """An objective whose inputs are images, without a tokenizer."""
 
@@ -176,6 +182,7 @@ ObjectiveConfig = Annotated[
     | SpanCorruptionObjective
     | UL2Objective
     | ReplacedTokenObjective
+    | TextClassificationObjective
     | ClassificationObjective
     | PluginObjective,
     ByName(),

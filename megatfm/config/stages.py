@@ -11,6 +11,10 @@ from megatfm.config.section import MAX_LAYERS, MAX_LENGTH, MAX_WIDTH, Section, n
 
 if TYPE_CHECKING:
     from megatfm.config.model import ModelConfig
+    from megatfm.config.root import Config
+
+IMAGE_OBJECTIVES = ("classification", "masked_image")
+"""Objectives whose images are of `data.images.size`."""
 
 
 class StagesConfig(Section):
@@ -73,6 +77,11 @@ def fill_in_stages(values: Any) -> Any:
     return filled
 
 
+def without_layers(schema: dict[str, Any]) -> None:
+    """Let a JSON schema of the model take a config that leaves out the number of layers, as stages say it."""
+    schema["required"].remove("n_layers")
+
+
 def check_stages(model: "ModelConfig") -> None:
     """Check that a model's other keys say what its stages say. Raises a ValueError."""
     stages = model.stages
@@ -104,3 +113,40 @@ def check_stages(model: "ModelConfig") -> None:
         )
     if model.lm_head.name != "none":
         raise ValueError("family = 'hierarchical' has no head over a vocabulary: set lm_head.name = 'none'")
+
+
+def check_image_rows(config: "Config") -> None:
+    """Check that rows hold whole images, of as many patches as stages say, and divide over ranks in every stage."""
+    stages, patch_size = config.model.stages, getattr(config.model.embedding, "patch_size", None)
+    if stages is None or patch_size is None:
+        return
+    side, (rows, columns) = config.data.images.size, stages.grid
+    if config.objective.name in IMAGE_OBJECTIVES and (rows, columns) != (
+        side // patch_size,
+        side // patch_size,
+    ):
+        raise ValueError(
+            f"model.stages.grid = {list(stages.grid)}: data.images.size = {side} is {side // patch_size} patches of "
+            f"{patch_size} pixels a side: set model.stages.grid=[{side // patch_size},{side // patch_size}]"
+        )
+    length, parallel = config.data.sequence_length, config.parallel
+    if parallel.cp > 1:
+        raise ValueError(
+            f"parallel.cp = {parallel.cp}: family = 'hierarchical' needs whole images on each rank: use dp_shard, tp "
+            "or pp"
+        )
+    if length % (rows * columns):
+        raise ValueError(
+            f"data.sequence_length = {length} is no whole number of images of {rows} × {columns} patches: choose "
+            f"{max(1, length // (rows * columns)) * rows * columns}"
+        )
+    images, tp = length // (rows * columns), parallel.tp if parallel.sequence_parallel else 1
+    for stage in range(len(stages.layers)):
+        h, w = stages.map_at(stage)
+        if images * h * w % tp:
+            more = next(n for n in range(images, images + tp + 1) if n % tp == 0)
+            raise ValueError(
+                f"parallel.tp = {tp}: rows of {images} × {h} × {w} tokens in stage {stage} don't divide into shards of "
+                f"the sequence: choose data.sequence_length = {more * rows * columns}, for {more} images a row, or "
+                "parallel.sequence_parallel=false"
+            )

@@ -144,6 +144,8 @@ class LogConfig(Section):
     layer_stats_every: NonNegativeInt = 0
     """Steps between records of each layer's root mean square weight, gradient and (but with train.compile) activation.
     0: none."""
+    loss_by_source: bool = True
+    """Of a mixture, also record the training loss of each corpus."""
     profile: str | None = Field(default=None, pattern=r"^\d+:\d+$", examples=["10:13"])
     """Write a torch profile of these steps, first:end (end not included), into the run directory."""
     memory_snapshot: bool = False

@@ -70,71 +70,70 @@ class Draws:
         return sorted(range(n), key=[self.uniform() for _ in range(n)].__getitem__)
 
 
+@dataclass(frozen=True)
+class SectionTransform:
+    """Base of transforms that have a section of the config; picklable, for worker processes."""
+
+    section: Any
+    target: Target
+
+
 @TRANSFORMS.register("resize")
-def resize(section: Any, target: Target) -> Transform:
+class Resize(SectionTransform):
     """Resize the shorter side."""
 
-    def apply(image: Image.Image, key: Key) -> Image.Image:
-        scale = section.size / min(image.size)
+    def __call__(self, image: Image.Image, key: Key) -> Image.Image:
+        scale = self.section.size / min(image.size)
         width, height = (max(1, round(side * scale)) for side in image.size)
-        return image.resize((width, height), target.filter)
-
-    return apply
+        return image.resize((width, height), self.target.filter)
 
 
 @TRANSFORMS.register("random_resized_crop")
-def random_resized_crop(section: Any, target: Target) -> Transform:
+class RandomResizedCrop(SectionTransform):
     """Cut out a random part, and resize it."""
 
-    def apply(image: Image.Image, key: Key) -> Image.Image:
-        box = _random_box(image.size, section.scale, section.ratio, Draws(key)) or _central_box(
-            image.size, section.ratio
-        )
+    def __call__(self, image: Image.Image, key: Key) -> Image.Image:
+        scale, ratio, size = self.section.scale, self.section.ratio, self.target.size
+        box = _random_box(image.size, scale, ratio, Draws(key)) or _central_box(image.size, ratio)
         left, top, width, height = box
-        return image.resize(
-            (target.size, target.size), target.filter, (left, top, left + width, top + height)
-        )
-
-    return apply
+        part = image.crop((left, top, left + width, top + height))  # or the filter would see beyond it
+        return part.resize((size, size), self.target.filter)
 
 
 @TRANSFORMS.register("random_crop")
-def random_crop(section: Any, target: Target) -> Transform:
+class RandomCrop(SectionTransform):
     """Pad, and cut out a random square."""
 
-    def apply(image: Image.Image, key: Key) -> Image.Image:
-        draws, pad, size = Draws(key), section.padding, target.size
+    def __call__(self, image: Image.Image, key: Key) -> Image.Image:
+        draws, pad, size = Draws(key), self.section.padding, self.target.size
         left, top = (
             draws.below(max(side + 2 * pad - size, 0) + 1) - pad for side in (image.width, image.height)
         )
         return image.crop((left, top, left + size, top + size))  # black outside the image
 
-    return apply
-
 
 @TRANSFORMS.register("horizontal_flip")
-def horizontal_flip(section: Any, target: Target) -> Transform:
+class HorizontalFlip(SectionTransform):
     """Mirror left and right."""
 
-    def apply(image: Image.Image, key: Key) -> Image.Image:
-        return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if Draws(key).chance(section.p) else image
-
-    return apply
+    def __call__(self, image: Image.Image, key: Key) -> Image.Image:
+        is_flipped = Draws(key).chance(self.section.p)
+        return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if is_flipped else image
 
 
 @TRANSFORMS.register("color_jitter")
-def color_jitter(section: Any, target: Target) -> Transform:
+class ColorJitter(SectionTransform):
     """Change brightness, contrast, saturation and hue."""
-    kinds = (
-        (ImageEnhance.Brightness, section.brightness),
-        (ImageEnhance.Contrast, section.contrast),
-        (ImageEnhance.Color, section.saturation),
-    )
 
-    def apply(image: Image.Image, key: Key) -> Image.Image:
-        draws = Draws(key)
+    def __call__(self, image: Image.Image, key: Key) -> Image.Image:
+        draws, section = Draws(key), self.section
         if not draws.chance(section.p):
             return image
+        kinds = (
+            (ImageEnhance.Brightness, section.brightness),
+            (ImageEnhance.Contrast, section.contrast),
+            (ImageEnhance.Color, section.saturation),
+        )
         order = draws.permutation(len(kinds) + 1)
         factors = [draws.uniform(1 - strength, 1 + strength) for _, strength in kinds]
         turn = draws.uniform(-section.hue, section.hue)
@@ -144,8 +143,6 @@ def color_jitter(section: Any, target: Target) -> Transform:
             elif kinds[number][1]:
                 image = kinds[number][0](image).enhance(factors[number])
         return image
-
-    return apply
 
 
 def shift_hue(image: Image.Image, turn: float) -> Image.Image:
@@ -158,11 +155,11 @@ def shift_hue(image: Image.Image, turn: float) -> Image.Image:
 
 
 @TRANSFORMS.register("random_erasing")
-def random_erasing(section: Any, target: Target) -> Transform:
+class RandomErasing(SectionTransform):
     """Fill a random rectangle."""
 
-    def apply(image: Image.Image, key: Key) -> Image.Image:
-        draws = Draws(key)
+    def __call__(self, image: Image.Image, key: Key) -> Image.Image:
+        draws, section = Draws(key), self.section
         if not draws.chance(section.p):
             return image
         box = _random_box(image.size, section.scale, section.ratio, draws)
@@ -178,8 +175,6 @@ def random_erasing(section: Any, target: Target) -> Transform:
             color = [draws.below(256) if section.fill == "color" else 0 for _ in image.getbands()]
             region[:] = color if pixels.ndim == 3 else color[0]
         return Image.fromarray(pixels)
-
-    return apply
 
 
 def _random_box(

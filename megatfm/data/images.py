@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import ExifTags, Image
 
-from megatfm.data.image_transforms import INTERPOLATIONS, Target, Transform
+from megatfm.data.image_transforms import Target, Transform
 from megatfm.data.sequences import Field
 from megatfm.errors import SampleError
 from megatfm.rng import PieceKey
@@ -128,11 +128,8 @@ def decode(data: bytes, extension: str, channels: int) -> Image.Image:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow's own bound of pixels, and damaged EXIF
             image: Image.Image = Image.open(io.BytesIO(data), formats=[FORMATS[extension]])
-            width, height = image.size
-            if width * height > MAX_PIXELS:
-                raise SampleError(
-                    f"has a .{extension} of {width} × {height} pixels, over {MAX_PIXELS:,}: resize it before prep"
-                )
+            if image.width * image.height > MAX_PIXELS:
+                raise Image.DecompressionBombError
             orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
             image = _decode_jpeg(image, data) or image
             image.load()
@@ -141,6 +138,10 @@ def decode(data: bytes, extension: str, channels: int) -> Image.Image:
             return convert(image, channels)
     except SampleError:
         raise
+    except Image.DecompressionBombError:  # Pillow's own bound is larger
+        raise SampleError(
+            f"has a .{extension} of over {MAX_PIXELS:,} pixels: resize it before prep"
+        ) from None
     except Exception as error:  # Pillow raises many kinds, down to SyntaxError
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise SampleError(f"has a .{extension} that can't be decoded ({reason})") from error
@@ -178,13 +179,12 @@ def convert(image: Image.Image, channels: int) -> Image.Image:
 def resize_and_crop(image: Image.Image, target: Target, crop_pct: float) -> Image.Image:
     """The centre of an image whose shorter side was resized to size / crop_pct."""
     size, shorter = target.size, min(image.size)
-    scale = shorter * crop_pct / size
-    # One resize of the part that is kept, so that nothing else is computed.
-    side = size * scale
-    left, top = (image.width - side) / 2, (image.height - side) / 2
-    return image.resize(
-        (size, size), INTERPOLATIONS[target.interpolation], (left, top, left + side, top + side)
-    )
+    resized = int(size / crop_pct)
+    width, height = (int(resized * side / shorter) for side in image.size)  # rounded as torchvision does
+    if (width, height) != image.size:
+        image = image.resize((width, height), target.filter)
+    left, top = round((width - size) / 2), round((height - size) / 2)
+    return image.crop((left, top, left + size, top + size))
 
 
 def to_array(image: Image.Image) -> Pixels:

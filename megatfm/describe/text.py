@@ -4,17 +4,20 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from megatfm.config import (
+    ClassifierHeadConfig,
     Config,
     DebertaPositionConfig,
     LearnedPositionConfig,
     MLAAttentionConfig,
     ModelConfig,
+    PatchEmbeddingConfig,
     RopeConfig,
     SentenceHeadConfig,
     ShawConfig,
     T5PositionConfig,
 )
 from megatfm.config.ffn import FFNConfig, MoEConfig
+from megatfm.config.stages import StagesConfig
 from megatfm.errors import UsageError
 
 if TYPE_CHECKING:
@@ -46,8 +49,10 @@ def _architecture(model: ModelConfig) -> list[Line]:
         *([("  looks at", _patterns(model))] if not _sees_all(model) else []),
         ("feed-forward", _feed_forward(model)),
         ("norm", f"{model.norm.name} ({model.norm.placement}), epsilon {model.norm.eps:g}"),
-        ("vocabulary", f"{model.vocab_size:,}; {_embeddings(model)}"),
+        _input(model),
     ]
+    if model.stages is not None:
+        lines.insert(1, ("  stages", _stages(model.stages, model.d_model)))
     if heads := _extra_heads(model):
         lines.append(("heads", ", ".join(heads)))
     if model.generator is not None:
@@ -67,6 +72,28 @@ def _architecture(model: ModelConfig) -> list[Line]:
     if dropped := [f"{name} {rate:g}" for name, rate in rates if rate]:
         lines.append(("dropout", ", ".join(dropped)))
     return lines
+
+
+def _input(model: ModelConfig) -> Line:
+    """The vocabulary, or the patches of images."""
+    embedding = model.embedding
+    if isinstance(embedding, PatchEmbeddingConfig):
+        counts = ((embedding.n_class_tokens, "class token"), (embedding.n_register_tokens, "register"))
+        special = "".join(f", {number} {kind}{'s' * (number > 1)}" for number, kind in counts if number)
+        return (
+            "images",
+            f"patches of {embedding.patch_size} × {embedding.patch_size} × {embedding.channels}{special}",
+        )
+    known = "" if model.vocab_size is None else f"{model.vocab_size:,}; "
+    return "vocabulary", f"{known}{_embeddings(model)}"
+
+
+def _stages(stages: StagesConfig, d_model: int) -> str:
+    """Blocks, widths and heads of each stage."""
+    blocks, heads = (" · ".join(map(str, numbers)) for numbers in (stages.layers, stages.heads))
+    widths = " · ".join(str(d_model * 2**stage) for stage in range(len(stages.layers)))
+    rows, columns = stages.grid
+    return f"{blocks} blocks of width {widths} with {heads} heads, from {rows} × {columns} patches on"
 
 
 def _heads(model: ModelConfig) -> str:
@@ -124,6 +151,8 @@ def _extra_heads(model: ModelConfig) -> list[str]:
     for name, section in model.extra_heads.items():
         if isinstance(section, SentenceHeadConfig):
             heads.append(f"{section.classes} classes of sentences")
+        elif isinstance(section, ClassifierHeadConfig):
+            heads.append(f"{section.n_classes:,} classes of images by {section.pool}")
         else:
             heads.append("span boundary" if name == "boundary" else name)
     if model.n_mtp_heads:

@@ -8,7 +8,9 @@ from megatfm.engines.interface import PRECISIONS, Engine, EngineSetup
 from megatfm.errors import UsageError
 from megatfm.registry import Registry
 
-Feature = Literal["pp", "cp", "ep", "fp16", "fp8", "recompute", "compile", "cuda_graphs", "async_tp"]
+Feature = Literal[
+    "pp", "cp", "ep", "fp16", "fp8", "recompute", "compile", "cuda_graphs", "async_tp", "loss_by_source"
+]
 EngineFactory = Callable[[EngineSetup], Engine]
 
 
@@ -43,6 +45,11 @@ class EngineRegistry(Registry[EngineFactory]):
             return engine
 
         return enter_with_features
+
+    def has(self, name: str, feature: Feature) -> bool:
+        """Return whether an engine declares a feature."""
+        self.get(name)
+        return feature in self._features[name]
 
     def check(self, config: Config, precision: str) -> None:
         """Raise UsageError for a feature that the config asks for and its engine does not declare."""
@@ -122,7 +129,7 @@ def native(setup: EngineSetup) -> Engine:
     )
 
 
-@ENGINES.register("deepspeed", features=("pp", "cp", "ep", "fp16", "recompute"))
+@ENGINES.register("deepspeed", features=("pp", "cp", "ep", "fp16", "recompute", "loss_by_source"))
 def deepspeed(setup: EngineSetup) -> Engine:
     """DeepSpeed's ZeRO, where it is installed."""
     from megatfm.engines.deepspeed.engine import DeepSpeedEngine

@@ -99,6 +99,10 @@ def _image_index(sequence: SequenceMetadata, at_M: Tensor) -> Tensor:
     return row_M * sequence.max_documents_per_row + _documents(sequence).flatten()[at_M]
 
 
+METRICS = (1, 5)
+"""An image counts as right in the k-th of these where its label is among the k likeliest classes."""
+
+
 @HEADS.register("classifier")
 class ClassifierHead(nn.Module):
     """Classes of images. labels [B, T] hold the class at each image's first token and −100 elsewhere.
@@ -110,6 +114,7 @@ class ClassifierHead(nn.Module):
     may_read = ("mixed_labels", "label_weights")
     takes_sequence = True
     predicts = True
+    term = "classifier"
 
     tp_plan = (("", "gather_input_replicated"), ("*", "replicated"), ("pool.*", "replicated"))
 
@@ -146,10 +151,11 @@ class ClassifierHead(nn.Module):
         sequence: SequenceMetadata | None,
         mixed_labels: Tensor | None = None,
         label_weights: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor | dict[str, Tensor]:
         """Logits [images, C] of all images in the order of rows, or, given labels, the summed cross-entropy.
 
-        Raises MegatfmError in a model that doesn't pass its sequence on.
+        In evaluation also how many images are right: `top1`, and `top5` where there are more classes. Raises
+        MegatfmError in a model that doesn't pass its sequence on.
         """
         if sequence is None:
             raise MegatfmError("the head 'classifier' needs the sequence: a family passes it to Model.output")
@@ -159,7 +165,9 @@ class ClassifierHead(nn.Module):
         logits_MC = self._logits(hidden_BTD, at_M, sequence)
         logits_MC = logits_MC.to(torch.promote_types(logits_MC.dtype, torch.float32))
         if mixed_labels is None or label_weights is None:
-            return self._cross_entropy(logits_MC, labels_BT.flatten()[at_M]).sum()
+            labels_M = labels_BT.flatten()[at_M]
+            loss = self._cross_entropy(logits_MC, labels_M).sum()
+            return loss if self.training else {self.term: loss, **n_right(logits_MC, labels_M)}
         weights_M = label_weights.flatten()[at_M].to(logits_MC.dtype)
         losses = (self._cross_entropy(logits_MC, each.flatten()[at_M]) for each in (labels_BT, mixed_labels))
         first_M, second_M = losses
@@ -177,6 +185,16 @@ class ClassifierHead(nn.Module):
         x_MD = torch.cat(pooled, dim=-1)
         logits_MC: Tensor = self.classifier(x_MD if self.dense is None else self.dense(x_MD).tanh())
         return logits_MC
+
+
+def n_right(logits_MC: Tensor, labels_M: Tensor) -> dict[str, Tensor]:
+    """Count the images whose label is among the likeliest classes; of equal logits the lower class is likelier."""
+    classes_MC = logits_MC.argsort(dim=-1, descending=True, stable=True)
+    return {
+        f"top{k}": (classes_MC[:, :k] == labels_M[:, None]).any(-1).sum()
+        for k in METRICS
+        if k < logits_MC.shape[-1]
+    }
 
 
 def _first_tokens(sequence: SequenceMetadata) -> Tensor:

@@ -14,6 +14,7 @@ from megatfm.layers.loss_terms import BlockOutput, add_by_name
 from megatfm.layers.output_head import HEADS
 from megatfm.layers.output_head import SpanBoundaryHead as SpanBoundaryHead
 from megatfm.layers.sequence import SequenceMetadata
+from megatfm.layers.task_heads import SequenceClassifier as SequenceClassifier
 from megatfm.registry import Registry, did_you_mean
 from megatfm.split_points import SplitPoint
 
@@ -133,10 +134,9 @@ class Model(nn.Module):
             if all(field in batch for field in head.reads):
                 fields = [batch[field] for field in head.reads]
                 full_rows = [batch.get(f"full_row_{field}") for field in getattr(head, "full_row_fields", ())]
-                losses = add_by_name(
-                    losses,
-                    {str(getattr(head, "term", name)): head(hidden_BTD, *fields, *full_rows, **options)},
-                )
+                result = head(hidden_BTD, *fields, *full_rows, **options)
+                terms = result if isinstance(result, dict) else {str(getattr(head, "term", name)): result}
+                losses = add_by_name(losses, terms)
             elif getattr(head, "predicts", False) and not has_targets:
                 predictions[name] = head(hidden_BTD, **options)
         handed_on = {name: tensor for name, tensor in (carry or {}).items() if tensor is not None}

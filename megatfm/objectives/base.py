@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megatfm.config import ImagesConfig, ModelConfig
 from megatfm.config.objective import ImageObjective
+from megatfm.data.dataset import RowDataset
 from megatfm.data.sequences import DocumentChunk, Field
 from megatfm.errors import UsageError
 from megatfm.layers.block import auxiliary_losses
@@ -120,6 +121,8 @@ class Objective(Protocol):
     """All fields that `build` makes. None: integers [length of the side], whatever they are called."""
     reads_text: bool = True
     """Whether it needs a tokenizer. If not, the first argument with which it is made may be None."""
+    metrics: tuple[str, ...] = ()
+    """Terms of weight 0, each a count of what is right: accuracies, which evaluation reports beside the loss."""
     likelihood_term: str | None = None
     """The term whose sum is −log p(text), each token predicted once; only then are there bits per byte."""
     predicts_tokens: bool = False
@@ -146,6 +149,13 @@ class Objective(Protocol):
     def for_evaluation(self) -> "Objective":
         """The objective of validation sets, where it is another: images aren't changed at random."""
         return self
+
+    def prepare_rows(self, rows: RowDataset, turn: int) -> RowDataset:
+        """The training rows, changed where that takes more than one of them, as mixing images does.
+
+        turn: how many rows of a stream follow one another.
+        """
+        return rows
 
     def random_piece(self, random: np.random.Generator) -> DocumentChunk:
         """A random piece on which layouts are compared, where that is more than random tokens."""

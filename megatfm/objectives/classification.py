@@ -1,23 +1,27 @@
 """Supervised classification of images (Dosovitskiy et al. 2021)."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatfm.config import ClassificationObjective, ImagesConfig, ModelConfig
+from megatfm.data.dataset import RowDataset
 from megatfm.data.sequences import IGNORE_INDEX, DocumentChunk, Field
 from megatfm.errors import SampleError, UsageError
-from megatfm.objectives.base import OBJECTIVES, Batch, Example, Objective, SpecialTokens
-from megatfm.objectives.images import image_reader, random_image_files
+from megatfm.layers.classifier import METRICS
+from megatfm.objectives.base import OBJECTIVES, Batch, Example, Losses, Objective, SpecialTokens
+from megatfm.objectives.images import image_mixing, image_reader, random_image_files
 from megatfm.rng import PieceKey
 
 if TYPE_CHECKING:
     from megatfm.data.images import ImageReader
 
 HEAD = "classifier"
+NAMES = frozenset(f"top{k}" for k in METRICS)
 ONE_PIECE = 2**40
 """Tokens of a caption are never cut into several pieces: each sample is one image."""
 
@@ -43,10 +47,14 @@ class Classification(Objective):
     ) -> None:
         self.n_classes = _n_classes(model)
         self.reader: ImageReader = image_reader(images, model, config.name, row_lengths[0], training=training)
-        self.loss_weights = {HEAD: 1.0}
+        self.metrics = () if training else tuple(f"top{k}" for k in METRICS if k < self.n_classes)
+        self.loss_weights = {HEAD: 1.0, **dict.fromkeys(self.metrics, 0.0)}
+        self.mixing = image_mixing(images, self.reader) if training else None
         self.fields = {**self.reader.layout.fields, "labels": Field(pad_value=IGNORE_INDEX)}
-        self._for_evaluation = lambda: Classification(
-            special, config, model, row_lengths, images, training=False
+        if self.mixing is not None:
+            self.fields |= {"mixed_labels": Field(pad_value=IGNORE_INDEX), "label_weights": Field("float32")}
+        self._for_evaluation = partial(
+            Classification, special, config, model, row_lengths, images, training=False
         )
 
     def for_evaluation(self) -> Objective:
@@ -59,7 +67,18 @@ class Classification(Objective):
         fields: dict[str, NDArray[Any]] = self.reader.build(piece.files, key)
         labels = np.full(len(fields["grid"]), IGNORE_INDEX)
         labels[0] = read_label(piece.files, self.n_classes)
+        if self.mixing is not None:  # with itself, until a row has its partner
+            weights = np.zeros(len(labels), np.float32)
+            weights[0] = 1
+            fields |= {"mixed_labels": labels.copy(), "label_weights": weights}
         return {**fields, "labels": labels}
+
+    def prepare_rows(self, rows: RowDataset, turn: int) -> RowDataset:
+        if self.mixing is None:
+            return rows
+        from megatfm.data.image_mixing import MixedImages
+
+        return MixedImages(rows, self.mixing, turn)
 
     def random_piece(self, random: np.random.Generator) -> DocumentChunk:
         files = random_image_files(random, self.reader.layout.channels, 2 * self.reader.target.size)
@@ -67,7 +86,14 @@ class Classification(Objective):
         return DocumentChunk(np.zeros(self.reader.n_tokens, np.uint16), files={**files, "cls": label})
 
     def target_counts(self, batch: Batch) -> dict[str, Tensor]:
-        return {HEAD: (batch["labels"] != IGNORE_INDEX).sum()}
+        return dict.fromkeys(self.loss_weights, (batch["labels"] != IGNORE_INDEX).sum())
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Losses:
+        """The sum of each term; of a model in evaluation only with `for_evaluation` how many images are right."""
+        losses = dict(model(**batch).losses)
+        return {
+            term: value for term, value in losses.items() if term in self.loss_weights or term not in NAMES
+        }
 
 
 def read_label(files: Mapping[str, bytes], n_classes: int) -> int:

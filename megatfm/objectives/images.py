@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Mapping
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,6 +11,7 @@ from megatfm.config import ImagesConfig, ModelConfig
 from megatfm.errors import UsageError
 
 if TYPE_CHECKING:
+    from megatfm.data.image_mixing import Mixing
     from megatfm.data.images import ImageReader, PatchLayout
 
 
@@ -34,7 +36,7 @@ def patch_layout(model: ModelConfig, objective: str) -> "PatchLayout":
         raise UsageError(
             f"model.embedding.channels = {channels}: images are decoded to 3 channels (RGB) or 1 (grey)"
         )
-    n_special = getattr(embedding, "n_class_tokens", 0) + getattr(embedding, "n_register_tokens", 0)
+    n_special = getattr(embedding, "n_special_tokens", 0)
     return PatchLayout(patch_size, channels, n_special)
 
 
@@ -46,6 +48,7 @@ def image_reader(
     Raises UsageError for sizes that patches don't divide, or whose images don't fit rows.
     """
     layout = patch_layout(model, objective)
+    import_module("megatfm.data.image_rand_augment")  # registers its transform
     from megatfm.data.image_transforms import TRANSFORMS, Target
     from megatfm.data.images import ImageReader
 
@@ -65,6 +68,23 @@ def image_reader(
             f"{reader.n_tokens} tokens: choose data.sequence_length={reader.n_tokens}"
         )
     return reader
+
+
+def image_mixing(images: ImagesConfig, reader: "ImageReader") -> "Mixing | None":
+    """Mixup and cutmix of a config; None for neither."""
+    from megatfm.data.image_mixing import Mixing
+
+    if not images.mixes:
+        return None
+    layout = reader.layout
+    return Mixing(
+        images.mixup,
+        images.cutmix,
+        images.mix_probability,
+        reader.target.size,
+        layout.patch_size,
+        layout.n_special,
+    )
 
 
 def random_image_files(random: np.random.Generator, channels: int, most: int) -> Mapping[str, bytes]:

@@ -85,13 +85,13 @@ def charts(run: Run, compared: Mapping[str, Run] | None = None) -> list[Chart]:
             for i, (other, curve) in enumerate(curves)
         ]
 
-    def evaluated(key: str) -> list[Line]:
+    def evaluated(*key: str) -> list[Line]:
         lines = [
-            Line(name, run.curve("evaluation", name, key), 2 + i % 5, "dots")
+            Line(name, run.curve("evaluation", name, *key), 2 + i % 5, "dots")
             for i, name in enumerate(run.evaluated)
         ]
         return lines + [
-            line for name in run.evaluated for line in behind("evaluation", name, key, name=f", {name}")
+            line for name in run.evaluated for line in behind("evaluation", name, *key, name=f", {name}")
         ]
 
     def smoothed(name: str, key: str) -> list[Line]:
@@ -107,7 +107,10 @@ def charts(run: Run, compared: Mapping[str, Run] | None = None) -> list[Chart]:
     drawn = (
         chart("Loss", "nats per token", [*smoothed("training", "loss"), *evaluated("loss")]),
         chart("Terms of the loss", "mean over their targets", terms),
+        source_chart(run),
         chart("Bits per byte", "held-out text", evaluated("bits_per_byte"), levels=levels),
+        chart("Accuracy", "share of held-out images", evaluated("metrics", "top1")),
+        chart("Top-5 accuracy", "share of held-out images", evaluated("metrics", "top5")),
         *position_charts(run),
         chart("Gradient norm", "before clipping", smoothed("gradient norm", "grad_norm")),
         chart("Learning rate", "", [Line("learning rate", run.curve("lr")), *behind("lr")], from_zero=True),
@@ -157,6 +160,13 @@ def mixture_chart(run: Run) -> Chart | None:
 
     lines = [Line(name, curve(name), 1 + i % 6) for i, name in enumerate(sources)]
     return chart("Mixture", "% of the rows", lines, from_zero=True)
+
+
+def source_chart(run: Run) -> Chart | None:
+    """Training loss of each corpus of a mixture."""
+    names = [path[1] for path in run.curves if path[0] == "loss_by_source"]
+    lines = [Line(name, smooth(run.curve("loss_by_source", name)), 1 + i % 6) for i, name in enumerate(names)]
+    return chart("Training loss by source", "nats per token", lines)
 
 
 def position_charts(run: Run) -> list[Chart | None]:

@@ -141,7 +141,8 @@ def open_corpora(config: Config, tokenizer: Tokenizer | None) -> Corpora:
                 "another corpus"
             )
     note = note_few_streams(config)
-    return Corpora(tokenizer, objective, opener.train(), batch_schedule(config), validation, note)
+    train = objective.prepare_rows(opener.train(), opener.streams.turn)
+    return Corpora(tokenizer, objective, train, batch_schedule(config), validation, note)
 
 
 def note_few_streams(config: Config) -> str:

@@ -2,7 +2,9 @@
 
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from megatfm.data.loader import DataLoader
 from megatfm.data.sequences import IGNORE_INDEX
 from megatfm.engines.interface import Engine
 from megatfm.objectives import Objective
+from megatfm.tasks.predictions import collect_predictions, model_of, task_metrics
 from megatfm.train.corpora import Corpora
 
 log = logging.getLogger("megatfm")
@@ -32,10 +35,10 @@ def evaluate(
 ) -> dict[str, Any]:
     """Evaluate one set, on all ranks together: loss, tokens that the first term counts, and rows.
 
-    With an objective of several terms also "terms", the mean of each. Where a term is the text's likelihood also bits
-    per byte of text, and bytes: every text is coded from its first byte to its end, the mark at its end included, so
-    that bits per byte compare with a file compressor's; what lies before the start of a row is not seen, which can
-    only make the figure worse.
+    With an objective of several terms also "terms", the mean of each, and of one with metrics "metrics". Where a term
+    is the text's likelihood also bits per byte of text, and bytes: every text is coded from its first byte to its end,
+    the mark at its end included, so that bits per byte compare with a file compressor's; what lies before the start of
+    a row is not seen, which can only make the figure worse.
 
     byte_lengths [vocabulary]: bytes of text that each id stands for; None: not known. max_rows: 0 for all.
     on_batch: called at each batch.
@@ -60,8 +63,11 @@ def evaluate(
     if objective.likelihood_term and measured is not None:
         bits = result.sums[objective.likelihood_term] / math.log(2)
         results |= {"bits_per_byte": bits / max(float(n_bytes), 1.0), "bytes": int(n_bytes)}
-    if result.terms:
-        results["terms"] = result.terms
+    terms = {term: mean for term, mean in result.terms.items() if term not in objective.metrics}
+    if len(terms) > 1:
+        results["terms"] = terms
+    if objective.metrics:
+        results["metrics"] = {name: result.terms[name] for name in objective.metrics}
     return results | {"tokens": result.target_counts[next(iter(objective.loss_weights))], "rows": stop}
 
 
@@ -117,10 +123,20 @@ def _loader(engine: Engine, rows: SizedRowDataset, micro_batch: int, end_positio
 def summary(result: Mapping[str, Any]) -> str:
     """A result in words: loss 1.2345, 1.650 bits per byte."""
     words = [f"loss {result['loss']:.4f}"]
-    words += [f"{name} {value:.4f}" for name, value in result.get("terms", {}).items()]
+    named = {**result.get("terms", {}), **result.get("metrics", {})}
+    words += [f"{name} {value:.4f}" for name, value in named.items()]
     if "bits_per_byte" in result:
         words.append(f"{result['bits_per_byte']:.3f} bits per byte")
     return ", ".join(words)
+
+
+def evaluation_record(
+    engine: Engine, corpora: Corpora, config: Config, step: int, on_batch: Callable[[], None]
+) -> dict[str, Any]:
+    """Evaluate every validation set of a config; returns the fields of metrics.jsonl."""
+    start = time.perf_counter()
+    results = evaluate_sets(engine, corpora, config, step, on_batch)
+    return {"evaluation": results, "evaluation_seconds": time.perf_counter() - start}
 
 
 def evaluate_sets(
@@ -129,15 +145,18 @@ def evaluate_sets(
     """Evaluate every validation set of a config; name → what `evaluate` returns."""
     results = {}
     for name, rows in corpora.validation.items():
-        results[name] = evaluate(
-            engine,
-            rows,
-            corpora.objective.for_evaluation(),
-            corpora.byte_lengths,
-            micro_batch=config.train.micro_batch,
-            max_rows=config.evaluate.max_rows,
-            on_batch=on_batch,
-        )
+        with collect_predictions(model_of(engine)) if config.task else nullcontext() as collector:
+            results[name] = evaluate(
+                engine,
+                rows,
+                corpora.objective.for_evaluation(),
+                corpora.byte_lengths,
+                micro_batch=config.train.micro_batch,
+                max_rows=config.evaluate.max_rows,
+                on_batch=on_batch,
+            )
+        if config.task and collector:
+            results[name]["metrics"] = task_metrics(config.task, collector.gather())
         log.info("step %d  %s: %s", step, name, summary(results[name]))
         if (n_buckets := config.evaluate.position_buckets) and corpora.objective.likelihood_term:
             results[name]["loss_by_position"] = loss_by_position(

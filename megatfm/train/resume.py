@@ -36,7 +36,7 @@ LARGEST = 2**63 - 1
 """Upper bound of a step, a count of tokens or a position: what 64 bits hold."""
 LOCAL_ID = "local-id"
 ALLOWABLE_CHANGES = {
-    "data": ("data.",),
+    "data": ("data.", "config.data.images."),
     "tokenizer": ("tokenizer",),
     "seed": ("config.train.seed",),
     "schedule": ("config.lr_schedule.", "config.train.steps"),

@@ -83,11 +83,7 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
     images: dict[str, Any] = {}
     if config.model.stages is not None:
         lengths["sequence_length"], side = shrunk_rows(config, config.model.stages)
-        images = (
-            {"images": config.data.images.model_copy(update={"size": side})}
-            if hasattr(config.data, "images")
-            else {}
-        )
+        images = {"images": config.data.images.model_copy(update={"size": side})}
     rows = Rows(*(max(filter(None, of.values())) for of in (before, lengths)))
     try:
         model = _model(

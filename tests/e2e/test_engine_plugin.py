@@ -37,7 +37,7 @@ def forget_the_end(folder: Path) -> None:
     (folder / "checkpoints/step-00000008").rename(folder / "later")
 
 
-def test_it_trains_as_native_does_and_resumes_under_either(
+def test_a_plugin_s_engine_trains_as_native_and_engines_can_change(
     workers: Workers, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     native: list[Any] = ["parallel.zero=0", "train.steps=8"]

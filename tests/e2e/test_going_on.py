@@ -16,8 +16,8 @@ from megatfm.commands.from_model import continue_from_config
 from megatfm.config import load_config
 from megatfm.convert.convert import convert
 from megatfm.errors import EXIT_OK, UsageError
-from tests.e2e.test_training import curve, final_state, run_training
 from tests.support import forked_commands
+from tests.support.training_runs import final_state, run_training, training_curve
 
 STILL = (
     "optimizer.lr=1e-12",
@@ -200,7 +200,7 @@ def test_a_branch_goes_on_as_the_run_did(workers, make_config, tmp_path, ranks):
     one, other = final_state(tmp_path / "trunk"), final_state(tmp_path / "branch")
     assert one.keys() == other.keys()
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
-    assert curve(tmp_path / "branch") == curve(tmp_path / "trunk")[4:]
+    assert training_curve(tmp_path / "branch") == training_curve(tmp_path / "trunk")[4:]
     steps = [path.name for path in sorted((tmp_path / "branch/checkpoints").iterdir())]
     assert steps == ["step-00000008", "step-00000012"]
     assert f"from {tmp_path / 'trunk'}@4" in (tmp_path / "branch/logs/rank-0.log").read_text()

@@ -25,12 +25,13 @@ from megatfm.parallel import (
     ring_attention,
 )
 from megatfm.parallel.mesh import SHARD, Mesh
-from tests.mutations.test_planted_faults import Patch
 from tests.support.context_parity import context_case, context_microbatches
 from tests.support.faults import EVERYTHING, patch_backward
 from tests.support.models import ADAMW, LENGTH
 from tests.support.parity import build_engine, model_gradient_errors
 from tests.support.workers import Workers
+
+Patch = pytest.MonkeyPatch
 
 ENCODERS = "patterns of encoders, rows of 11 tokens"
 BELOW_ATTENTION = {"*.embedding.tokens.weight", "*.layers.0.attn*", "*.layers.1.attn.w[kv]*"}

@@ -141,7 +141,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "recomputed", "parallel"), CASES)
-def test_all_that_a_block_sends_goes_in_pieces(
+def test_blocks_send_in_pieces(
     workers: Workers, name: str, recomputed: str, parallel: ParallelConfig
 ) -> None:
     """Forward before attention and the feed-forward network, and after each; backward the other way round."""
@@ -163,7 +163,7 @@ def family(name: str) -> dict[str, list[Counts]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "t5", "bert", "latent attention", "deberta", "xlnet", "electra"])
-def test_so_do_those_of_every_family(workers: Workers, name: str) -> None:
+def test_every_family_s_blocks_send_in_pieces(workers: Workers, name: str) -> None:
     """With dropout, and in two shapes of micro-batches."""
     for result in workers.run(family, 2, name, timeout=280.0):
         for direction in ("forward", "backward"):

@@ -153,7 +153,7 @@ def test_gradients_are_near_those_in_full(workers: Workers, rowwise: bool) -> No
         assert error < 1.5 * (alone[name] + bf16[name]), name
 
 
-def test_which_products() -> None:
+def test_inner_matrices_are_multiplied_in_8_bits() -> None:
     with torch.device("meta"):
         model = build(FOUR)
         short = build(UNTIED_MODEL)

@@ -7,7 +7,7 @@ import pytest
 from megatfm.config import Config, ParallelConfig
 from megatfm.verify.verify import verify
 from tests.support.frozen_parity import FREEZE, frozen_errors
-from tests.support.grids import SLOW, cells
+from tests.support.grids import SLOW, cells_by_ranks
 from tests.support.workers import Workers
 
 LAYOUTS = {
@@ -36,14 +36,7 @@ def compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
     return list(layouts)
 
 
-CASES = [
-    case
-    for ranks, layouts in LAYOUTS.items()
-    for case in cells(dict.fromkeys(FREEZE, layouts), ranks, label=f" on {ranks}")
-]
-
-
-@pytest.mark.parametrize(("name", "layouts", "ranks"), CASES)
+@pytest.mark.parametrize(("name", "layouts", "ranks"), cells_by_ranks(FREEZE, LAYOUTS))
 def test_the_rest_is_trained_as_on_one_device(
     workers: Workers, name: str, layouts: list[str], ranks: int
 ) -> None:

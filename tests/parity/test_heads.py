@@ -8,7 +8,7 @@ from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.models import build
 from tests.plugins import plugin
 from tests.support.batches import PassThroughObjective, family_batch
-from tests.support.grids import cells
+from tests.support.grids import cells_by_ranks
 from tests.support.models import FAMILY_MODELS
 from tests.support.parity import (
     build_engine,
@@ -84,14 +84,7 @@ def compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
     return list(layouts)
 
 
-CASES = [
-    case
-    for ranks, layouts in LAYOUTS.items()
-    for case in cells(dict.fromkeys(CONFIGS, layouts), ranks, always=["tp2"], label=f" on {ranks}")
-]
-
-
-@pytest.mark.parametrize(("name", "layouts", "ranks"), CASES)
+@pytest.mark.parametrize(("name", "layouts", "ranks"), cells_by_ranks(CONFIGS, LAYOUTS, always=["tp2"]))
 def test_gradients_equal_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
     tried = {layout: LAYOUTS[ranks][layout] for layout in layouts}
     assert workers.run(compare, ranks, name, tried, timeout=240.0)[0] == layouts

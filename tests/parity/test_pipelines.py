@@ -44,6 +44,8 @@ OTHERS = (
     "latent attention",
     "shaw, deepnorm",
     "alibi, sandwich norm",
+    "swin",
+    "swin v2",
 )
 
 
@@ -99,7 +101,7 @@ def test_four_ranks(workers: Workers, schedule: str, names: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("schedule", "names"), cells(dict.fromkeys(("1f1b", "zbv"), OTHERS)))
-def test_other_parts(workers: Workers, schedule: str, names: list[str]) -> None:
+def test_other_families_on_two_ranks(workers: Workers, schedule: str, names: list[str]) -> None:
     check(workers, 2, names, ParallelConfig(pp=2, pp_schedule=schedule))
 
 

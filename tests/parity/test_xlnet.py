@@ -145,7 +145,8 @@ def test_packed_documents_are_each_document_alone(dtype: torch.dtype) -> None:
     assert logits.isfinite().all()
 
 
-def test_a_prediction_depends_on_what_comes_before_it_in_the_order_and_on_nothing_else() -> None:
+def test_a_prediction_depends_on_what_comes_before_it() -> None:
+    """A prediction depends on nothing that comes later in the order."""
     model, batch = build(CONFIG).double().eval(), batch_of((13,), 3)
     perturb(model)
     actual: list[Tensor] = []

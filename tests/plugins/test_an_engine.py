@@ -8,7 +8,7 @@ import pytest
 from megatfm.config import Config, load_config
 from megatfm.errors import UsageError
 from megatfm.verify.verify import verify
-from tests.unit.test_docs import ROOT, fences
+from tests.support.documentation import ROOT, fences
 
 HERE = Path(__file__).parent
 LAYOUTS: dict[str, dict[str, Any]] = {

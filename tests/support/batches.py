@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
 from megatfm.objectives import Causal, Objective, SpecialTokens
+from tests.support.images import pixels, to_batch
 from tests.support.models import FAMILY_MODELS, LENGTH, PREFIX_LM, ROWS
 
 CAUSAL = Causal(SpecialTokens(bos=1, eos=2, pad=0))
@@ -44,6 +45,7 @@ class PassThroughObjective:
         "sentence": "sentence_targets",
         "boundary": "span_left",
         "discriminator": "documents",
+        "classifier": "labels",
     }
 
     def __init__(self, terms: list[str]) -> None:
@@ -63,10 +65,21 @@ class PassThroughObjective:
         return values > 0 if name == "boundary" else values >= 0
 
 
+def image_batch(config: ModelConfig) -> dict[str, Tensor]:
+    """Rows of four images, the last row with one less."""
+    assert config.stages is not None
+    height, width = (4 * side for side in config.stages.grid)
+    images = [pixels(height, width, seed=number) for number in range(5)]
+    rows = [[(row + n) % 5 for n in range(4 - (row == ROWS - 1))] for row in range(ROWS)]
+    return to_batch(images, 4, 0, rows, labels=[4, 0, 2, 1, 3])
+
+
 def family_batch(config: ModelConfig) -> dict[str, Tensor]:
     """A batch with all fields that a model of this family and these heads takes."""
-    batch = global_batch(seed=3)
+    batch = image_batch(config) if config.family == "hierarchical" else global_batch(seed=3)
     batch["keys"] = torch.arange(ROWS) * 7919 + 3
+    if config.family == "hierarchical":
+        return batch
     if config.family == "decoder":
         if config.n_mtp_heads:
             same = batch["documents"][:, 1:] == batch["documents"][:, :-1]

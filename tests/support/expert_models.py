@@ -179,8 +179,9 @@ QUICK_LAYOUTS = {
 """Of four ranks: the others are slow."""
 
 
-def of_four_ranks(configs: dict[str, Any], ranks: int, remaining: bool) -> dict[str, Any]:
-    return {name: one for name, one in configs.items() if ranks != 4 or (name in QUICK_LAYOUTS) != remaining}
+def of_four_ranks(configs: dict[str, Any], ranks: int, others: bool) -> dict[str, Any]:
+    """Configs of a case: of four ranks, those of QUICK_LAYOUTS or the others."""
+    return {name: one for name, one in configs.items() if ranks != 4 or (name in QUICK_LAYOUTS) != others}
 
 
 PARTS_OF_FOUR = [pytest.param(4, False, id="4"), pytest.param(4, True, id="4, the others", marks=SLOW)]
@@ -204,6 +205,7 @@ PLAIN_EXPERT_LAYOUTS = {
 
 
 def expert_layouts_of(ranks: int) -> dict[str, ParallelConfig]:
+    """All layouts of so many ranks that don't divide experts otherwise."""
     return PLAIN_EXPERT_LAYOUTS[ranks] | EXPERT_LAYOUTS.get(ranks, {})
 
 

@@ -24,6 +24,7 @@ UNDECAYED = ("decoder.position.weight",)
 
 
 def frozen_model(config: ModelConfig, patterns: tuple[str, ...]) -> nn.Module:
+    """A model whose parameters of these names are frozen."""
     model = build(config)
     freeze(model, patterns)
     return model
@@ -32,11 +33,12 @@ def frozen_model(config: ModelConfig, patterns: tuple[str, ...]) -> nn.Module:
 def build_frozen_engine(
     config: ModelConfig, patterns: tuple[str, ...], parallel: ParallelConfig
 ) -> NativeEngine:
+    """An engine of such a model."""
     return build_engine(config, parallel, build_model=lambda config: frozen_model(config, patterns))
 
 
 def frozen_errors(name: str, parallel: ParallelConfig) -> set[str]:
-    """What differs from one device, whose weights plain torch moves, in two steps."""
+    """Differences from one device, whose weights plain torch moves, in two steps."""
     config, patterns = FAMILY_MODELS[name], FREEZE[name]
     batch, reference = family_batch(config), frozen_model(config, patterns).double().train()
     initialise(reference, 7)
@@ -87,6 +89,7 @@ def frozen_errors(name: str, parallel: ParallelConfig) -> set[str]:
 
 
 def wrong_gradients(engine: NativeEngine, expected: dict[str, Any]) -> set[str]:
+    """Names of gradients that are wrong, missing, or there and not expected."""
     gradients = engine.gradients()
     floor = 1e-6 * torch.cat([g.flatten() for g in expected.values()]).norm()
     actual = {n for n in engine.local if (n in gradients) != (n in expected)}

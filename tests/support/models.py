@@ -1,5 +1,7 @@
 """Small models of every family, and optimizers for them."""
 
+from typing import Any
+
 from megatfm.config import AdamWConfig, ModelConfig, MuonConfig
 
 ROWS, LENGTH = 8, 12
@@ -31,6 +33,35 @@ BERT_OPTIONS = {
     "lm_head.bias": True,
     "init.name": "bert",
 }
+SWIN_MODEL: dict[str, Any] = {
+    "family": "hierarchical",
+    "d_model": 16,
+    "stages.layers": (2, 3),
+    "stages.heads": (2, 4),
+    "attention.name": "windowed",
+    "attention.pattern": {"name": "windows_2d", "window": 4},
+    "ffn.d_ff": 40,
+    "ffn.activation": "gelu",
+    "ffn.bias": True,
+    "norm.name": "layer_norm",
+    "position.name": "relative_2d",
+    "embedding": {"name": "patches", "patch_size": 4, "n_class_tokens": 0, "norm": True},
+    "lm_head.name": "none",
+    "extra_heads.classifier": {"n_classes": 5, "pool": "mean"},
+}
+SWIN_V2_OPTIONS: dict[str, Any] = {
+    "attention.cosine": True,
+    "position.name": "log_relative_2d",
+    "norm.placement": "res_post",
+    "stages.merging_norm": "output",
+}
+PYRAMID_OPTIONS = {
+    "stages.grid": (5, 4),
+    "stages.heads": (4, 8),
+    "d_model": 32,
+    "attention.pattern.window": 3,
+}
+"""Maps of 5 × 4, which are padded and shifted, then 3 × 2, one window smaller than the table."""
 FAMILY_MODELS = {
     "gpt": ModelConfig.from_dotted(
         **SMALL_MODEL,
@@ -127,6 +158,8 @@ FAMILY_MODELS = {
         generator={"d_model": 16, "n_heads": 4, "d_ff": 24},
         **{"embedding.dim": 16},
     ),
+    "swin": ModelConfig.from_dotted(**(SWIN_MODEL | PYRAMID_OPTIONS), **DROPOUTS),
+    "swin v2": ModelConfig.from_dotted(**(SWIN_MODEL | SWIN_V2_OPTIONS | PYRAMID_OPTIONS), **DROPOUTS),
 }
 PREFIX_LM = "prefix language model"
 FAMILY_NAMES = (*FAMILY_MODELS, PREFIX_LM)

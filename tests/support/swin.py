@@ -11,34 +11,12 @@ from torch import Tensor, nn
 from megatfm.config import ModelConfig
 from megatfm.models import build
 from tests.support.images import pixels, to_batch
+from tests.support.models import SWIN_MODEL
 
-SMALL: dict[str, Any] = {
-    "family": "hierarchical",
-    "d_model": 16,
-    "stages.layers": (2, 3),
-    "stages.heads": (2, 4),
-    "attention.name": "windowed",
-    "attention.pattern": {"name": "windows_2d", "window": 4},
-    "ffn.d_ff": 40,
-    "ffn.activation": "gelu",
-    "ffn.bias": True,
-    "norm.name": "layer_norm",
-    "position.name": "relative_2d",
-    "embedding": {"name": "patches", "patch_size": 4, "n_class_tokens": 0, "norm": True},
-    "lm_head.name": "none",
-    "extra_heads.classifier": {"n_classes": 5, "pool": "mean"},
-}
 MEAN, STD = (
     torch.tensor(values, dtype=torch.float64)[:, None, None]
     for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 )
-
-V2: dict[str, Any] = {
-    "attention.cosine": True,
-    "position.name": "log_relative_2d",
-    "norm.placement": "res_post",
-    "stages.merging_norm": "output",
-}
 
 PARTS = (
     ("attn.w([qkvo])", r"attention.\1_proj"),
@@ -65,7 +43,7 @@ PARTS_V2 = (
 
 def make_ours(options: dict[str, Any] | None = None) -> nn.Module:
     """Our model in float64, its parameters not yet set."""
-    return build(ModelConfig.from_dotted(**(SMALL | (options or {})))).double().eval()
+    return build(ModelConfig.from_dotted(**(SWIN_MODEL | (options or {})))).double().eval()
 
 
 def make_theirs(config: ModelConfig, size: tuple[int, int], seed: int = 0) -> Any:

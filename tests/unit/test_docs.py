@@ -11,7 +11,6 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,28 +21,16 @@ from megatfm.config import Config, find_config, load, preset_names
 from megatfm.config.foreign_keys import FOREIGN_KEYS
 from megatfm.config.prep import PrepConfig
 from megatfm.config.section import sections_of
+from tests.support.documentation import FENCE, PAGES, ROOT, fences, load_module
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
-    ROOT.glob("docs/**/*.md")
-)
 OFF_SITE = {"LOG.md"}
 """Kept in the repository, and no page of the manual."""
-FENCE = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
 GENERATED = {"config.md": Config, "prep.md": PrepConfig}
 COMMANDS_PAGE = "commands.md"
 PYTHON_PAGE, PARTS_PAGE = "python.md", "parts.md"
 MADE = (*GENERATED, COMMANDS_PAGE, PYTHON_PAGE, PARTS_PAGE)
 """Of the reference: in the repository these say where to look, and the manual has them whole."""
-
-
-def fences(language: str) -> Iterator[tuple[Path, str, str]]:
-    """The fenced blocks of a language in all pages: page, title, text."""
-    for page in PAGES:
-        for actual, title, text in FENCE.findall(page.read_text(encoding="utf-8")):
-            if actual == language:
-                yield page, title, text
 
 
 def commands(program: str) -> list[Any]:
@@ -58,14 +45,14 @@ def commands(program: str) -> list[Any]:
 
 def inline_commands() -> list[Any]:
     """Whole commands in running text, such as `megatfm launch quickstart --slurm`."""
-    actual = []
+    found = []
     for page in PAGES:
         prose = FENCE.sub("", page.read_text(encoding="utf-8"))
         for line in (" ".join(text.split()) for text in re.findall(r"`(megatfm [a-z]+ [^`]+)`", prose)):
             # Those with placeholders such as CONFIG or N, or short of arguments, only name a command.
             if not re.search(r"\b[A-Z]+\b|…", line) and len(line.split()) > 3:
-                actual.append(pytest.param(line, id=f"{page.name}: {line}"))
-    return actual
+                found.append(pytest.param(line, id=f"{page.name}: {line}"))
+    return found
 
 
 @pytest.mark.parametrize("line", commands("megatfm") + inline_commands())
@@ -136,22 +123,13 @@ def test_links_lead_somewhere(page: Path) -> None:
             continue
         path = (page.parent / target).resolve() if target else page
         assert path.exists(), f"{page.name} links to {target}"
-        result = path.parent.name == "reference" and path.name in MADE
-        assert result or not anchor or anchor in anchors(path), f"{page.name} links to {target}#{anchor}"
-
-
-def module(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded
+        made = path.parent.name == "reference" and path.name in MADE
+        assert made or not anchor or anchor in anchors(path), f"{page.name} links to {target}#{anchor}"
 
 
 @pytest.mark.parametrize("kind", GENERATED.values())
 def test_the_reference_explains_every_key(kind: type[Config]) -> None:
-    generator = module(ROOT / "docs" / "gen_reference.py")
+    generator = load_module(ROOT / "docs" / "gen_reference.py")
     rows = [line.split(" | ") for line in generator.page("x", kind).splitlines() if line.startswith("| `")]
     keys = {row[0].removeprefix("| `").removesuffix("`") for row in rows}
     for name, field in kind.model_fields.items():
@@ -164,7 +142,7 @@ def test_the_reference_explains_every_key(kind: type[Config]) -> None:
 
 
 def test_the_reference_spells_types_and_defaults() -> None:
-    text = module(ROOT / "docs" / "gen_reference.py").page("x", Config)
+    text = load_module(ROOT / "docs" / "gen_reference.py").page("x", Config)
     for row in (
         "| `d_model` | integer > 0 ≤ 16,777,216 | required, e.g. `256` | Width of the residual stream. |",
         '| `tokenizer` | path | not set, e.g. `"corpora/quickstart/tokenizer.model"` |',
@@ -179,7 +157,7 @@ def test_the_reference_spells_types_and_defaults() -> None:
 
 def test_every_command_and_flag_is_explained() -> None:
     cli = importlib.import_module("megatfm.cli")
-    text = module(ROOT / "docs" / "gen_commands.py").page(cli.build_parser())
+    text = load_module(ROOT / "docs" / "gen_commands.py").page(cli.build_parser())
     headings = re.findall(r"^## `megatfm ([\w ]+)`\n\n\S", text, re.MULTILINE)
     assert {heading.split()[0] for heading in headings} == set(cli.COMMANDS)
     assert {"data check", "data show", "config show", "config schema"} <= set(headings)
@@ -195,7 +173,7 @@ def test_every_command_and_flag_is_explained() -> None:
 def test_every_offer_of_the_package_is_in_the_reference() -> None:
     import megatfm
 
-    text = module(ROOT / "docs" / "gen_python.py").page()
+    text = load_module(ROOT / "docs" / "gen_python.py").page()
     for name in megatfm.__all__:
         assert name == "__version__" or f"## `megatfm.{name}`\n\n" in text
     for line in (
@@ -207,9 +185,9 @@ def test_every_offer_of_the_package_is_in_the_reference() -> None:
 
 
 def test_every_registered_part_is_in_the_reference() -> None:
-    result = module(ROOT / "docs" / "gen_parts.py")
-    text = result.page()
-    for key, registry in result.PARTS.items():
+    made = load_module(ROOT / "docs" / "gen_parts.py")
+    text = made.page()
+    for key, registry in made.PARTS.items():
         rows = text.partition(f"## `{key}`")[2].partition("\n## ")[0]
         for name in registry.names():
             assert f"| `{name}` |" in rows, (key, name)
@@ -273,18 +251,18 @@ def test_words_that_people_search_for_stand_where_they_are_answered(word: str) -
     page, answer = WORDS[word]
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     paragraph = r"[^\n]*(?:\n[^\n]+)*\n*[^\n]*(?:\n[^\n]+)*"  # the word's, and the one after
-    actual = [match[0] for match in re.finditer(rf"(?i){re.escape(word)}{paragraph}", text)]
-    assert any(answer in item for item in actual) or (actual and answer in text), (word, page)
+    found = [match[0] for match in re.finditer(rf"(?i){re.escape(word)}{paragraph}", text)]
+    assert any(answer in each for each in found) or (found and answer in text), (word, page)
 
 
 def test_who_comes_from_elsewhere_finds_every_key_that_an_error_translates() -> None:
     text = (ROOT / "docs" / "reference" / "glossary.md").read_text(encoding="utf-8")
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    actual = {key for row in rows for key in re.findall(r"`([a-z_]+(?:\.[a-z_]+)*)`", row[-1])}
-    assert actual >= set(FOREIGN_KEYS.values())
+    ours = {key for row in rows for key in re.findall(r"`([a-z_]+(?:\.[a-z_]+)*)`", row[-1])}
+    assert ours >= set(FOREIGN_KEYS.values())
     words = (word for row in rows for cell in row[:-1] for word in re.findall(r"`([^`]+)`", cell))
-    message = {word.removeprefix("--").replace("-", "_") for word in words}
-    assert set(FOREIGN_KEYS) <= message, set(FOREIGN_KEYS) - message
+    told = {word.removeprefix("--").replace("-", "_") for word in words}
+    assert set(FOREIGN_KEYS) <= told, set(FOREIGN_KEYS) - told
 
 
 def test_the_extras_are_those_of_the_package() -> None:
@@ -309,9 +287,9 @@ def plan_rows() -> str:
     """The rows that the parts of megatfm bring, as docs/internals/parallelism.md shows them."""
     lines = []
     for package in (importlib.import_module("megatfm.layers"), importlib.import_module("megatfm.models")):
-        for module_info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            for name, part in vars(importlib.import_module(module_info.name)).items():
-                if getattr(part, "__module__", "") == module_info.name and "tp_plan" in vars(part):
+        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            for name, part in vars(importlib.import_module(found.name)).items():
+                if getattr(part, "__module__", "") == found.name and "tp_plan" in vars(part):
                     lines += [(f"{name}.{pattern}".rstrip("."), style) for pattern, style in part.tp_plan]
     return "\n".join(f"{modules:<40}{style}" for modules, style in lines)
 
@@ -359,16 +337,16 @@ def test_adding_a_part_works_as_its_page_says(
     config = load(Config, "quickstart", options)
     try:
         import_plugins(config.plugins)
-        getattr(module(tmp_path / f"test_my_{part}.py"), test)()
+        getattr(load_module(tmp_path / f"test_my_{part}.py"), test)()
         model = build(config.model)
     finally:
         sys.modules.pop(f"my_{part}", None)
     initialise(model, seed=0)
-    parts = [module for module in model.modules() if type(module).__name__ == kind]
+    parts = [each for each in model.modules() if type(each).__name__ == kind]
     assert len(parts) == count
     tokens = torch.arange(8).view(1, 8)
     model(tokens, targets=tokens.roll(-1, 1)).losses["causal"].backward()
-    grads = [parameter.grad for part in parts for parameter in part.parameters()]
+    grads = [parameter.grad for each in parts for parameter in each.parameters()]
     assert all(grad is not None and grad.abs().sum() > 0 for grad in grads)
 
 
@@ -389,7 +367,7 @@ def test_adding_an_objective_works_as_its_page_says(tmp_path: Path, monkeypatch:
     )
     try:
         import_plugins(config.plugins)
-        module(tmp_path / "test_fill_in.py").test_the_middle_comes_last_in_its_share_of_texts()
+        load_module(tmp_path / "test_fill_in.py").test_the_middle_comes_last_in_its_share_of_texts()
         objective, arrays = objective_for(config), random_batch(config)
     finally:
         sys.modules.pop("fill_in", None)
@@ -412,19 +390,19 @@ def test_the_stations_of_a_batch_are_where_the_page_says() -> None:
     stations = re.findall(r"`(megatfm/[\w/]+\.py)`(?: `([\w.]+)`)?", text)
     assert len(stations) > 20
     for file, name in stations:
-        plugin: Any = importlib.import_module(file.removesuffix(".py").replace("/", "."))
+        found: Any = importlib.import_module(file.removesuffix(".py").replace("/", "."))
         for part in name.split(".") if name else []:
-            plugin = getattr(plugin, part)
+            found = getattr(found, part)
 
 
 def defined_names() -> set[str]:
     """Every class, function and alias of a type in the package, by its own name."""
-    actual: set[str] = set()
+    found: set[str] = set()
     for path in (ROOT / "megatfm").rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        actual |= {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef)}
-        actual |= {ast.unparse(node.targets[0]) for node in tree.body if isinstance(node, ast.Assign)}
-    return actual
+        found |= {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+        found |= {ast.unparse(node.targets[0]) for node in tree.body if isinstance(node, ast.Assign)}
+    return found
 
 
 def glossary_terms(text: str) -> list[str]:

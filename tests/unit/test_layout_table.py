@@ -1,7 +1,6 @@
 """The table of proven layouts on the page is the one that the parity tests' cases give."""
 
-from tests.parity import test_pipelines
-from tests.support.layout_table import PAGE, cases, page, pipelines, proven, table
+from tests.support.layout_table import PAGE, cases, page, pipelines, proven, table, test_pipelines
 from tests.support.layouts import PIPELINE_SCHEDULES
 
 

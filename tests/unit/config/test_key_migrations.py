@@ -129,9 +129,10 @@ def has_key(schema: dict[str, Any], path: str) -> bool:
     return bool(nodes)
 
 
-def test_a_stored_file_is_translated_and_a_user_s_is_refused_with_the_new_name(
+def test_stored_keys_are_translated_and_a_user_s_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The refusal has the new name."""
     monkeypatch.setattr(key_migrations, "RENAMED_KEYS", (("optimizer.max_norm", "optimizer.max_grad_norm"),))
     text = to_toml(load_config("quickstart")).replace("\nmax_grad_norm = ", "\nmax_norm = ")
     (tmp_path / "checkpoints").mkdir()

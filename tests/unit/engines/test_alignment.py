@@ -72,7 +72,7 @@ def test_training_reckons_in_torchs_memory(workers: Workers, layout: str) -> Non
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_so_does_every_optimizer(workers: Workers, name: str) -> None:
+def test_every_optimizer_reckons_with_torch_s_memory(workers: Workers, name: str) -> None:
     workers.run(trains_in_torchs_memory, 2, ParallelConfig(dp_shard=2), OPTIMIZERS[name])
 
 

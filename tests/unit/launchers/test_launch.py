@@ -12,13 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatfm.config import load_config
 from megatfm.errors import LockedError, UsageError
 from megatfm.launchers.cli import add_arguments, main
-from megatfm.launchers.job import Job
 from megatfm.launchers.local import LocalLauncher, MpiLauncher
 from megatfm.launchers.record import read_json, tail_jsonl
 from megatfm.launchers.status import run_status
+from tests.support.launch_jobs import job, launch
 
 ROOT = Path(__file__).resolve().parents[3]
 FAKE_RANK = """
@@ -44,24 +43,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpora: Path) -> Pa
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr("megatfm.launchers.job.MEGATFM_COMMAND", (sys.executable, str(program), "train"))
     return tmp_path
-
-
-def launch(*words: str) -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("config")
-    parser.add_argument("overrides", nargs="*")
-    add_arguments(parser)
-    return main(parser.parse_intermixed_args(["quickstart", *words]))
-
-
-def job(**changes: object) -> Job:
-    fields: dict[str, object] = {
-        "config_name": "quickstart",
-        "overrides": (),
-        "config": load_config("quickstart"),
-        "name": "quickstart",
-    }
-    return Job(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------------------------------- local

@@ -165,7 +165,7 @@ def test_layers_that_share_have_the_same_sizes() -> None:
         build(config_of("layerwise", **kinds))
 
 
-def test_it_costs_its_rank() -> None:
+def test_linformer_costs_its_rank() -> None:
     """Each key, value and query meets as many numbers as the rank, besides the four projections."""
     layer = Block(config_of("none"), "encoder").attn
     cost = layer.cost(TokenCounts(LENGTH))

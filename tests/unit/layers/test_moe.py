@@ -323,7 +323,8 @@ def test_of_equal_scores_the_first_are_chosen_whatever_the_size() -> None:
         assert stable_topk(scores[:n], 4).tolist() == [[5, 0, 1, 2]] * n
 
 
-def test_an_expert_that_nobody_chooses_has_a_gradient_of_zeros_and_one_that_all_choose_is_right() -> None:
+def test_gradients_of_idle_and_overfull_experts() -> None:
+    """An expert that nobody chooses has a gradient of zeros, and one that all choose is right."""
     for d_ff in (F_, 5):  # in float32 by the grouped product, and by the loop
         module, x = build_moe(torch.float32, top_k=1, d_ff=d_ff), moe_inputs(torch.float32).detach().abs()
         module.router.weight.data.fill_(-1.0)

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.support.swin import V2, batch_of, copy_weights, images_of, make_ours, make_theirs
+from tests.support.models import SWIN_V2_OPTIONS
+from tests.support.swin import batch_of, copy_weights, images_of, make_ours, make_theirs
 
 TOLERANCE = 1e-10
 SIZES = [(64, 64), (36, 52), (32, 32), (28, 68)]
@@ -23,11 +24,11 @@ def test_swin_is_transformers(size: tuple[int, int]) -> None:
 @pytest.mark.parametrize("size", [(64, 64), (56, 72), (16, 16)])
 def test_swin_v2_is_transformers(size: tuple[int, int]) -> None:
     """Theirs sizes windows by the map for which it was configured, which for a fresh model is the image's."""
-    compare(make_ours(V2), size)
+    compare(make_ours(SWIN_V2_OPTIONS), size)
 
 
 def test_swin_v2_is_transformers_with_windows_larger_than_pretrained_ones() -> None:
-    compare(make_ours(V2 | {"position.pretrained_windows": (3, 2)}), (40, 64))
+    compare(make_ours(SWIN_V2_OPTIONS | {"position.pretrained_windows": (3, 2)}), (40, 64))
 
 
 def compare(actual: Any, size: tuple[int, int]) -> None:

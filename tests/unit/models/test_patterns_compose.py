@@ -83,7 +83,7 @@ def refusal(pattern: str, part: str) -> str | None:
 
 
 @pytest.mark.parametrize(("pattern", "part"), list(itertools.product(PATTERN, PARTS)))
-def test_it_works_or_is_refused(pattern: str, part: str) -> None:
+def test_a_pattern_works_with_a_part_or_is_refused(pattern: str, part: str) -> None:
     sizes = {"vocab_size": 20, "d_model": 16, "n_layers": 2, "attention.n_heads": 4, "ffn.d_ff": 24}
     config = ModelConfig.from_dotted({**sizes, **PARTS[part], "attention.pattern": PATTERN[pattern]})
     if wanted := refusal(pattern, part):

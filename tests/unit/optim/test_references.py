@@ -389,8 +389,11 @@ def test_a_batch_is_no_larger_than_it_may_be() -> None:
     assert [len(batch) for batch in split_batches(moves, 1)] == [1] * 5
 
 
-def test_muon_s_iteration_in_the_weights_own_type_is_its_polynomial_and_makes_nothing_of_rounding() -> None:
-    """Each singular value goes five times through ax + bx³ + cx⁵; in bfloat16 a last bit is as large as 1e-2."""
+def test_muon_s_iteration_in_the_weights_type() -> None:
+    """The iteration is its polynomial, and makes nothing of rounding.
+
+    Each singular value goes five times through ax + bx³ + cx⁵; in bfloat16 a last bit is as large as 1e-2.
+    """
     a, b, c = 3.4445, -4.7750, 2.0315  # of the authors
     generator = torch.Generator().manual_seed(5)
     for shape in ((6, 4), (4, 6), (5, 5)):

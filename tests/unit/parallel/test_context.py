@@ -52,9 +52,19 @@ def test_every_model_is_compared_with_one_device() -> None:
     }
     compared = set().union(*map(attention_kinds, [*CONTEXT_MODELS.values(), EXPERT_MODELS["switch"]]))
     for name, config in models.items():
+        if config.family == "hierarchical":
+            continue
         with torch.device("meta"):
             refuse(build(config))
         assert attention_kinds(config) <= compared, name
+
+
+@pytest.mark.parametrize("name", ["swin", "swin v2"])
+def test_hierarchical_models_need_whole_images(name: str) -> None:
+    with torch.device("meta"):
+        model = build(FAMILY_MODELS[name])
+    with pytest.raises(UsageError, match=r"parallel\.cp > 1"):
+        refuse(model)
 
 
 def test_what_needs_whole_rows_is_refused_by_name() -> None:

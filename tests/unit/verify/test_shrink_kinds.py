@@ -91,7 +91,7 @@ def test_sizes_of_patterns(words: str) -> None:
     assert {key: getattr(pattern, key) for key in SIZES[words]} == SIZES[words]
 
 
-def test_other_sizes_are_small() -> None:
+def test_unnamed_sizes_become_small() -> None:
     latent = shrink(load_config("deepseek-v3"))[0].model.attention
     assert (latent.kv_lora_rank, latent.q_lora_rank, latent.qk_rope_head_dim, latent.v_head_dim) == (
         32,
