@@ -246,6 +246,10 @@ class ClassificationHeadConfig(Section):
     """How many."""
     pooler: Literal["tanh", "none"] = "tanh"
     """BERT's dense layer and tanh before the classes, or the hidden vector as it is."""
+    loss: Literal["cross_entropy", "binary_cross_entropy", "squared_error"] = "cross_entropy"
+    """One class of several, any number of them, or one number for each."""
+    token: Literal["first", "last"] = "first"
+    """Which token of a row stands for it where a batch has no targets: the last in decoders."""
     bias: bool = True
     """A bias for each class."""
     dropout: DropProbability = 0.1
