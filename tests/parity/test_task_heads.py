@@ -30,16 +30,16 @@ def test_logits_loss_and_gradients_are_transformers_s(name: str) -> None:
     assert type(both.theirs).__name__ == name
     batch = padded_batch(config)
     del batch["labels"]
-    theirs = both.theirs(**batch, labels=LABELS)
+    expected = both.theirs(**batch, labels=LABELS)
     inputs = our_inputs(batch | {"labels": batch["input_ids"]}, {"label": LABELS}, "encoder")
     del inputs["targets"]
     plain = {key: value for key, value in inputs.items() if key != "sentence_targets"}
     predictions = both.ours(batch["input_ids"], **plain).predictions
-    figures.see_logits(predictions["sentence"], theirs.logits, torch.float64)
+    figures.see_logits(predictions["sentence"], expected.logits, torch.float64)
     loss = both.ours(batch["input_ids"], **inputs).losses["sentence"] / len(LABELS)
-    figures.see_logits(loss, theirs.loss, torch.float64)
+    figures.see_logits(loss, expected.loss, torch.float64)
     loss.backward()
-    theirs.loss.backward()
+    expected.loss.backward()
     figures.see_gradients(both, torch.float64)
 
 
@@ -63,9 +63,9 @@ def test_the_examples_of_a_row_are_seen_with_their_numbers() -> None:
     ((numbers, logits, labels),) = seen
     assert numbers.tolist() == [7, 70, 9]
     assert labels.tolist() == [1, 0, 2]
-    for start, length, found in zip(starts, lengths, logits, strict=True):
+    for start, length, logit in zip(starts, lengths, logits, strict=True):
         alone = model(tokens[:, start : start + length]).predictions["sentence"][0]
-        torch.testing.assert_close(found, alone, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(logit, alone, rtol=1e-12, atol=1e-12)
 
 
 def test_dropout_of_the_head_depends_on_the_example_alone() -> None:

@@ -45,14 +45,14 @@ def commands(program: str) -> list[Any]:
 
 def inline_commands() -> list[Any]:
     """Whole commands in running text, such as `megatfm launch quickstart --slurm`."""
-    found = []
+    actual = []
     for page in PAGES:
         prose = FENCE.sub("", page.read_text(encoding="utf-8"))
         for line in (" ".join(text.split()) for text in re.findall(r"`(megatfm [a-z]+ [^`]+)`", prose)):
             # Those with placeholders such as CONFIG or N, or short of arguments, only name a command.
             if not re.search(r"\b[A-Z]+\b|…", line) and len(line.split()) > 3:
-                found.append(pytest.param(line, id=f"{page.name}: {line}"))
-    return found
+                actual.append(pytest.param(line, id=f"{page.name}: {line}"))
+    return actual
 
 
 @pytest.mark.parametrize("line", commands("megatfm") + inline_commands())
@@ -123,8 +123,8 @@ def test_links_lead_somewhere(page: Path) -> None:
             continue
         path = (page.parent / target).resolve() if target else page
         assert path.exists(), f"{page.name} links to {target}"
-        made = path.parent.name == "reference" and path.name in MADE
-        assert made or not anchor or anchor in anchors(path), f"{page.name} links to {target}#{anchor}"
+        result = path.parent.name == "reference" and path.name in MADE
+        assert result or not anchor or anchor in anchors(path), f"{page.name} links to {target}#{anchor}"
 
 
 @pytest.mark.parametrize("kind", GENERATED.values())
@@ -185,9 +185,9 @@ def test_every_offer_of_the_package_is_in_the_reference() -> None:
 
 
 def test_every_registered_part_is_in_the_reference() -> None:
-    made = load_module(ROOT / "docs" / "gen_parts.py")
-    text = made.page()
-    for key, registry in made.PARTS.items():
+    module = load_module(ROOT / "docs" / "gen_parts.py")
+    text = module.page()
+    for key, registry in module.PARTS.items():
         rows = text.partition(f"## `{key}`")[2].partition("\n## ")[0]
         for name in registry.names():
             assert f"| `{name}` |" in rows, (key, name)
@@ -251,18 +251,18 @@ def test_words_that_people_search_for_stand_where_they_are_answered(word: str) -
     page, answer = WORDS[word]
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     paragraph = r"[^\n]*(?:\n[^\n]+)*\n*[^\n]*(?:\n[^\n]+)*"  # the word's, and the one after
-    found = [match[0] for match in re.finditer(rf"(?i){re.escape(word)}{paragraph}", text)]
-    assert any(answer in each for each in found) or (found and answer in text), (word, page)
+    actual = [match[0] for match in re.finditer(rf"(?i){re.escape(word)}{paragraph}", text)]
+    assert any(answer in item for item in actual) or (actual and answer in text), (word, page)
 
 
 def test_who_comes_from_elsewhere_finds_every_key_that_an_error_translates() -> None:
     text = (ROOT / "docs" / "reference" / "glossary.md").read_text(encoding="utf-8")
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    ours = {key for row in rows for key in re.findall(r"`([a-z_]+(?:\.[a-z_]+)*)`", row[-1])}
-    assert ours >= set(FOREIGN_KEYS.values())
+    actual = {key for row in rows for key in re.findall(r"`([a-z_]+(?:\.[a-z_]+)*)`", row[-1])}
+    assert actual >= set(FOREIGN_KEYS.values())
     words = (word for row in rows for cell in row[:-1] for word in re.findall(r"`([^`]+)`", cell))
-    told = {word.removeprefix("--").replace("-", "_") for word in words}
-    assert set(FOREIGN_KEYS) <= told, set(FOREIGN_KEYS) - told
+    message = {word.removeprefix("--").replace("-", "_") for word in words}
+    assert set(FOREIGN_KEYS) <= message, set(FOREIGN_KEYS) - message
 
 
 def test_the_extras_are_those_of_the_package() -> None:
@@ -287,9 +287,9 @@ def plan_rows() -> str:
     """The rows that the parts of megatfm bring, as docs/internals/parallelism.md shows them."""
     lines = []
     for package in (importlib.import_module("megatfm.layers"), importlib.import_module("megatfm.models")):
-        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            for name, part in vars(importlib.import_module(found.name)).items():
-                if getattr(part, "__module__", "") == found.name and "tp_plan" in vars(part):
+        for module_info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            for name, part in vars(importlib.import_module(module_info.name)).items():
+                if getattr(part, "__module__", "") == module_info.name and "tp_plan" in vars(part):
                     lines += [(f"{name}.{pattern}".rstrip("."), style) for pattern, style in part.tp_plan]
     return "\n".join(f"{modules:<40}{style}" for modules, style in lines)
 
@@ -342,11 +342,11 @@ def test_adding_a_part_works_as_its_page_says(
     finally:
         sys.modules.pop(f"my_{part}", None)
     initialise(model, seed=0)
-    parts = [each for each in model.modules() if type(each).__name__ == kind]
+    parts = [module for module in model.modules() if type(module).__name__ == kind]
     assert len(parts) == count
     tokens = torch.arange(8).view(1, 8)
     model(tokens, targets=tokens.roll(-1, 1)).losses["causal"].backward()
-    grads = [parameter.grad for each in parts for parameter in each.parameters()]
+    grads = [parameter.grad for part in parts for parameter in part.parameters()]
     assert all(grad is not None and grad.abs().sum() > 0 for grad in grads)
 
 
@@ -390,19 +390,19 @@ def test_the_stations_of_a_batch_are_where_the_page_says() -> None:
     stations = re.findall(r"`(megatfm/[\w/]+\.py)`(?: `([\w.]+)`)?", text)
     assert len(stations) > 20
     for file, name in stations:
-        found: Any = importlib.import_module(file.removesuffix(".py").replace("/", "."))
+        plugin: Any = importlib.import_module(file.removesuffix(".py").replace("/", "."))
         for part in name.split(".") if name else []:
-            found = getattr(found, part)
+            plugin = getattr(plugin, part)
 
 
 def defined_names() -> set[str]:
     """Every class, function and alias of a type in the package, by its own name."""
-    found: set[str] = set()
+    actual: set[str] = set()
     for path in (ROOT / "megatfm").rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        found |= {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef)}
-        found |= {ast.unparse(node.targets[0]) for node in tree.body if isinstance(node, ast.Assign)}
-    return found
+        actual |= {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+        actual |= {ast.unparse(node.targets[0]) for node in tree.body if isinstance(node, ast.Assign)}
+    return actual
 
 
 def glossary_terms(text: str) -> list[str]:

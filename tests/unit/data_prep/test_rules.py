@@ -82,10 +82,10 @@ def step(name: str, **settings: Any) -> PipelineStep:
     return make_filter(TypeAdapter(StepConfig).validate_python({"name": name, **settings}))
 
 
-def outcome(each: PipelineStep, text: str, url: str = "") -> tuple[str | None, str]:
+def outcome(item: PipelineStep, text: str, url: str = "") -> tuple[str | None, str]:
     """What is left of a text, and why nothing is."""
-    result = each(Document("x", text, url))
-    return (result.text if result else None), next(iter(each.counts.dropped), "")
+    result = item(Document("x", text, url))
+    return (result.text if result else None), next(iter(item.counts.dropped), "")
 
 
 def pages(count: int, seed: int = 0) -> Iterator[str]:
@@ -139,25 +139,25 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[int], Iterator[str]], dict[s
 @pytest.mark.parametrize("name", CASES)
 def test_the_rules_agree_with_datatrove(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make_theirs, texts, settings = CASES[name]
-    theirs = make_theirs()
+    expected = make_theirs()
     if name == "fineweb":
-        theirs.stop_chars = (*theirs.stop_chars, '"', "'")  # as the code that made FineWeb
+        expected.stop_chars = (*expected.stop_chars, '"', "'")  # as the code that made FineWeb
     monkeypatch.setattr(their_c4, "END_PUNCTUATION", (".", "?", "!", '"'))  # C4 has no apostrophe
     kept, reasons = 0, set()
     for text in texts(400):
         document = TheirDocument(text, "x")
-        verdict = theirs.filter(document)
-        ours, why = outcome(step(name, **settings), text)
-        assert (ours is not None) == (verdict is True), (text, verdict, why)
-        kept += ours is not None
+        verdict = expected.filter(document)
+        actual, why = outcome(step(name, **settings), text)
+        assert (actual is not None) == (verdict is True), (text, verdict, why)
+        kept += actual is not None
         if verdict is True:
-            assert ours is not None
+            assert actual is not None
             if name == "c4":
-                assert ours == document.text
+                assert actual == document.text
         else:
             reasons.add((verdict[1], why))
     # Each of their reasons is one of ours, and there are both kinds of pages.
-    assert len({theirs for theirs, _ in reasons}) == len(reasons) >= (2 if name != "c4" else 1)
+    assert len({reference for reference, _ in reasons}) == len(reasons) >= (2 if name != "c4" else 1)
     assert 20 < kept < 390
 
 
@@ -222,9 +222,9 @@ DROPPED = {
     ("name", "why", "text"), [(name, *case) for name, cases in DROPPED.items() for case in cases]
 )
 def test_rules_drop_for_each_reason(name: str, why: str, text: str) -> None:
-    each = step(name)
-    assert outcome(each, text) == (None, why)
-    (example,) = each.counts.dropped[why].examples
+    item = step(name)
+    assert outcome(item, text) == (None, why)
+    (example,) = item.counts.dropped[why].examples
     assert example.startswith("x: ")
     assert example[3:8] in text
 
@@ -246,9 +246,9 @@ def test_ngrams_by_definition() -> None:
             repeated = their_repetition.find_all_duplicate(words, n)
             assert runs.repeated_characters() == repeated
             near = rng.choice((-3, -1, 0, 0.5, 1, 40))
-            for each in (limited, _Runs(words)):
-                assert each.top_is_over(n, len(top) * times + near) == (near < 0)
-                assert each.repeated_are_over(n, repeated + near) == (near < 0)
+            for item in (limited, _Runs(words)):
+                assert item.top_is_over(n, len(top) * times + near) == (near < 0)
+                assert item.repeated_are_over(n, repeated + near) == (near < 0)
             over += limited.n < n
         # One limit among loose ones, unless the words of a run overlap and come to more than the text.
         text = " ".join(words)
@@ -261,7 +261,7 @@ def test_ngrams_by_definition() -> None:
                 "dup_line_char_frac": 1,
                 "top_n_grams": [1, 1, 1],
             }
-            most = [0.5 * share if each == n else 1.0 for each in range(5, 11)]
+            most = [0.5 * share if index == n else 1.0 for index in range(5, 11)]
             assert (outcome(step("gopher_repetition", **loose, dup_n_grams=most), text)[0] is None) == (
                 share > 0 or top_over
             )
@@ -283,9 +283,9 @@ REDACTED = {
 
 @pytest.mark.parametrize("text", REDACTED)
 def test_redaction(text: str) -> None:
-    each = step("pii")
-    assert outcome(each, text)[0] == REDACTED[text]
-    assert sum(each.counts.found.values()) == len(re.findall(r"<(?:EMAIL|IP|PHONE)>", REDACTED[text]))
+    item = step("pii")
+    assert outcome(item, text)[0] == REDACTED[text]
+    assert sum(item.counts.found.values()) == len(re.findall(r"<(?:EMAIL|IP|PHONE)>", REDACTED[text]))
     assert outcome(step("pii", email="", ip="", phone=""), text)[0] == text
 
 
@@ -338,7 +338,7 @@ LEFT = [
 
 
 @pytest.mark.parametrize(
-    ("stands", "text"), [(stands, text) for stands, some in CAUGHT.items() for text in some]
+    ("stands", "text"), [(stands, text) for stands, texts in CAUGHT.items() for text in texts]
 )
 def test_what_redaction_catches(stands: str, text: str) -> None:
     assert outcome(step("pii"), f"It is {text}, they say.")[0] == f"It is {stands}, they say."
@@ -387,16 +387,16 @@ def test_languages() -> None:
         "fr": "Le rapide renard brun saute par-dessus le chien paresseux, et personne ne sait pourquoi.",
         "ru": "Быстрая коричневая лиса прыгает через ленивую собаку, и никто не знает почему.",
     }
-    each = step("language", languages=["en", "ru"])
-    kept = [each(Document(name, text)) for name, text in texts.items()]
+    item = step("language", languages=["en", "ru"])
+    kept = [item(Document(name, text)) for name, text in texts.items()]
     assert [document.language for document in kept if document] == ["en", "ru"]
-    assert each.counts.found == dict.fromkeys(texts, 1)
-    assert set(each.counts.dropped) == {"language_de", "language_fr"}
+    assert item.counts.found == dict.fromkeys(texts, 1)
+    assert set(item.counts.dropped) == {"language_de", "language_fr"}
     assert outcome(step("language", language_threshold=1.0), "ok")[1] == "language_threshold"
 
 
 def test_languages_and_probabilities_are_those_of_the_library() -> None:
-    theirs, ours = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True), _identifier()
+    reference, identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True), _identifier()
     rng = random.Random(0)
     blocks = [(32, 127), (0xA0, 0x500), (0x900, 0xE00), (0x3000, 0xD7FF), (0x1F300, 0x1FAFF), (0, 32)]
     texts = ["", "a", "é", "ABC DEF", "e\u0301", "\x00" * 9]
@@ -404,14 +404,14 @@ def test_languages_and_probabilities_are_those_of_the_library() -> None:
         "これはとてもいい本でした。ありがとうございます。"
     )  # the longest n-grams are two such letters
     for _ in range(300):
-        some = rng.sample(blocks, rng.randrange(1, 3))
-        texts.append("".join(chr(rng.randrange(*rng.choice(some))) for _ in range(rng.randrange(40))))
+        selected = rng.sample(blocks, rng.randrange(1, 3))
+        texts.append("".join(chr(rng.randrange(*rng.choice(selected))) for _ in range(rng.randrange(40))))
     texts += [page[:at] for page in pages(40) for at in (7, 1000)]
     folder = Path(str(resources.files("megatfm.data_prep")))
     texts += [path.read_text()[:2000] for path in sorted(folder.rglob("*.py"))]
-    assert len({ours.classify(text)[0] for text in texts}) > 20
+    assert len({identifier.classify(text)[0] for text in texts}) > 20
     for text in texts:
-        assert ours.rank(text) == theirs.rank(text), text
+        assert identifier.rank(text) == reference.rank(text), text
 
 
 def test_a_language_is_that_of_most_of_the_text() -> None:
@@ -448,21 +448,21 @@ def test_blocked_urls(tmp_path: Path) -> None:
 def test_blocked_words(tmp_path: Path) -> None:
     path = tmp_path / "words.txt"
     path.write_text("darn\nFoo bar\nc++\n")
-    each = lambda **settings: step("c4_badwords", file=str(path), **settings)  # noqa: E731
-    for text, found in {
+    item = lambda **settings: step("c4_badwords", file=str(path), **settings)  # noqa: E731
+    for text, expected_words in {
         "Darn!": True,
         "darned": False,
         "a FOO BAR": True,
         "foobar": False,
         "in C++.": True,
     }.items():
-        assert (outcome(each(), text)[0] is None) == found, text
-    assert outcome(each(whole_words=False), "darned")[1] == "document_removed_with_badwords"
+        assert (outcome(item(), text)[0] is None) == expected_words, text
+    assert outcome(item(whole_words=False), "darned")[1] == "document_removed_with_badwords"
     with pytest.raises(UsageError, match=r"none\.txt: can't be read"):
         step("c4_badwords", file=str(tmp_path / "none.txt"))
     path.write_text("\n\n")
     with pytest.raises(UsageError, match="this list is empty"):
-        each()
+        item()
 
 
 def test_decontamination_by_definition(tmp_path: Path) -> None:
@@ -470,7 +470,7 @@ def test_decontamination_by_definition(tmp_path: Path) -> None:
     rng = random.Random(0)
     sentences = [" ".join(rng.choices(WORDS, k=rng.randrange(4, 30))) for _ in range(40)]
     (tmp_path / "set.jsonl").write_text("".join(f'{{"q": {{"a": ["{text}"]}}}}\n' for text in sentences))
-    each = step("decontaminate", files=[str(tmp_path / "set.jsonl")], n_grams=9, min_words=5)
+    item = step("decontaminate", files=[str(tmp_path / "set.jsonl")], n_grams=9, min_words=5)
 
     def grams(text: str) -> list[str]:
         return re.findall(r"\w+", text.lower())
@@ -498,7 +498,7 @@ def test_decontamination_by_definition(tmp_path: Path) -> None:
                 else set()
             )
             hit |= any(tuple(mine[at : at + length]) in runs for at in range(len(mine) - length + 1))
-        assert (each(Document("x", text)) is None) == hit
+        assert (item(Document("x", text)) is None) == hit
         dropped += hit
     assert 20 < dropped < 270
 
@@ -512,8 +512,8 @@ def test_decontamination_says_what_it_can_not_look_for(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"bad\.jsonl: line 2 is not JSON"):
         step("decontaminate", files=[str(tmp_path / "bad.jsonl")])
     (tmp_path / "some.jsonl").write_text('["short", "one two three four five six seven eight nine"]')
-    each = step("decontaminate", files=[str(tmp_path / "some.jsonl")])
-    assert each.notes == [
+    item = step("decontaminate", files=[str(tmp_path / "some.jsonl")])
+    assert item.notes == [
         "decontamination: 1 of 2 evaluation texts are too short to be looked for, with fewer than 8 words "
         "(decontaminate.min_words); the longest is 'short'"
     ]
@@ -521,14 +521,14 @@ def test_decontamination_says_what_it_can_not_look_for(tmp_path: Path) -> None:
 
 def test_samples_are_fixed_and_grow() -> None:
     def kept(**settings: Any) -> set[str]:
-        each = step("sample", **settings)
+        item = step("sample", **settings)
         names = [f"{folder}/{number}" for folder in ("web", "books") for number in range(500)]
-        return {name for name in names if each(Document(name, "x"))}
+        return {name for name in names if item(Document(name, "x"))}
 
-    some, more = kept(rate=0.3), kept(rate=0.5)
-    assert 230 < len(some) < 370
-    assert some < more
-    assert kept(rate=0.3, seed=1) != some
+    selected, more = kept(rate=0.3), kept(rate=0.5)
+    assert 230 < len(selected) < 370
+    assert selected < more
+    assert kept(rate=0.3, seed=1) != selected
     mixed = kept(rate_by_path={"web/*": 0.1})
     assert sum(name.startswith("books") for name in mixed) == 500
     assert 25 < sum(name.startswith("web") for name in mixed) < 80
@@ -546,9 +546,9 @@ def test_every_step_counts_what_went_in_and_out(tmp_path: Path) -> None:
     }:
         listed = {"file": str(tmp_path / "list")} if name in ("url_filter", "c4_badwords") else {}
         against = {"files": [str(tmp_path / "list")], "min_words": 5} if name == "decontaminate" else {}
-        each = step(name, **listed, **against)
-        left = [document for text in pages(40) if (document := each(Document("x", text)))]
-        counts = each.counts
+        item = step(name, **listed, **against)
+        left = [document for text in pages(40) if (document := item(Document("x", text)))]
+        counts = item.counts
         assert counts.documents_in == 40
         assert counts.documents_out == len(left) == 40 - sum(d.documents for d in counts.dropped.values())
         assert counts.bytes_out == sum(document.text_bytes for document in left)
