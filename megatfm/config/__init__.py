@@ -23,12 +23,14 @@ from megatfm.config.model import ModelConfig
 from megatfm.config.model_parts import (
     ClassifierHeadConfig,
     PatchEmbeddingConfig,
+    PixelDecoderConfig,
     SentenceHeadConfig,
     SequenceClassifierHeadConfig,
 )
 from megatfm.config.objective import (
     CausalObjective,
     ClassificationObjective,
+    MaskedImageObjective,
     MaskedObjective,
     NextSentenceObjective,
     PermutationObjective,
@@ -112,6 +114,7 @@ __all__ = [
     "LongformerAttentionConfig",
     "LongformerPatternConfig",
     "MLAAttentionConfig",
+    "MaskedImageObjective",
     "MaskedObjective",
     "ModelConfig",
     "MuonConfig",
@@ -121,6 +124,7 @@ __all__ = [
     "ParallelConfig",
     "PatchEmbeddingConfig",
     "PermutationObjective",
+    "PixelDecoderConfig",
     "PluginObjective",
     "PluginOptimizer",
     "PluginSchedule",

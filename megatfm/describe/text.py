@@ -7,6 +7,7 @@ from megatfm.config import (
     ClassifierHeadConfig,
     Config,
     DebertaPositionConfig,
+    LearnedPosition2dConfig,
     LearnedPositionConfig,
     MLAAttentionConfig,
     ModelConfig,
@@ -96,6 +97,20 @@ def _stages(stages: StagesConfig, d_model: int) -> str:
     return f"{blocks} blocks of width {widths} with {heads} heads, from {rows} × {columns} patches on"
 
 
+def _input(model: ModelConfig) -> Line:
+    """The vocabulary, or the patches of images."""
+    embedding = model.embedding
+    if isinstance(embedding, PatchEmbeddingConfig):
+        counts = ((embedding.n_class_tokens, "class token"), (embedding.n_register_tokens, "register"))
+        special = "".join(f", {number} {kind}{'s' * (number > 1)}" for number, kind in counts if number)
+        return (
+            "images",
+            f"patches of {embedding.patch_size} × {embedding.patch_size} × {embedding.channels}{special}",
+        )
+    known = "" if model.vocab_size is None else f"{model.vocab_size:,}; "
+    return "vocabulary", f"{known}{_embeddings(model)}"
+
+
 def _heads(model: ModelConfig) -> str:
     text = f"{model.attention.n_heads} heads of {model.head_width}"
     if isinstance(latent := model.attention, MLAAttentionConfig):
@@ -129,6 +144,8 @@ def _position(model: ModelConfig) -> str:
             return f"rope, theta {theta:,g}{f', scaled by {scaling.name}' if scaling else ''}"
         case LearnedPositionConfig(max_positions=rows):
             return f"learned, {rows:,} positions"
+        case LearnedPosition2dConfig(grid=(rows, columns)):
+            return f"learned on a grid of {rows} × {columns}"
         case T5PositionConfig(buckets=buckets, max_distance=distance):
             return f"t5, {buckets} buckets up to {distance}"
         case (
@@ -292,7 +309,7 @@ def _flops(description: "Description") -> list[Line]:
     if model.family == "encoder_decoder":
         length += f" of the encoder, t = {config.data.target_length or config.data.sequence_length:,} of the decoder"
     what = {
-        "encoder": "the head only for masked tokens",
+        "encoder": "the head only for masked tokens" if model.lm_head.name != "none" else "heads once a row",
         "electra": "both halves, the generator's head only for masked tokens",
         "encoder_decoder": "averaged over the tokens of both",
     }.get(model.family, "the embedding as output head" if model.embedding.tied else "without the embedding")

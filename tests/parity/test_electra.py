@@ -4,9 +4,6 @@ transformers has a generator and a discriminator. Given the tokens that ours sam
 reference, added up for the shared tables; that the samples are right is a matter of statistics.
 """
 
-from collections.abc import Iterator
-
-import pytest
 import torch
 import torch.nn.functional as F
 import transformers
@@ -17,7 +14,7 @@ from megatfm.convert.electra_pair import SHARED, exported_models
 from megatfm.convert.weight_mapping import to_hf
 from megatfm.models import build
 from tests.support.encoder_batches import BERT_ENCODER, PAD, VOCABULARY, draw_tokens
-from tests.support.reference_gradients import VANISHING, Figures, doubled, pair, perturb
+from tests.support.reference_gradients import VANISHING, Figures, dtype_fixture, pair, perturb
 
 WEIGHT, LENGTHS = 50.0, (13, 9, 11)
 CONFIG = ModelConfig.from_dotted(
@@ -30,10 +27,7 @@ FREQUENT = 5
 """Often the masked token, and often what the generator samples: then it is no replacement."""
 
 
-@pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])
-def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
-    with doubled(request.param):
-        yield request.param
+dtype = dtype_fixture()
 
 
 def batch() -> dict[str, Tensor]:

@@ -1,6 +1,5 @@
 """BigBird and Longformer against transformers, from the same perturbed weights: logits, losses and every gradient."""
 
-from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -13,7 +12,7 @@ from megatfm.config import ModelConfig
 from megatfm.layers.attention.patterns.bigbird import random_blocks
 from megatfm.ops.attention import block_sparse, kernels
 from tests.support.encoder_batches import BERT_ENCODER, PAD, VOCABULARY, draw_tokens
-from tests.support.reference_gradients import Figures, doubled, hold_to_the_docs, pair
+from tests.support.reference_gradients import Figures, doubled, dtype_fixture, hold_to_the_docs, pair
 
 BIGBIRD = {
     **BERT_ENCODER,
@@ -48,10 +47,7 @@ LENGTHS = {"bigbird": (24, 33), "bigbird-two": (35,), "longformer": (24, 17), "l
 """More than what would be seen whole, and some that no block divides."""
 
 
-@pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])
-def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
-    with doubled(request.param, modeling_big_bird, modeling_longformer):
-        yield request.param
+dtype = dtype_fixture(modeling_big_bird, modeling_longformer)
 
 
 def batch_of(config: ModelConfig, length: int, rows: int = 2) -> dict[str, Tensor]:

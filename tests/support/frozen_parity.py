@@ -14,7 +14,7 @@ from megatfm.models import build
 from megatfm.train.build import freeze
 from tests.support.batches import PassThroughObjective, family_batch
 from tests.support.models import ADAMW, FAMILY_MODELS
-from tests.support.parity import build_engine, local_block, microbatches, uneven_microbatches
+from tests.support.parity import build_engine, layout_microbatches, local_block
 
 BELOW_MIDDLE = ("*.embedding.*", "*.layers.0.*", "*.layers.1.attn.*")
 FREEZE = {"llama": BELOW_MIDDLE, "bert": BELOW_MIDDLE, "t5": ("encoder.*",)}
@@ -62,13 +62,12 @@ def frozen_errors(name: str, parallel: ParallelConfig) -> set[str]:
     terms = PassThroughObjective([])(reference, batch)
     objective, actual = PassThroughObjective(list(terms)), set[str]()
     counts = objective.target_counts(batch)
-    cut = uneven_microbatches if parallel.pp > 1 else microbatches
     for _ in range(2):
         reference.zero_grad()
         terms = objective(reference, batch)
         loss = torch.stack([objective.loss_weights[n] * terms[n] / counts[n] for n in terms]).sum()
         loss.backward()
-        stats = engine.forward_backward(cut(engine, batch), objective)
+        stats = engine.forward_backward(layout_microbatches(engine, batch), objective)
         if stats.loss != pytest.approx(float(loss.detach()), rel=1e-9):
             actual.add("loss")
         actual |= wrong_gradients(engine, {n: p.grad for n, p in trained.items()})

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import transformers
 from torch import Tensor, nn
@@ -53,6 +54,17 @@ def doubled(dtype: torch.dtype, *modules: ModuleType) -> Iterator[None]:
         finally:
             for patch in patches:
                 patch.stop()
+
+
+def dtype_fixture(*modules: ModuleType) -> Any:
+    """A fixture `dtype`, of float64 and float32, with what these modules of transformers call float as wide."""
+
+    @pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])
+    def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
+        with doubled(request.param, *modules):
+            yield request.param
+
+    return dtype
 
 
 def perturb(model: nn.Module, seed: int = 0, scale: float = 0.2) -> None:

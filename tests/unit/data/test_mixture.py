@@ -10,7 +10,7 @@ import pytest
 from megatfm.data.dataset import PackedDataset
 from megatfm.data.loader import DataLoader
 from megatfm.data.mixture import Mixture, Phase, largest_remainder, source_seed
-from megatfm.data.sequences import join_rows
+from megatfm.data.row_batches import join_rows
 from megatfm.errors import UsageError
 
 STREAMS, BLOCK = 4, 20

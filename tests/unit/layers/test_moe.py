@@ -3,7 +3,6 @@
 import math
 import sys
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -43,7 +42,7 @@ from tests.support.moe_layers import (
     moe_inputs,
     moe_sequence,
 )
-from tests.support.reference_gradients import TOLERANCE, doubled
+from tests.support.reference_gradients import TOLERANCE, doubled, dtype_fixture
 
 MODULES = (
     modeling_deepseek_v3,
@@ -55,10 +54,7 @@ MODULES = (
 SIZES = {"hidden_size": D, "moe_intermediate_size": F_, "num_experts_per_tok": 3}
 
 
-@pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])
-def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
-    with doubled(request.param, *MODULES):
-        yield request.param
+dtype = dtype_fixture(*MODULES)
 
 
 def mixtral() -> tuple[nn.Module, dict[str, Any]]:
