@@ -3,6 +3,7 @@
 import ast
 import importlib
 import importlib.util
+import inspect
 import pkgutil
 import re
 import shlex
@@ -21,6 +22,13 @@ from megatfm.config import Config, find_config, load, preset_names
 from megatfm.config.foreign_keys import FOREIGN_KEYS
 from megatfm.config.prep import PrepConfig
 from megatfm.config.section import sections_of
+from megatfm.data.sequences import DocumentChunk
+from megatfm.engines.interface import Engine
+from megatfm.layers.attention.patterns.pattern import AttentionPattern, BlockBounds
+from megatfm.layers.loss_terms import BlockOutput
+from megatfm.layers.position import PositionEncoding
+from megatfm.models import Model
+from megatfm.objectives import Objective
 from tests.support.documentation import FENCE, PAGES, ROOT, fences, load_module
 
 OFF_SITE = {"LOG.md"}
@@ -390,9 +398,9 @@ def test_the_stations_of_a_batch_are_where_the_page_says() -> None:
     stations = re.findall(r"`(megatfm/[\w/]+\.py)`(?: `([\w.]+)`)?", text)
     assert len(stations) > 20
     for file, name in stations:
-        plugin: Any = importlib.import_module(file.removesuffix(".py").replace("/", "."))
+        target: Any = importlib.import_module(file.removesuffix(".py").replace("/", "."))
         for part in name.split(".") if name else []:
-            plugin = getattr(plugin, part)
+            target = getattr(target, part)
 
 
 def defined_names() -> set[str]:
@@ -417,6 +425,43 @@ def test_the_glossary_s_names_are_there() -> None:
     assert not set(terms) - defined_names()
     assert glossary_terms("| `Judge`, plan | as `Verdict` says | `DeviceMesh` |") == ["Judge", "Verdict"]
     assert not {"Judge", "Verdict"} & defined_names()
+
+
+MEMBER_OF_LIST = re.compile(r"^(?:- |\| )(?:\*\*[^*]+\*\*:? )?((?:`[^`]+`(?:, | and | or | )?)+)", re.M)
+
+
+def members_of_lists(text: str) -> set[str]:
+    """Names of methods and attributes with which list items and table rows of a page on extending begin."""
+    prose = FENCE.sub("", text)
+    spans = [span for start in MEMBER_OF_LIST.findall(prose) for span in re.findall(r"`([^`]+)`", start)]
+    names = (re.fullmatch(r"([a-z_]+)(?:\(.*\)| = .*)?", span) for span in spans)
+    return {name[1] for name in names if name}
+
+
+def test_members_on_the_pages_on_extending_are_those_of_the_interfaces() -> None:
+    """A renamed method leaves no old name there: it is one of an interface, or of the page's own example."""
+    interfaces = (
+        AttentionPattern,
+        BlockBounds,
+        Objective,
+        DocumentChunk,
+        Model,
+        PositionEncoding,
+        Engine,
+        BlockOutput,
+    )
+    members = {name for kind in interfaces for name in (*dir(kind), *inspect.get_annotations(kind))}
+    n_members = 0
+    for page in sorted((ROOT / "docs" / "extend").glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        example = set(re.findall(r"\w+", "\n".join(fence[0] for fence in FENCE.finditer(text))))
+        names = members_of_lists(text)
+        n_members += len(names)
+        assert not names - members - example, page.name
+    assert n_members > 30
+    assert members_of_lists("| `sees(q, k)` | x |\n- `plan` holds\n- **State.** `keep`, `x = 1`") == {
+        "sees", "plan", "keep", "x"
+    }  # fmt: skip
 
 
 def test_percentages_are_spelled_with_a_space() -> None:
