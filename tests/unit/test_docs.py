@@ -457,7 +457,8 @@ def test_members_on_the_pages_on_extending_are_those_of_the_interfaces() -> None
         example = set(re.findall(r"\w+", "\n".join(fence[0] for fence in FENCE.finditer(text))))
         names = members_of_lists(text)
         n_members += len(names)
-        assert not names - members - example, page.name
+        unknown = sorted(names - members - example)
+        assert not unknown, f"{page.name}: {unknown}"
     assert n_members > 30
     assert members_of_lists("| `sees(q, k)` | x |\n- `plan` holds\n- **State.** `keep`, `x = 1`") == {
         "sees", "plan", "keep", "x"
