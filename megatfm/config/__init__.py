@@ -25,7 +25,7 @@ from megatfm.config.model_parts import (
     PatchEmbeddingConfig,
     PixelDecoderConfig,
     SentenceHeadConfig,
-    SequenceClassifierHeadConfig,
+    TextClassifierHeadConfig,
 )
 from megatfm.config.objective import (
     CausalObjective,
@@ -140,7 +140,6 @@ __all__ = [
     "ScheduleSection",
     "SentenceHeadConfig",
     "SentenceOrderObjective",
-    "SequenceClassifierHeadConfig",
     "ShawConfig",
     "SoapConfig",
     "SpanBoundaryObjective",
@@ -149,6 +148,7 @@ __all__ = [
     "T5PositionConfig",
     "TaskConfig",
     "TextClassificationObjective",
+    "TextClassifierHeadConfig",
     "TrainConfig",
     "UL2Objective",
     "WSDSchedule",
