@@ -51,10 +51,10 @@ FAMILIES = {
         frozenset({"generator", "embedding.n_segments"}),
         no_heads="which is trained as a whole (its discriminator alone may have heads: family = 'discriminator')",
     ),
-    "discriminator": Family(frozenset({"extra_heads.sentence", "embedding.n_segments", "mup"})),
     "masked_autoencoder": Family(
         frozenset({"pixel_decoder"}), no_heads="which predicts pixels", bare=True, other_names=("mae",)
     ),
+    "discriminator": Family(frozenset({"extra_heads.sentence", "embedding.n_segments", "mup"})),
     "hierarchical": Family(frozenset({"stages"}), other_names=("swin", "mvit", "pyramid")),
 }
 """A family that is not here is a plugin's, which may read what it likes."""

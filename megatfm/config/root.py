@@ -103,6 +103,7 @@ class Config(Section):
         device_checks.check_gpu_only(self)
         layout_checks.check_soft_moe(self)
         layout_checks.check_pipeline(self)
+        layout_checks.check_sample_prompts(self)
         return self
 
     def _check_schedule(self) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -15,6 +15,8 @@ from megatfm.config import Config
 from megatfm.parallel.layout import ModelLayout
 from megatfm.parallel.mesh import Mesh
 from megatfm.parallel.pipeline_stages import Pipeline
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -283,6 +285,14 @@ class EngineSetup:
     precision: str
     optimizers: Sequence[OptimizerGroup]
     pipeline: Pipeline | None = None
+
+
+@runtime_checkable
+class RunsModel(Protocol):
+    """An engine with the feature "samples"."""
+
+    def run_model(self, function: Callable[[nn.Module], T]) -> T:
+        """Call a function of the model in evaluation mode, with the weights to evaluate. A collective."""
 
 
 def loss_scale_of(engine: "Engine") -> LossScale | None:

@@ -9,7 +9,17 @@ from megatfm.errors import UsageError
 from megatfm.registry import Registry
 
 Feature = Literal[
-    "pp", "cp", "ep", "fp16", "fp8", "recompute", "compile", "cuda_graphs", "async_tp", "loss_by_source"
+    "pp",
+    "cp",
+    "ep",
+    "fp16",
+    "fp8",
+    "recompute",
+    "compile",
+    "cuda_graphs",
+    "async_tp",
+    "loss_by_source",
+    "samples",
 ]
 EngineFactory = Callable[[EngineSetup], Engine]
 
@@ -88,6 +98,8 @@ def _asked_features(config: Config, precision: str) -> Iterator[_Asked]:
         yield _Asked("compile", f"train.compile = {train.compile!r}", "train.compile = false")
     if train.cuda_graphs:
         yield _Asked("cuda_graphs", "train.cuda_graphs = true", "train.cuda_graphs = false")
+    if config.evaluate.sample_prompts:
+        yield _Asked("samples", "evaluate.sample_prompts", "no prompts")
     if parallel.async_tp:
         yield _Asked("async_tp", "parallel.async_tp = true", "parallel.async_tp = false")
 

@@ -141,10 +141,10 @@ class LMHead(nn.Module):
             at_M = moved((to_host(targets_BT).flatten() != IGNORE).nonzero()[:, 0], targets_M.device)
             hidden_MD, targets_M = hidden_MD[at_M], targets_M[at_M]
         hidden_ME = self._last(hidden_MD)
-        losses_M = None
-        if self.recorder:
-            dtype = torch.promote_types(hidden_ME.dtype, torch.float32)
-            losses_M = self.recorder.new_losses(targets_BT, at_M, dtype)
+        if self.recorder is None:
+            return self.loss(hidden_ME, self.weight, targets_M, self.bias)
+        precise = torch.promote_types(hidden_ME.dtype, torch.float32)
+        losses_M = self.recorder.new_losses(targets_BT, at_M, precise)
         return self.loss(hidden_ME, self.weight, targets_M, self.bias, losses_M)
 
     def _last(self, hidden: Tensor) -> Tensor:

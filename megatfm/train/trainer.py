@@ -30,7 +30,7 @@ from megatfm.train import resume
 from megatfm.train.best_checkpoint import BestCheckpoint
 from megatfm.train.build import build_engine, choose_precision, describe_size
 from megatfm.train.corpora import Corpora, batch_schedule, open_corpora, open_tokenizer
-from megatfm.train.evaluation import evaluation_record
+from megatfm.train.evaluation import Evaluator, Sampler
 from megatfm.train.init_from import load_weights, origin_of
 from megatfm.train.loss_by_source import MixtureSources
 from megatfm.train.profiling import (
@@ -38,8 +38,7 @@ from megatfm.train.profiling import (
     explain_out_of_memory,
     keep_freed_memory,
     memory_bytes,
-    record_allocations,
-    should_record_allocations,
+    record_allocations_if_asked,
     start_flight_recorder,
 )
 from megatfm.train.rank_monitor_client import RankMonitor
@@ -53,12 +52,15 @@ log = logging.getLogger("megatfm")
 
 
 def train(
-    config: Config, flops_per_token: FlopsPerToken | None = None, new_paths: NewPaths | None = None
+    config: Config,
+    flops_per_token: FlopsPerToken | None = None,
+    sampler: Sampler | None = None,
+    new_paths: NewPaths | None = None,
 ) -> int:
     """Train or resume the run of a config; called on every rank. Returns the exit code.
 
-    flops_per_token: returns what a token costs, for the utilization of the devices in the metrics. new_paths: what the
-    command made for this run; a run that is refused removes it.
+    flops_per_token: returns what a token costs, for the utilization of the devices in the metrics. sampler: continues
+    `evaluate.sample_prompts`. new_paths: what the command made for this run; a run that is refused removes it.
     """
     import_plugins(config.plugins)
     check_sinks(config.log.sinks)  # before there is anything on the disk
@@ -74,8 +76,7 @@ def train(
         StopSignals(rank.device) as signals,
     ):
         monitor.progress = progress
-        if rank.device.type == "cpu":
-            keep_freed_memory()
+        keep_freed_memory(rank.device)
         requested, config = config, elastic_config(config, rank.world_size)
         mesh = build_mesh(config.parallel, rank.world_size, rank.device.type)
         for batch in batch_schedule(config).batches:
@@ -84,21 +85,18 @@ def train(
         monitor.tick(0, "start")
         with RunDirectory(folder, rank.rank, new_paths) as run, RunLog(run, config.train.steps) as run_log:
             monitor.attach_run_log(run.log, run.log_failure)
-            is_recorded = should_record_allocations(run.folder, config.log.memory_snapshot)
-            if rank.device.type == "cuda" and is_recorded:
-                record_allocations()
+            record_allocations_if_asked(run.folder, rank.device, config.log.memory_snapshot)
             decisions, nodes = DecisionLog.of_run(run), resume.discover_nodes(config, run)
             latest = resume.find_resume_point(run.checkpoints, nodes, decisions)
             check_progress(run, latest.step if latest else 0, config.resilience.max_failures)
             branch_from = None if latest else config.train.branch_from
             branch = resume.branch_point(branch_from) if branch_from else None
             monitor.tick(0, "start")
-            name, start = config.train.precision, latest or branch
-            name = start.state["precision"] if start and name == "auto" else name
-            precision = choose_precision(name, rank.device)
+            precision = choose_precision(resume.precision(config, latest or branch), rank.device)
             with explain_out_of_memory(run.folder, rank.rank, rank.device):
                 engine = build_engine(config, mesh, rank.device, precision)
             trainer = Trainer(config, run, engine, corpora, precision, decisions, run_log, monitor, nodes)
+            trainer.evaluator = Evaluator(engine, corpora, config, sampler)
             trainer.requested_config, trainer.launcher = requested, rank.launcher
             if flops_per_token and run.is_main:
                 peak = hardware.get_peak_flops(rank.device, PRECISIONS[precision].compute_dtype)
@@ -145,6 +143,7 @@ class Trainer:
         seed_all(config.train.seed, run.rank)
         self.requested_config = config
         """The config before its layout was fitted to the processes that there are: a later start may have all again."""
+        self.evaluator: Evaluator
         self.utilization: Utilization | None = None
         self.launcher = "none"
         self.is_branch = False
@@ -178,7 +177,7 @@ class Trainer:
                     break
                 if self._is_due(config.evaluate.every):
                     tick = partial(self.monitor.tick, self.step, "evaluation")
-                    record |= evaluation_record(self.engine, self.corpora, config, self.step, tick)
+                    record |= self.evaluator.record(self.step, tick)
                     self.best.update(self.step, record["evaluation"])
                 if metrics:
                     metrics.write(record)

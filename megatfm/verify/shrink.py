@@ -207,7 +207,10 @@ def _smaller_images(config: Config, model: ModelConfig) -> dict[str, Any]:
     if not isinstance(model.embedding, PatchEmbeddingConfig) or model.family not in PLAIN_FAMILIES:
         return {}
     size = min(config.data.images.size // getattr(config.model.embedding, "patch_size", 1), PATCHES)
-    return {"images": config.data.images.model_copy(update={"size": size * model.embedding.patch_size})}
+    sizes = {"size": size * model.embedding.patch_size}
+    if (most := config.data.images.max_patches) is not None:
+        sizes["max_patches"] = min(most, PATCHES**2)
+    return {"images": config.data.images.model_copy(update=sizes)}
 
 
 def _sizes(attention: AttentionSection, length: int, shards: int) -> dict[str, Any]:

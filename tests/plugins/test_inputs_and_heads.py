@@ -3,7 +3,6 @@
 import inspect
 import json
 import json.decoder
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,9 @@ from megatfm import checkpoint, tokenizers
 from megatfm.config import Config
 from megatfm.corpus.writer import ShardWriter
 from megatfm.errors import EXIT_OK
-from megatfm.train.trainer import train
 from megatfm.verify.verify import verify
 from tests.support.documentation import PLUGIN_LAYOUTS, PLUGINS, block_on_page
+from tests.support.training_runs import train_with_plugins
 from tests.support.workers import Workers
 
 PAGES = {"vectors": "data.md", "labels": "tasks.md", "looped": "models-and-engines.md"}
@@ -61,11 +60,6 @@ def test_every_gradient_is_one_process_s(plugin: str, layout: str) -> None:
         assert not still
 
 
-def run(config: Config) -> int:
-    sys.path.insert(0, str(PLUGINS))
-    return train(config)
-
-
 def test_vectors_are_learned_and_evaluated(tmp_path: Path, workers: Workers) -> None:
     """Of a rotation, whose next vector is a linear function of the last; without a tokenizer anywhere."""
     written: dict[str, Any] = {}
@@ -90,7 +84,9 @@ def test_vectors_are_learned_and_evaluated(tmp_path: Path, workers: Workers) -> 
         "vectors", data=data, train={"steps": 20, "micro_batch": 4, "precision": "fp32"}, log={"sinks": []}
     )
     config["run_dir"] = str(tmp_path / "run")
-    assert workers.run(run, 2, Config.model_validate({**config, "parallel": {"dp_shard": 2}})) == [
+    assert workers.run(
+        train_with_plugins, 2, Config.model_validate({**config, "parallel": {"dp_shard": 2}})
+    ) == [
         EXIT_OK,
         EXIT_OK,
     ]
@@ -124,12 +120,12 @@ def test_a_head_is_trained_on_weights_that_stay_to_the_bit(tmp_path: Path, worke
     )
     del before["model"]["lm_head"], before["model"]["extra_heads"]
     before |= {"objective": {"name": "causal"}, "run_dir": str(tmp_path / "before"), "plugins": []}
-    assert workers.run(run, 2, Config.model_validate(before)) == [EXIT_OK, EXIT_OK]
+    assert workers.run(train_with_plugins, 2, Config.model_validate(before)) == [EXIT_OK, EXIT_OK]
     after = values(
         "labels", **common, train={"steps": 12, "micro_batch": 4, "init_from": str(tmp_path / "before")}
     )
     after["run_dir"] = str(tmp_path / "after")
-    assert workers.run(run, 2, Config.model_validate(after)) == [EXIT_OK, EXIT_OK]
+    assert workers.run(train_with_plugins, 2, Config.model_validate(after)) == [EXIT_OK, EXIT_OK]
     old = checkpoint.read_tensors(tmp_path / "before/checkpoints/step-00000002")
     new = checkpoint.read_tensors(tmp_path / "after/checkpoints/step-00000012")
     frozen = [name for name in new if name.startswith(("model.decoder.embedding.", "model.decoder.layers."))]

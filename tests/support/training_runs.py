@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 import signal
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,18 @@ from megatfm.engines.interface import LossTotals
 from megatfm.errors import MegatfmError
 from megatfm.tracking.metrics import MACHINE_DEPENDENT_KEYS
 from megatfm.train.trainer import train
+from tests.support.documentation import PLUGINS
 from tests.support.rank_processes import engine_class
 
 
 def run_training(config: Config) -> int:
     """Train; returns the exit code."""
+    return train(config)
+
+
+def train_with_plugins(config: Config) -> int:
+    """Train with the plugins of the manual's pages on the path."""
+    sys.path.insert(0, str(PLUGINS))
     return train(config)
 
 

@@ -48,14 +48,15 @@ STAGES = (
     "tokenize-validation",
     "finish",
 )
-WITHOUT_VALIDATION = ("split-validation", "tokenize-validation")
+OF_VALIDATION = ("split-plan", "split-validation", "tokenize-validation")
+"""Stages that a corpus without validation has not."""
 CASES = [
     (other, stage, then, tasks)
     for other in OTHERS
     for stage in STAGES
     for then in ("back", "on")
     for tasks in (1, 2)
-    if other != "no validation" or stage not in WITHOUT_VALIDATION
+    if other != "no validation" or stage not in OF_VALIDATION
 ]
 FEW = [
     (other, stage, then, tasks)

@@ -136,6 +136,16 @@ def test_losses_by_position_have_a_line_for_each_stretch(run: Path) -> None:
     )
 
 
+def test_samples_of_evaluations_stand_beside_those_of_generate(run: Path) -> None:
+    texts = {10: [{"prompt": "a", "text": "NaN"}], 20: [{"prompt": "a", "text": "<b>"}, "torn"]}
+    replace_metrics(run, [{"step": step, "loss": 2.0, "samples": samples} for step, samples in texts.items()])
+    (run / "samples.jsonl").write_text(json.dumps({"prompt": "a", "text": " of 15", "step": 15}) + "\n")
+    report(run)
+    html = (run / "report.html").read_text()
+    places = [html.index(text) for text in ("<b>a</b>NaN", "<b>a</b> of 15", "<b>a</b>&lt;b&gt;")]
+    assert places == sorted(places)
+
+
 def test_losses_by_source_have_a_line_for_each_corpus(run: Path) -> None:
     steps = [{"web": 3.0, "Bücher": 2.0}, {"web": 1.0}]
     replace_metrics(
@@ -345,8 +355,8 @@ def test_only_what_differs_from_the_defaults_is_shown_at_once(run: Path) -> None
     assert "d_ff" in config
     assert "sequence_parallel" not in config
     assert "muon" in config, "a section that differs keeps its name"
-    whole = Path(run / "config.toml")
-    whole.write_text(whole.read_text() + "[unknown]\nkey = 3\n")
+    full = Path(run / "config.toml")
+    full.write_text(full.read_text() + "[unknown]\nkey = 3\n")
     page = report(run)
     assert "What differs" not in page.text, "of a config that this version can't read, all is shown"
     assert "unknown" in page.text
