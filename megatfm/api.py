@@ -24,6 +24,7 @@ from megatfm.errors import EXIT_OK, MegatfmError, UsageError
 from megatfm.inference.decoding import Sampling
 from megatfm.inference.embeddings import Pooling, SentenceEmbedder, warn_unmarked_padding
 from megatfm.inference.evaluate import evaluate_run
+from megatfm.inference.samples import PromptSampler
 from megatfm.inference.text import (
     BEGIN,
     SENTINEL,
@@ -57,7 +58,7 @@ def fit(config: Config | str | Path, *overrides: str) -> Path:
             "megatfm.Config.model_validate({...})"
         )
     folder = run_folder(config)
-    if train(config, flops_per_token) != EXIT_OK:
+    if train(config, flops_per_token, PromptSampler()) != EXIT_OK:
         raise MegatfmError(
             f"{folder}: was stopped by a signal, and has saved: the same call goes on from there"
         )

@@ -20,6 +20,11 @@ COMMANDS = {
         "megatfm.commands.training",
         "train or resume; one process, or a rank under torchrun, srun or mpirun",
     ),
+    "finetune": (
+        "megatfm.commands.finetuning",
+        "a pretrained model on labelled files: train or resume, then evaluate",
+    ),
+    "predict": ("megatfm.commands.finetuning", "labels of a file's rows, by a fine-tuned run"),
     "launch": ("megatfm.commands.training", "start training on this machine, under MPI or as a SLURM job"),
     "status": ("megatfm.commands.runs", "how runs are: queue, step, loss, speed, time left, restarts"),
     "logs": ("megatfm.commands.runs", "the logs of a run that matter; -f follows them"),
@@ -34,6 +39,10 @@ COMMANDS = {
     ),
     "verify": ("megatfm.commands.verify", "compare a layout's gradients with one process's"),
     "describe": ("megatfm.commands.models", "parts, parameter counts and FLOPs of a config"),
+    "estimate": (
+        "megatfm.commands.estimate",
+        "whether a run fits GPUs, how fast it will be, and what to change: needs no GPU",
+    ),
     "data": ("megatfm.commands.data", "look into a corpus, or verify it"),
     "config": ("megatfm.commands.config", "print a config resolved, or the JSON schema"),
     "doctor": ("megatfm.commands.doctor", "what this machine can run"),
@@ -60,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit with a code of `megatfm.errors`, or 130 when interrupted."""
     spell_unencodable()
     words = sys.argv[1:] if argv is None else list(argv)
-    if words[:1] == ["train"]:
+    if words[:1] in (["train"], ["finetune"]):
         signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
     parser = build_parser(words[0] if words else "")
     args = parser.parse_args(words)

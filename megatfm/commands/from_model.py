@@ -80,7 +80,8 @@ def _convert_hf_once(
     values = dict(override.partition("=")[::2] for override in overrides)
     if base_config is not None:
         model = open_folder(source).config.model_dump(mode="json")
-        run = run_folder(load_config(base_config, overrides[1:], replaced_sections={"model": model}))
+        words = [f"data.tokenizer={source}", *overrides[1:]]  # a recipe need not name the model's own
+        run = run_folder(load_config(base_config, words, replaced_sections={"model": model}))
     else:
         run = Path(values["run_dir"]) if values.get("run_dir") else Path.cwd() / "runs" / values["name"]
     # Of another folder than before, under the same name, nothing that is here may be taken.

@@ -59,19 +59,20 @@ def train_command(args: argparse.Namespace) -> int:
     enable_expandable_segments(os.environ)
     start_sentinel()
     new_paths = NewPaths()
-    with _removed_on_refusal(new_paths):
+    with removed_on_refusal(new_paths):
         config = load_training_config(args, new_paths)
         # After the config: its mistakes shouldn't wait for torch.
         from megatfm.describe.description import flops_per_token
+        from megatfm.inference.samples import PromptSampler
         from megatfm.train.trainer import train
 
         if folder := os.environ.get(NEW_RUN_VARIABLE):
             new_paths.folders.append(Path(folder))
-        return train(config, flops_per_token, new_paths)
+        return train(config, flops_per_token, PromptSampler(), new_paths)
 
 
 @contextmanager
-def _removed_on_refusal(new_paths: NewPaths) -> Iterator[None]:
+def removed_on_refusal(new_paths: NewPaths) -> Iterator[None]:
     """Remove what was made for a run that is refused before it begins."""
     try:
         yield
@@ -100,7 +101,7 @@ def launch_command(args: argparse.Namespace) -> int:
     if args.source is not None or args.config is None:
         cli.check_flags(args)  # before a model is brought into our format for nothing
     new_paths = NewPaths()
-    with _removed_on_refusal(new_paths):
+    with removed_on_refusal(new_paths):
         if args.source is not None or args.config is None:
             args.config, args.overrides = str(_write_resolved_config(args, new_paths)), []
         return cli.main(args, new_paths)

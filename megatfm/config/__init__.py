@@ -27,6 +27,7 @@ from megatfm.config.model_parts import (
     PatchEmbeddingConfig,
     PixelDecoderConfig,
     SentenceHeadConfig,
+    TextClassifierHeadConfig,
 )
 from megatfm.config.objective import (
     CausalObjective,
@@ -41,6 +42,7 @@ from megatfm.config.objective import (
     SentenceOrderObjective,
     SpanBoundaryObjective,
     SpanCorruptionObjective,
+    TextClassificationObjective,
     UL2Objective,
 )
 from megatfm.config.optimizer import (
@@ -79,6 +81,7 @@ from megatfm.config.position import (
 from megatfm.config.root import Config
 from megatfm.config.section import invalid, require_variant
 from megatfm.config.sources import find_config, preset_names, presets_of_models
+from megatfm.config.task import TaskConfig
 from megatfm.config.training import (
     ResilienceConfig,
     TrainConfig,
@@ -147,6 +150,9 @@ __all__ = [
     "SpanCorruptionObjective",
     "StridedPatternConfig",
     "T5PositionConfig",
+    "TaskConfig",
+    "TextClassificationObjective",
+    "TextClassifierHeadConfig",
     "TrainConfig",
     "UL2Objective",
     "WSDSchedule",

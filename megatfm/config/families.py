@@ -20,8 +20,8 @@ class Family:
 
 FAMILY_KEYS = (
     "n_encoder_layers", "extra_heads.sentence", "extra_heads.boundary", "n_mtp_heads",
-    "embedding.n_segments", "generator", "pixel_decoder",
-    "ffn.name = 'moe'", "mup", "stages",
+    "embedding.n_segments", "generator",
+    "ffn.name = 'moe'", "mup", "stages", "pixel_decoder",
 )  # fmt: skip
 """Keys of a model, or values of them, that only some families give a meaning."""
 

@@ -50,6 +50,8 @@ RENAMED_KEYS: tuple[tuple[str, str], ...] = (
     ("model.attention[latent].q_rank", "model.attention.q_lora_rank"),
     ("model.attention[latent].rope_dim", "model.attention.qk_rope_head_dim"),
     ("model.attention[latent].v_dim", "model.attention.v_head_dim"),
+    ("model.attention[latent].head_dim", "model.attention.qk_nope_head_dim"),
+    ("model.attention[mla].head_dim", "model.attention.qk_nope_head_dim"),
     ("model.attention[linformer].length", "model.attention.max_length"),
     ("model.attention[linformer].rank", "model.attention.projected_length"),
     ("model.attention.pattern[window].step", "model.attention.pattern.dilation"),

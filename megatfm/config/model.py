@@ -95,10 +95,10 @@ class ModelConfig(Section):
     """The initial weights."""
     generator: GeneratorConfig | None = None
     """The generator of `family = "electra"`."""
-    stages: StagesConfig | None = None
-    """The stages of `family = "hierarchical"`."""
     pixel_decoder: PixelDecoderConfig | None = None
     """The decoder of `family = "masked_autoencoder"`."""
+    stages: StagesConfig | None = None
+    """The stages of `family = "hierarchical"`."""
     mup: MuPConfig | None = None
     """Maximal update parametrisation; left out, the standard one."""
 
@@ -111,10 +111,10 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _heads_fit(self) -> Self:
         attention = self.attention
-        if attention.head_dim is None and self.d_model % attention.n_heads:
+        if attention.head_dim_or_none is None and self.d_model % attention.n_heads:
             raise ValueError(
                 f"attention.n_heads = {attention.n_heads} does not divide d_model = {self.d_model}: choose n_heads = "
-                f"{nearest_divisor(self.d_model, attention.n_heads)}, or give attention.head_dim"
+                f"{nearest_divisor(self.d_model, attention.n_heads)}, or give attention.{attention.head_dim_key}"
             )
         if attention.n_heads % attention.kv_heads:
             raise ValueError(
@@ -141,8 +141,8 @@ class ModelConfig(Section):
         if family:
             values = (
                 self.n_encoder_layers, "sentence" in self.extra_heads, "boundary" in self.extra_heads, self.n_mtp_heads,
-                self.embedding.n_segments, self.generator, self.pixel_decoder, isinstance(self.ffn, MoEConfig),
-                self.mup, self.stages,
+                self.embedding.n_segments, self.generator, isinstance(self.ffn, MoEConfig), self.mup,
+                self.stages, self.pixel_decoder,
             )  # fmt: skip
             for part, value in zip(FAMILY_KEYS, values, strict=True):
                 if value and part not in family.knows:
@@ -290,8 +290,8 @@ class ModelConfig(Section):
 
     @property
     def head_width(self) -> int:
-        """Width of a head."""
-        return self.attention.head_dim or self.d_model // self.attention.n_heads
+        """Width of a head; in multi-head latent attention, of its channels without position."""
+        return self.attention.head_dim_or_none or self.d_model // self.attention.n_heads
 
     @property
     def embedding_width(self) -> int:

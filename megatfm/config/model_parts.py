@@ -320,6 +320,24 @@ class SentenceHeadConfig(Section):
     """How many."""
 
 
+class TextClassifierHeadConfig(Section):
+    """Classes of labelled texts, told from one token of each."""
+
+    name: Literal["text_classifier"] = "text_classifier"
+    classes: PositiveInt = Field(default=2, le=MAX_WIDTH)
+    """How many."""
+    pooler: Literal["tanh", "none"] = "tanh"
+    """BERT's dense layer and tanh before the classes, or the hidden vector as it is."""
+    loss: Literal["cross_entropy", "binary_cross_entropy", "squared_error"] = "cross_entropy"
+    """One class of several, any number of them, or one number for each."""
+    token: Literal["first", "last"] = "first"
+    """Which token of a row stands for it where a batch has no targets: the last in decoders."""
+    bias: bool = True
+    """A bias for each class."""
+    dropout: DropProbability = 0.1
+    """Share of the pooled vector's channels that training drops."""
+
+
 class BoundaryHeadConfig(Section):
     """SpanBERT's, which predicts a span from the tokens around it."""
 
@@ -362,7 +380,11 @@ def _with_table_name(heads: Any) -> Any:
 
 
 HeadSection = Annotated[
-    SentenceHeadConfig | BoundaryHeadConfig | ClassifierHeadConfig | PluginHeadConfig,
+    SentenceHeadConfig
+    | BoundaryHeadConfig
+    | ClassifierHeadConfig
+    | TextClassifierHeadConfig
+    | PluginHeadConfig,
     ByName(),
 ]
 HeadsConfig = Annotated[dict[str, HeadSection], BeforeValidator(_with_table_name)]

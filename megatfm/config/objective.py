@@ -147,6 +147,14 @@ class ReplacedTokenObjective(Section):
         return self.mask_rate
 
 
+class TextClassificationObjective(Section):
+    """Predict the labels of texts, pairs of texts or words; `megatfm finetune` sets it."""
+
+    name: Literal["text_classification"] = "text_classification"
+    lm_weight: NonNegativeFloat = 0.0
+    """Weight of the next tokens' loss besides, in decoders (Radford et al. 2018: 0.5)."""
+
+
 class ImageObjective(Section):
     """An objective whose inputs are images, without a tokenizer."""
 
@@ -184,6 +192,7 @@ ObjectiveConfig = Annotated[
     | SpanCorruptionObjective
     | UL2Objective
     | ReplacedTokenObjective
+    | TextClassificationObjective
     | ClassificationObjective
     | MaskedImageObjective
     | PluginObjective,

@@ -21,6 +21,7 @@ from megatfm.config.optimizer import (
 from megatfm.config.parallel import ParallelConfig
 from megatfm.config.section import PathStr, Section, variants_of
 from megatfm.config.stages import check_image_rows
+from megatfm.config.task import TaskConfig
 from megatfm.config.training import (
     CheckpointConfig,
     EvaluateConfig,
@@ -44,6 +45,7 @@ class Config(Section):
     model: ModelConfig
     objective: ObjectiveConfig = CausalObjective()
     data: DataConfig
+    task: TaskConfig | None = None
     parallel: ParallelConfig = ParallelConfig()
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
     optimizer: OptimizerConfig
@@ -101,6 +103,7 @@ class Config(Section):
         device_checks.check_gpu_only(self)
         layout_checks.check_soft_moe(self)
         layout_checks.check_pipeline(self)
+        layout_checks.check_sample_prompts(self)
         return self
 
     def _check_schedule(self) -> None:

@@ -242,7 +242,7 @@ def functional_config(config: ModelConfig, *, by_layer: bool = False) -> dict[st
     }
     values |= {
         "attention.n_kv_heads": config.attention.kv_heads,
-        "attention.head_dim": config.head_width,
+        f"attention.{config.attention.head_dim_key}": config.head_width,
         "embedding.dim": config.embedding_width,
         "n_encoder_layers": config.encoder_layers if config.family == "encoder_decoder" else None,
         "distinct_layers": config.distinct_layers or config.n_layers,

@@ -19,6 +19,7 @@ from megatfm.checkpoint import file_io
 from megatfm.config import Config, ModelConfig, invalid, to_toml
 from megatfm.config.key_migrations import migrate
 from megatfm.convert import tokenizer_files
+from megatfm.convert.architectures.sequence_classification import label_keys
 from megatfm.convert.electra_pair import ElectraFolder, exported_models, is_electra_folder, open_folder
 from megatfm.convert.hf_checkpoint import (
     CONFIG,
@@ -32,6 +33,7 @@ from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.initialisation import checkpoint_tensors
 from megatfm.models import build
 from megatfm.registry import import_foreign_plugins
+from megatfm.train.best_checkpoint import best_checkpoint
 from megatfm.version import __version__
 
 OBJECTIVES = {
@@ -155,7 +157,7 @@ def _check_is_ours(source: Path) -> None:
 
 
 def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) -> list[str]:
-    path = checkpoint.find_checkpoint(source)
+    path = best_checkpoint(source)
     state = checkpoint.read_state(path)
     try:
         config = Config.model_validate(migrate(state.get("config")))
@@ -178,6 +180,7 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
     _check_names(path, tensors, config.model)
     dtype = max((tensor.dtype for tensor in tensors.values()), key=lambda dtype: dtype.itemsize)
     written, summary, broken = set[str](), list[str](), list[str]()
+    chosen = [f"{path}: the best checkpoint of the run"] * (config.task is not None and path != source)
     for part in parts:
         place = folder / part.folder
         file_io.make_durable_dirs(place)
@@ -190,7 +193,8 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
         notes += part.architecture.remarks(config.model)
         before = origin if part.name == origin.get("name") else {}
         restored = tokenizer_files.restore_origin(before, part.hf_config)
-        hf_config = part.hf_config | {"dtype": str(dtype).removeprefix("torch."), **ids, **restored}
+        named = label_keys(config.task.labels) if config.task and "id2label" in part.hf_config else {}
+        hf_config = part.hf_config | named | {"dtype": str(dtype).removeprefix("torch."), **ids, **restored}
         if isinstance(generation := before.get("generation"), dict):
             write_json(place / tokenizer_files.GENERATION, generation)
         if (key := part.architecture.max_length_key) and key not in hf_config:
@@ -202,7 +206,7 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
         summary.append(f"{part.name}, {len(order)} tensors, {size / 1e6:,.1f} MB")
     if left := sorted(tensors.keys() - written):
         notes.append(f"left out, for transformers has no place for it: {', '.join(left)}")
-    return ["; ".join(summary), *notes, *not_finite(list(dict.fromkeys(broken)))]
+    return ["; ".join(summary), *chosen, *notes, *not_finite(list(dict.fromkeys(broken)))]
 
 
 def _to_megatfm(source: Path, folder: Path, target: Path) -> list[str]:

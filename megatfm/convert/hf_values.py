@@ -54,7 +54,7 @@ def write_mapped(config: ModelConfig, mapping: Mapping[str, str]) -> Json:
     """The reverse of `read_mapped`, with the values that defaults of ours stand for."""
     resolved: Json = {
         "attention.n_kv_heads": config.attention.kv_heads,
-        "attention.head_dim": config.head_width,
+        f"attention.{config.attention.head_dim_key}": config.head_width,
         "attention.bias": getattr(config.attention, "bias", False),
         "position.max_positions": config.position.limit,
         "init.std": init_std(config),

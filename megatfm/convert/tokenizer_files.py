@@ -58,6 +58,8 @@ def to_hf(
         if (folder / TOKENIZER_CONFIG).is_file()
         else _write_tokenizer_config(opened, folder, config.model.family)
     )
+    if config.model.embedding.n_segments > 1 and config.task is not None:
+        _have_segments_returned(folder / TOKENIZER_CONFIG)
     ids = {"bos_token_id": opened.bos, "eos_token_id": opened.eos, "pad_token_id": opened.pad}
     if config.model.family == "encoder_decoder":
         ids["decoder_start_token_id"] = opened.pad
@@ -123,6 +125,16 @@ def _write_tokenizer_config(tokenizer: Tokenizer, folder: Path, family: str) -> 
     about["clean_up_tokenization_spaces"] = False
     file_io.write_file(folder / TOKENIZER_CONFIG, [memoryview((json.dumps(about, indent=2) + "\n").encode())])
     return notes
+
+
+def _have_segments_returned(about_file: Path) -> None:
+    """Have transformers' tokenizer return segments, without which its models take all tokens for the first's."""
+    if not about_file.is_file():
+        return
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    about = {"model_input_names": names} | read_json(about_file)
+    about_file.unlink()
+    file_io.write_file(about_file, [memoryview((json.dumps(about, indent=2) + "\n").encode())])
 
 
 GENERATION = "generation_config.json"

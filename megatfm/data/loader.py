@@ -8,10 +8,12 @@ from types import TracebackType
 from typing import NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatfm.data.dataset import RowDataset
 from megatfm.data.order import BatchSchedule
-from megatfm.data.sequences import PAD_DOCUMENT_ID, Fields, join_rows
+from megatfm.data.row_batches import join_rows
+from megatfm.data.sequences import PAD_DOCUMENT_ID, Fields
 from megatfm.data.workers import RowWorkers, picklable_error
 from megatfm.errors import UsageError
 from megatfm.rng import row_keys, short_row_keys
@@ -80,7 +82,7 @@ class DataLoader(Iterator[list[Fields]]):
     is asked for, not before: so nothing is under way between them when some of them stop. What one of them raises, all
     do. Close the loader (or use `with`) when done. `waited` is the time in seconds that the consumer has waited for
     data, `step_tokens` what the last step of all ranks together had room for, `padding` which share of this rank's part
-    of it was padding.
+    of it was padding, and `row_positions` [rows] holds the positions of the rows of each of its micro-batches.
 
     Raises a UsageError if a global batch is not a multiple of micro-batch × data ranks.
     """
@@ -114,6 +116,7 @@ class DataLoader(Iterator[list[Fields]]):
         self.position = position
         self.stop = end_position
         self.wait_seconds, self.step_tokens, self.padding = 0.0, 0, 0.0
+        self.row_positions: list[NDArray[np.int64]] = []
         self._rank, self._ranks, self._readers = data_rank, data_ranks, readers
         self._workers = RowWorkers(rows, workers)
         # Two threads each make one of the steps ahead; a worker is asked by one.
@@ -128,6 +131,9 @@ class DataLoader(Iterator[list[Fields]]):
             raise StopIteration
         start = perf_counter()
         step, self.padding = self._step(self._ahead[0])
+        first, n_rows, parts = self._ahead[0].asked
+        positions = np.repeat(np.arange(first, first + n_rows), parts)
+        self.row_positions = np.split(positions, len(step))
         self.wait_seconds += perf_counter() - start
         taken = self._ahead.popleft().global_batch
         self.position += taken

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from megatfm.corpus.byte_cache import ByteCache, nbytes
 from megatfm.data.dataset import SizedRowDataset
 from megatfm.data.order import interleave
-from megatfm.data.sequences import Fields, check_same_fields
+from megatfm.data.row_batches import check_same_fields
+from megatfm.data.sequences import Fields
 from megatfm.errors import UsageError
 from megatfm.rng import random_uint64, to_unit_interval
 
@@ -141,6 +142,16 @@ class Mixture:
         source = int(slots.sources[slot])
         taken = int(span.taken[stream, source]) + block * int(span.quotas[source]) + int(slots.before[slot])
         return list(self.sources)[source], taken * self.streams + stream
+
+    def row_sources(self, positions: Ints) -> Ints:
+        """The number of the source, in the order of `sources`, of each row [n] at a global position."""
+        turns, streams = np.divmod(interleave(positions, self.streams, self.turn), self.streams)
+        firsts = [span.first for span in self._spans]
+        phases = np.searchsorted(firsts, turns, side="right") - 1
+        blocks, slots = np.divmod(turns - np.array(firsts)[phases], self.block)
+        places = zip(phases.tolist(), streams.tolist(), blocks.tolist(), slots.tolist(), strict=True)
+        chosen = [self._slots(phase, stream, block).sources[slot] for phase, stream, block, slot in places]
+        return np.array(chosen, np.int64)
 
     def row(self, position: int) -> Fields:
         """The row at a global position."""

@@ -14,6 +14,7 @@ from megatfm.layers.loss_terms import BlockOutput, add_by_name
 from megatfm.layers.output_head import HEADS
 from megatfm.layers.output_head import SpanBoundaryHead as SpanBoundaryHead
 from megatfm.layers.sequence import SequenceMetadata
+from megatfm.layers.task_heads import TextClassifier as TextClassifier
 from megatfm.registry import Registry, did_you_mean
 from megatfm.split_points import SplitPoint
 
@@ -84,14 +85,18 @@ class Model(nn.Module):
         }
         known = {*fields, *optional, *(name for names in self.target_fields for name in names)}
         sides = {side_of(name) for name in known}
-        full = {f"{side_of(name)}row_{name.removeprefix(side_of(name))}" for name in known}
-        self.accepted = frozenset(known | full | {f"{side}places" for side in sides} | {"keys"})
+        full = {f"{side_of(name)}full_row_{name.removeprefix(side_of(name))}" for name in known}
+        self.accepted = frozenset(known | full | {f"{side}token_indices" for side in sides} | {"keys"})
 
     def read(self, **fields: Tensor | None) -> dict[str, Tensor]:
         """Return the fields of a batch that are not None. Raise TypeError for one that the model would not look at."""
         batch = {name: field for name, field in fields.items() if field is not None}
         for name in batch.keys() - self.accepted:
-            known = [name for name in sorted(self.accepted) if "row_" not in name and "places" not in name]
+            known = [
+                name
+                for name in sorted(self.accepted)
+                if "full_row_" not in name and "token_indices" not in name
+            ]
             near = OTHER_NAMES.get(name, "")
             hint = f" (did you mean {near!r}?)" if near in self.accepted else did_you_mean(name, known)
             raise TypeError(
@@ -128,9 +133,9 @@ class Model(nn.Module):
                 options["sequence"] = sequence
             if all(field in batch for field in head.reads):
                 fields = [batch[field] for field in head.reads]
-                full_rows = [batch.get(f"row_{field}") for field in getattr(head, "full_row_fields", ())]
-                given = head(hidden_BTD, *fields, *full_rows, **options)
-                terms = given if isinstance(given, dict) else {str(getattr(head, "term", name)): given}
+                full_rows = [batch.get(f"full_row_{field}") for field in getattr(head, "full_row_fields", ())]
+                result = head(hidden_BTD, *fields, *full_rows, **options)
+                terms = result if isinstance(result, dict) else {str(getattr(head, "term", name)): result}
                 losses = add_by_name(losses, terms)
             elif getattr(head, "predicts", False) and not has_targets:
                 predictions[name] = head(hidden_BTD, **options)

@@ -162,10 +162,10 @@ class FullRow(NamedTuple):
     @classmethod
     def of(cls, batch: Mapping[str, Tensor], side: str = "") -> "FullRow | None":
         """Return that of one side of a batch; None if the batch holds all tokens of its rows."""
-        if f"{side}places" not in batch:
+        if f"{side}token_indices" not in batch:
             return None
-        optional = (batch.get(f"{side}row_{name}") for name in ("documents", "prefix", "grid"))
-        return cls(batch[f"{side}places"], needed(batch, f"{side}row_positions"), *optional)
+        optional = (batch.get(f"{side}full_row_{name}") for name in ("documents", "prefix", "grid"))
+        return cls(batch[f"{side}token_indices"], needed(batch, f"{side}full_row_positions"), *optional)
 
 
 def make_sequence(

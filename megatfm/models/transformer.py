@@ -312,5 +312,5 @@ def _future_targets(batch: Mapping[str, Tensor], n: int) -> Tensor:
     full_row = FullRow.of(batch)
     if full_row is None:
         return shifted_targets(batch["targets"], batch.get("documents"), n)
-    full_targets = needed(batch, "row_targets")
+    full_targets = needed(batch, "full_row_targets")
     return shifted_targets(full_targets, full_row.documents, n)[:, full_row.token_indices]

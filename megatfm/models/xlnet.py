@@ -284,7 +284,7 @@ def streams_of(
 ) -> tuple[QueryStream, QueryStream | None]:
     """Return the content stream, in which tokens see those up to their own rank, and the query stream at tokens that
     are predicted, which sees lower ranks. Without order and targets all see all, and there are no queries."""
-    targets, row_positions = batch.get("targets"), batch.get("row_positions")
+    targets, row_positions = batch.get("targets"), batch.get("full_row_positions")
     zeros = torch.zeros_like(sequence.positions)
     full_zeros = zeros if row_positions is None else torch.zeros_like(row_positions)
 
@@ -292,7 +292,7 @@ def streams_of(
         if name not in batch:
             return LocalAndFull(zeros, full_zeros)
         return LocalAndFull(
-            batch[name], batch[name] if row_positions is None else needed(batch, f"row_{name}")
+            batch[name], batch[name] if row_positions is None else needed(batch, f"full_row_{name}")
         )
 
     segments = both("segments")

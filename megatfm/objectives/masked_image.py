@@ -1,6 +1,7 @@
 """Masked image modelling with an asymmetric autoencoder (MAE; He et al. 2022)."""
 
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -61,8 +62,8 @@ class MaskedImage(Objective):
             )
         of_encoder = {f"encoder_{name}": field for name, field in layout.fields.items()}
         self.fields = {**of_encoder, **layout.fields, "source": Field(pad_value=-1)}
-        self._for_evaluation = lambda: MaskedImage(
-            special, config, model, row_lengths, images, training=False
+        self._for_evaluation = partial(  # which worker processes can be sent
+            MaskedImage, special, config, model, row_lengths, images, training=False
         )
 
     def for_evaluation(self) -> Objective:
@@ -82,7 +83,7 @@ class MaskedImage(Objective):
         return {**of_encoder, **fields, "source": source}
 
     def random_piece(self, random: np.random.Generator) -> DocumentChunk:
-        files = random_image_files(random, self.reader.layout.channels, 2 * self.reader.target.size)
+        files = random_image_files(random, self.reader)
         return DocumentChunk(np.zeros(self.reader.n_tokens, np.uint16), files=files)
 
     def target_counts(self, batch: Batch) -> dict[str, Tensor]:

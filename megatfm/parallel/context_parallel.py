@@ -145,10 +145,10 @@ def split_batch(batch: Mapping[str, Tensor], contexts: ContextParallel) -> Batch
                     f"of {length} tokens, and can't be cut with them: use parallel.cp = 1"
                 )
             split[name] = field[:, local_indices]
-        split[f"{side}places"] = local_indices
+        split[f"{side}token_indices"] = local_indices
         for name in OF_ROWS:
             if side + name in batch:
-                split[f"{side}row_{name}"] = batch[side + name]
+                split[f"{side}full_row_{name}"] = batch[side + name]
     return split
 
 

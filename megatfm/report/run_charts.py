@@ -107,6 +107,7 @@ def charts(run: Run, compared: Mapping[str, Run] | None = None) -> list[Chart]:
     drawn = (
         chart("Loss", "nats per token", [*smoothed("training", "loss"), *evaluated("loss")]),
         chart("Terms of the loss", "mean over their targets", terms),
+        source_chart(run),
         chart("Bits per byte", "held-out text", evaluated("bits_per_byte"), levels=levels),
         chart("Accuracy", "share of held-out images", evaluated("metrics", "top1")),
         chart("Top-5 accuracy", "share of held-out images", evaluated("metrics", "top5")),
@@ -159,6 +160,13 @@ def mixture_chart(run: Run) -> Chart | None:
 
     lines = [Line(name, curve(name), 1 + i % 6) for i, name in enumerate(sources)]
     return chart("Mixture", "% of the rows", lines, from_zero=True)
+
+
+def source_chart(run: Run) -> Chart | None:
+    """Training loss of each corpus of a mixture."""
+    names = [path[1] for path in run.curves if path[0] == "loss_by_source"]
+    lines = [Line(name, smooth(run.curve("loss_by_source", name)), 1 + i % 6) for i, name in enumerate(names)]
+    return chart("Training loss by source", "nats per token", lines)
 
 
 def position_charts(run: Run) -> list[Chart | None]:

@@ -91,6 +91,23 @@ class HuggingFaceTokenizer(Tokenizer):
         starts[list(self.special.reserved)] = True
         return starts
 
+    def pair_frame(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
+        """The special tokens before, between and after two texts, as the file's post-processor adds them; None if it
+        adds none, or stands them elsewhere."""
+        first, second = (self._tokenizer.encode("a", add_special_tokens=False) for _ in range(2))
+        if not first.ids or self._tokenizer.post_processor is None:
+            return None
+        n = len(first.ids)
+        pair = self._tokenizer.post_process(first, second, add_special_tokens=True)
+        at = [place for place, is_special in enumerate(pair.special_tokens_mask) if not is_special]
+        if len(pair.ids) == 2 * n or len(at) != 2 * n:
+            return None
+        before, between, after = pair.ids[: at[0]], pair.ids[at[n - 1] + 1 : at[n]], pair.ids[at[-1] + 1 :]
+        single = self._tokenizer.post_process(first, add_special_tokens=True).ids
+        return (
+            (tuple(before), tuple(between), tuple(after)) if single == [*before, *first.ids, *after] else None
+        )
+
     def _encode(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [self._escape_reserved(np.array(encoding.ids, np.int32)) for encoding in encodings]

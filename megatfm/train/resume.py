@@ -131,6 +131,12 @@ def find_resume_point(
     return ResumePoint(nodes.folder / f"step-{local.step:08d}", local.metadata(nodes.folder).state, local)
 
 
+def precision(config: Config, start: ResumePoint | None) -> str:
+    """Return the precision to train in: "auto" is that of the checkpoint that the run starts from."""
+    name = config.train.precision
+    return str(start.state["precision"]) if start and name == "auto" else name
+
+
 def branch_point(words: str) -> ResumePoint:
     """Return the checkpoint that `RUN@STEP` means, all files verified. A collective. Raises as `find_resume_point`."""
 

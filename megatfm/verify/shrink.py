@@ -103,7 +103,7 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
             "parallel": parallel.model_copy(
                 update={"reduce_dtype": "param", "comm_buffers": "torch", "async_tp": False}
             ),
-            "data": config.data.model_copy(update={**lengths, **images, **_smaller_images(config, model)}),
+            "data": config.data.model_copy(update=lengths | (images or _smaller_images(config, model))),
             "train": config.train.model_copy(
                 update={
                     "micro_batch": MICRO_BATCH,
@@ -149,7 +149,7 @@ def _model(model: ModelConfig, *, heads_over: int, shards: int, stages: int, row
         "distinct_layers": distinct,
         "d_model": heads * head_dim if is_square else _shrunk_size(model.d_model, WIDTH, shards),
         "attention.n_heads": heads,
-        "attention.head_dim": model.attention.head_dim and head_dim,
+        f"attention.{model.attention.head_dim_key}": model.attention.head_dim_or_none and head_dim,
         "ffn.d_ff": _shrunk_size(model.ffn.d_ff, WIDTH, shards),
     }
     changes |= shrunk_stages(model, heads_over, HEAD_DIM)
@@ -207,7 +207,10 @@ def _smaller_images(config: Config, model: ModelConfig) -> dict[str, Any]:
     if not isinstance(model.embedding, PatchEmbeddingConfig) or model.family not in PLAIN_FAMILIES:
         return {}
     size = min(config.data.images.size // getattr(config.model.embedding, "patch_size", 1), PATCHES)
-    return {"images": config.data.images.model_copy(update={"size": size * model.embedding.patch_size})}
+    sizes = {"size": size * model.embedding.patch_size}
+    if (most := config.data.images.max_patches) is not None:
+        sizes["max_patches"] = min(most, PATCHES**2)
+    return {"images": config.data.images.model_copy(update=sizes)}
 
 
 def _sizes(attention: AttentionSection, length: int, shards: int) -> dict[str, Any]:
@@ -219,12 +222,12 @@ def _sizes(attention: AttentionSection, length: int, shards: int) -> dict[str, A
             "q_lora_rank": attention.q_lora_rank and _shrunk_size(attention.q_lora_rank, RANK, shards),
             "qk_rope_head_dim": _shrunk_size(attention.qk_rope_head_dim, HEAD_DIM, 2),
             # Of another width than keys have, where it was.
-            "v_head_dim": width and min(width, HEAD_DIM + (0 if width == attention.head_dim else 2)),
+            "v_head_dim": width and min(width, HEAD_DIM + (0 if width == attention.qk_nope_head_dim else 2)),
         }
     if isinstance(attention, LinformerAttentionConfig):
         return {
-            "length": min(attention.max_length, length),
-            "rank": min(attention.projected_length, max(1, length // 8)),
+            "max_length": min(attention.max_length, length),
+            "projected_length": min(attention.projected_length, max(1, length // 8)),
         }
     if isinstance(attention, CompressedAttentionConfig):
         return {"factor": min(attention.factor, max(1, length // 8))}
@@ -275,10 +278,10 @@ def _block(model: ModelConfig, kind: str, heads_over: int, shards: int, rows: Ro
     if "d_ff" in keys.get("ffn", {}):
         keys["ffn"] = {**keys["ffn"], "d_ff": _shrunk_size(layer.ffn.d_ff, WIDTH, shards)}
     attention = dict(keys.get("attention", {}))
-    if {"n_heads", "n_kv_heads", "head_dim"} & attention.keys():
+    if {"n_heads", "n_kv_heads", layer.attention.head_dim_key} & attention.keys():
         kv_heads = min(layer.attention.kv_heads, 2 * heads_over)
         heads = kv_heads * (layer.attention.n_heads // layer.attention.kv_heads)
-        attention |= {"n_heads": heads, "head_dim": min(layer.head_width, HEAD_DIM)}
+        attention |= {"n_heads": heads, layer.attention.head_dim_key: min(layer.head_width, HEAD_DIM)}
         if isinstance(layer.attention, GQAAttentionConfig):
             attention["n_kv_heads"] = kv_heads
     sizes = _sizes(layer.attention, rows.length, shards)

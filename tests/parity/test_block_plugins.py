@@ -12,7 +12,8 @@ from megatfm.layers.initialisation import initialise
 from megatfm.models import build
 from tests.plugins import plugin
 from tests.support.batches import family_batch
-from tests.support.grids import cells
+from tests.support.grids import cells_by_ranks
+from tests.support.layouts import PLAIN_LAYOUTS
 from tests.support.models import SMALL_MODEL
 from tests.support.parity import backward_on_one_device, build_engine, microbatches, model_gradient_errors
 from tests.support.workers import Workers
@@ -50,15 +51,6 @@ CHOSEN = ModelConfig.from_dotted(
 )
 PAIRED = CHOSEN.with_changes({"family": "encoder_decoder", "n_mtp_heads": 0})
 ROUTED = {"routed tokens": CHOSEN, "routed tokens of an encoder-decoder": PAIRED}
-LAYOUTS = {
-    1: {"one process": ParallelConfig()},
-    2: {
-        "tp2": ParallelConfig(tp=2),
-        "tp2 without sequence parallel": ParallelConfig(tp=2, sequence_parallel=False),
-        "pp2": ParallelConfig(pp=2),
-        "zero3": ParallelConfig(dp_shard=2),
-    },
-}
 
 
 def compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
@@ -91,14 +83,9 @@ def compare_state(engine: NativeEngine, model: nn.Module) -> None:
             assert f"model.{path}.bias" in engine.state_dict()
 
 
-CASES = [
-    case
-    for ranks, layouts in LAYOUTS.items()
-    for case in cells(dict.fromkeys([*MODELS, *ROUTED], layouts), ranks, rounds=2, label=f" on {ranks}")
-]
-
-
-@pytest.mark.parametrize(("name", "layouts", "ranks"), CASES)
+@pytest.mark.parametrize(
+    ("name", "layouts", "ranks"), cells_by_ranks([*MODELS, *ROUTED], PLAIN_LAYOUTS, rounds=2)
+)
 def test_gradients_equal_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
-    tried = {layout: LAYOUTS[ranks][layout] for layout in layouts}
+    tried = {layout: PLAIN_LAYOUTS[ranks][layout] for layout in layouts}
     assert workers.run(compare, ranks, name, tried, timeout=180.0)[0] == layouts

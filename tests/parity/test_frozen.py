@@ -7,7 +7,7 @@ import pytest
 from megatfm.config import Config, ParallelConfig
 from megatfm.verify.verify import verify
 from tests.support.frozen_parity import FREEZE, frozen_errors
-from tests.support.grids import SLOW, cells
+from tests.support.grids import SLOW, cells_by_ranks
 from tests.support.workers import Workers
 
 LAYOUTS = {
@@ -32,18 +32,11 @@ LAYOUTS = {
 
 def compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
     for layout, parallel in layouts.items():
-        assert not (found := frozen_errors(name, parallel)), f"{layout}: {sorted(found)}"
+        assert not (actual := frozen_errors(name, parallel)), f"{layout}: {sorted(actual)}"
     return list(layouts)
 
 
-CASES = [
-    case
-    for ranks, layouts in LAYOUTS.items()
-    for case in cells(dict.fromkeys(FREEZE, layouts), ranks, label=f" on {ranks}")
-]
-
-
-@pytest.mark.parametrize(("name", "layouts", "ranks"), CASES)
+@pytest.mark.parametrize(("name", "layouts", "ranks"), cells_by_ranks(FREEZE, LAYOUTS))
 def test_the_rest_is_trained_as_on_one_device(
     workers: Workers, name: str, layouts: list[str], ranks: int
 ) -> None:
@@ -71,7 +64,7 @@ def test_nothing_is_sent_of_them(parallel: dict[str, Any]) -> None:
         "attention": {"n_heads": 4},
         "ffn": {"d_ff": 128},
     }
-    found = verify(
+    actual = verify(
         Config.model_validate(
             {
                 "name": "frozen",
@@ -88,8 +81,8 @@ def test_nothing_is_sent_of_them(parallel: dict[str, Any]) -> None:
             }
         )
     )
-    assert not found.wrong
-    assert not found.traffic_mismatches
-    still = {one.name for one in found.gradients if one.norm == 0}
+    assert not actual.wrong
+    assert not actual.traffic_mismatches
+    still = {one.name for one in actual.gradients if one.norm == 0}
     assert "decoder.layers.0.ffn.w_up.weight" in still
     assert "decoder.layers.1.ffn.w_up.weight" not in still

@@ -8,14 +8,13 @@ from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.models import build
 from tests.plugins import plugin
 from tests.support.batches import PassThroughObjective, family_batch
-from tests.support.grids import cells
+from tests.support.grids import cells_by_ranks
 from tests.support.models import FAMILY_MODELS
 from tests.support.parity import (
     build_engine,
-    microbatches,
+    layout_microbatches,
     model_gradient_errors,
     one_device_reference,
-    uneven_microbatches,
 )
 from tests.support.workers import Workers
 
@@ -77,21 +76,13 @@ def compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
     assert all(p.grad is not None and p.grad.any() for n, p in model.named_parameters() if "topic" in n)
     for layout, parallel in layouts.items():
         engine = build_engine(config, parallel)
-        cut = uneven_microbatches if parallel.pp > 1 else microbatches
-        stats = engine.forward_backward(cut(engine, batch), objective)
+        stats = engine.forward_backward(layout_microbatches(engine, batch), objective)
         assert stats.loss == pytest.approx(loss, rel=1e-12), layout
         assert model_gradient_errors(engine, model) == {}, layout
     return list(layouts)
 
 
-CASES = [
-    case
-    for ranks, layouts in LAYOUTS.items()
-    for case in cells(dict.fromkeys(CONFIGS, layouts), ranks, always=["tp2"], label=f" on {ranks}")
-]
-
-
-@pytest.mark.parametrize(("name", "layouts", "ranks"), CASES)
+@pytest.mark.parametrize(("name", "layouts", "ranks"), cells_by_ranks(CONFIGS, LAYOUTS, always=["tp2"]))
 def test_gradients_equal_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
     tried = {layout: LAYOUTS[ranks][layout] for layout in layouts}
     assert workers.run(compare, ranks, name, tried, timeout=240.0)[0] == layouts

@@ -16,20 +16,11 @@ from megatfm.models import build
 from megatfm.ops.attention import block_sparse, kernels
 from megatfm.ops.attention.reference import attention_reference
 from tests.support.batches import family_batch
-from tests.support.grids import cells
+from tests.support.grids import cells_by_ranks
+from tests.support.layouts import PLAIN_LAYOUTS
 from tests.support.parity import backward_on_one_device, build_engine, microbatches, model_gradient_errors
 from tests.support.pattern_models import PATTERN_MODELS
 from tests.support.workers import Workers
-
-LAYOUTS = {
-    1: {"one process": ParallelConfig()},
-    2: {
-        "tp2": ParallelConfig(tp=2),
-        "tp2 without sequence parallel": ParallelConfig(tp=2, sequence_parallel=False),
-        "pp2": ParallelConfig(pp=2),
-        "zero3": ParallelConfig(dp_shard=2),
-    },
-}
 
 
 def by_blocks(*args: object) -> torch.Tensor:
@@ -63,24 +54,17 @@ def compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
     return list(layouts)
 
 
-CASES = [
-    case
-    for ranks, layouts in LAYOUTS.items()
-    for case in cells(dict.fromkeys(PATTERN_MODELS, layouts), ranks, label=f" on {ranks}")
-]
-
-
-@pytest.mark.parametrize(("name", "layouts", "ranks"), CASES)
+@pytest.mark.parametrize(("name", "layouts", "ranks"), cells_by_ranks(PATTERN_MODELS, PLAIN_LAYOUTS))
 def test_gradients_equal_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
-    tried = {layout: LAYOUTS[ranks][layout] for layout in layouts}
+    tried = {layout: PLAIN_LAYOUTS[ranks][layout] for layout in layouts}
     assert workers.run(compare, ranks, name, tried, timeout=180.0)[0] == layouts
 
 
 def test_every_pattern_is_here() -> None:
-    here = {
+    local = {
         section["attention.pattern"]["name"]
         for section in ({**model, **model.get("layer_type.near", {})} for model in PATTERN_MODELS.values())
         if "attention.pattern" in section
     }
     shipped = {name for name in PATTERNS.names() if PATTERNS.get(name).__module__.startswith("megatfm.")}
-    assert shipped - {"full"} == here
+    assert shipped - {"full"} == local

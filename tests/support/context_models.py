@@ -165,7 +165,7 @@ CP2_ALONE = ("cp2",)
 
 
 def attention_kinds(config: ModelConfig) -> set[tuple[str, ...]]:
-    """What of a model's blocks makes a difference to attention on parts of rows."""
+    """Kinds of blocks of a model that differ for attention on parts of rows."""
     found = set()
     for depth in range(max(1, len(config.layer_types))):
         of_block = config.layer_config(depth)

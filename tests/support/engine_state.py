@@ -13,12 +13,14 @@ from tests.support.parity import build_engine, microbatches
 
 
 def train_steps(engine: NativeEngine, first: int, last: int) -> None:
+    """Train on the batches of these steps."""
     for step in range(first, last):
         engine.forward_backward(microbatches(engine, global_batch(seed=step)), CAUSAL)
         engine.step(1e-2, clip=0.3)
 
 
 def tensor_of(part: checkpoint.ShardedTensor | Tensor) -> Tensor:
+    """The tensor of a part of a state."""
     return part.tensor if isinstance(part, checkpoint.ShardedTensor) else part
 
 

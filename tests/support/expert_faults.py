@@ -30,6 +30,7 @@ def take_experts_for_everybody_s(patch: Patch) -> None:
 
 
 def leave_rows_in_the_order_of_experts(patch: Patch) -> None:
+    """Rows that come back from experts are not sorted by token."""
     genuine = expert_parallel.expert_order
 
     def unsorted(counts_PE: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -40,6 +41,8 @@ def leave_rows_in_the_order_of_experts(patch: Patch) -> None:
 
 
 def bring_gradients_back_in_another_order(patch: Patch) -> None:
+    """Gradients of rows come back in reverse."""
+
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         gradient = collectives.all_to_all_no_grad(gradient, ctx.received, ctx.sent, ctx.group)
         return gradient.flip(0), None, None, None

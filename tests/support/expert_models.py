@@ -180,6 +180,7 @@ QUICK_LAYOUTS = {
 
 
 def of_four_ranks(configs: dict[str, Any], ranks: int, others: bool) -> dict[str, Any]:
+    """Configs of a case: of four ranks, those of QUICK_LAYOUTS or the others."""
     return {name: one for name, one in configs.items() if ranks != 4 or (name in QUICK_LAYOUTS) != others}
 
 
@@ -204,6 +205,7 @@ PLAIN_EXPERT_LAYOUTS = {
 
 
 def expert_layouts_of(ranks: int) -> dict[str, ParallelConfig]:
+    """All layouts of so many ranks that don't divide experts otherwise."""
     return PLAIN_EXPERT_LAYOUTS[ranks] | EXPERT_LAYOUTS.get(ranks, {})
 
 

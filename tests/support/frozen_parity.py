@@ -14,7 +14,7 @@ from megatfm.models import build
 from megatfm.train.build import freeze
 from tests.support.batches import PassThroughObjective, family_batch
 from tests.support.models import ADAMW, FAMILY_MODELS
-from tests.support.parity import build_engine, local_block, microbatches, uneven_microbatches
+from tests.support.parity import build_engine, layout_microbatches, local_block
 
 BELOW_MIDDLE = ("*.embedding.*", "*.layers.0.*", "*.layers.1.attn.*")
 FREEZE = {"llama": BELOW_MIDDLE, "bert": BELOW_MIDDLE, "t5": ("encoder.*",)}
@@ -24,6 +24,7 @@ UNDECAYED = ("decoder.position.weight",)
 
 
 def frozen_model(config: ModelConfig, patterns: tuple[str, ...]) -> nn.Module:
+    """A model whose parameters of these names are frozen."""
     model = build(config)
     freeze(model, patterns)
     return model
@@ -32,11 +33,12 @@ def frozen_model(config: ModelConfig, patterns: tuple[str, ...]) -> nn.Module:
 def build_frozen_engine(
     config: ModelConfig, patterns: tuple[str, ...], parallel: ParallelConfig
 ) -> NativeEngine:
+    """An engine of such a model."""
     return build_engine(config, parallel, build_model=lambda config: frozen_model(config, patterns))
 
 
 def frozen_errors(name: str, parallel: ParallelConfig) -> set[str]:
-    """What differs from one device, whose weights plain torch moves, in two steps."""
+    """Differences from one device, whose weights plain torch moves, in two steps."""
     config, patterns = FAMILY_MODELS[name], FREEZE[name]
     batch, reference = family_batch(config), frozen_model(config, patterns).double().train()
     initialise(reference, 7)
@@ -58,39 +60,39 @@ def frozen_errors(name: str, parallel: ParallelConfig) -> set[str]:
         weight_decay=ADAMW.weight_decay,
     )
     terms = PassThroughObjective([])(reference, batch)
-    objective, found = PassThroughObjective(list(terms)), set[str]()
+    objective, actual = PassThroughObjective(list(terms)), set[str]()
     counts = objective.target_counts(batch)
-    cut = uneven_microbatches if parallel.pp > 1 else microbatches
     for _ in range(2):
         reference.zero_grad()
         terms = objective(reference, batch)
         loss = torch.stack([objective.loss_weights[n] * terms[n] / counts[n] for n in terms]).sum()
         loss.backward()
-        stats = engine.forward_backward(cut(engine, batch), objective)
+        stats = engine.forward_backward(layout_microbatches(engine, batch), objective)
         if stats.loss != pytest.approx(float(loss.detach()), rel=1e-9):
-            found.add("loss")
-        found |= wrong_gradients(engine, {n: p.grad for n, p in trained.items()})
+            actual.add("loss")
+        actual |= wrong_gradients(engine, {n: p.grad for n, p in trained.items()})
         norm = torch.nn.utils.clip_grad_norm_(list(trained.values()), ADAMW.max_grad_norm)
         plain.step()
         if engine.step(ADAMW.lr, ADAMW.max_grad_norm) != pytest.approx(float(norm), rel=1e-9):
-            found.add("norm")
+            actual.add("norm")
         for n, local in engine.local.items():
             wanted = local_block(engine, n, named[n].detach())
             same = torch.allclose(local, wanted, rtol=0, atol=1e-7) if n in trained else local.equal(wanted)
-            found |= set() if same else {f"weight {n}"}
+            actual |= set() if same else {f"weight {n}"}
     with_state = {
         key.removeprefix("optimizer.").rpartition(".")[0]
         for key in engine.state_dict()
         if "optimizer." in key
     }
-    return found | {f"state {n}" for n in with_state & named.keys() - trained.keys()}
+    return actual | {f"state {n}" for n in with_state & named.keys() - trained.keys()}
 
 
 def wrong_gradients(engine: NativeEngine, expected: dict[str, Any]) -> set[str]:
+    """Names of gradients that are wrong, missing, or there and not expected."""
     gradients = engine.gradients()
     floor = 1e-6 * torch.cat([g.flatten() for g in expected.values()]).norm()
-    found = {n for n in engine.local if (n in gradients) != (n in expected)}
+    actual = {n for n in engine.local if (n in gradients) != (n in expected)}
     for n in gradients.keys() & expected.keys():
         error = (gradients[n] - local_block(engine, n, expected[n])).norm() / max(expected[n].norm(), floor)
-        found |= set() if error <= 1e-9 else {n}
-    return {f"gradient {n}" for n in found}
+        actual |= set() if error <= 1e-9 else {n}
+    return {f"gradient {n}" for n in actual}

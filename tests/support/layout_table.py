@@ -72,7 +72,7 @@ def named(parallel: ParallelConfig) -> str:
 
 
 def proven() -> Proven:
-    """What the cases compare with one device."""
+    """Layouts and models that the cases compare with one device."""
     found: Proven = defaultdict(set)
     for layouts in FAMILY_LAYOUTS.values():
         for parallel in layouts.values():

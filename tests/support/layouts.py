@@ -39,3 +39,13 @@ FAMILY_LAYOUTS = {
     },
 }
 """Ranks → layouts. Those of equally many ranks share one call, and so the reference."""
+PLAIN_LAYOUTS = {
+    1: {"one process": ParallelConfig()},
+    2: {
+        "tp2": ParallelConfig(tp=2),
+        "tp2 without sequence parallel": ParallelConfig(tp=2, sequence_parallel=False),
+        "pp2": ParallelConfig(pp=2),
+        "zero3": ParallelConfig(dp_shard=2),
+    },
+}
+"""Ranks → one layout of each kind."""

@@ -81,7 +81,7 @@ def test_the_fullest_stage_of_a_pipeline_counts() -> None:
     assert (state.gradient_bytes, state.optimizer_bytes) == (4 * first, 8 * first)
 
 
-def test_it_is_printed_for_several_ranks_alone() -> None:
+def test_the_table_is_printed_for_several_ranks_alone() -> None:
     for words, expected in (
         ([], None),
         (["parallel.engine=deepspeed", "parallel.dp_shard=2"], None),

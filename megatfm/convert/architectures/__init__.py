@@ -12,6 +12,7 @@ from megatfm.convert.architectures import image_towers as image_towers
 from megatfm.convert.architectures import llama as llama
 from megatfm.convert.architectures import modernbert as modernbert
 from megatfm.convert.architectures import moe_decoders as moe_decoders
+from megatfm.convert.architectures import sequence_classification as sequence_classification
 from megatfm.convert.architectures import sparse_encoders as sparse_encoders
 from megatfm.convert.architectures import swin as swin
 from megatfm.convert.architectures import t5 as t5

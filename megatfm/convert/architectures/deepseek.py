@@ -114,7 +114,7 @@ CONFIG_MAPPING = {
     "hidden_size": "d_model",
     "num_hidden_layers": "n_layers",
     "num_attention_heads": "attention.n_heads",
-    "qk_nope_head_dim": "attention.head_dim",
+    "qk_nope_head_dim": "attention.qk_nope_head_dim",
     "rms_norm_eps": "norm.eps",
     "tie_word_embeddings": "embedding.tied",
     "initializer_range": "init.std",

@@ -14,8 +14,8 @@ import megatfm
 from megatfm.convert.convert import convert
 from megatfm.convert.hf_checkpoint import HfFolder
 from megatfm.errors import UsageError
+from tests.support.hf_folders import folder_tensors, hf_config_of, perturbed, with_fresh_memory
 from tests.support.images import pixels, to_batch
-from tests.unit.convert.test_convert import config_of, fresh, perturbed, whole
 
 SMALL = {
     "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 48, "image_size": 16,
@@ -58,12 +58,12 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
     convert(tmp_path / "ours", tmp_path / "back", "hf")
     loaded, info = type(theirs).from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not any(info.values()), info
-    assert config_of(loaded) == config_of(theirs)
+    assert hf_config_of(loaded) == hf_config_of(theirs)
     written = json.loads((tmp_path / "back" / "preprocessor_config.json").read_text())
     assert {key: written[key] for key in PIXELS} == PIXELS
     assert written["size"] == {"height": 16, "width": 16}
     image = pixels(16, 16, seed=1)
-    assert torch.equal(answers(fresh(loaded), image), answers(theirs, image))
+    assert torch.equal(answers(with_fresh_memory(loaded), image), answers(theirs, image))
     for folder in ("theirs", "ours"):
         model = megatfm.load(tmp_path / folder)
         output = model(**to_batch([image], 4, model.config.embedding.n_special_tokens, [[0]]))
@@ -77,7 +77,7 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-5)
     if name.startswith("Dinov2WithRegisters"):  # whose mask token transformers always has, and no pass uses
         return
-    original, back = (whole(tmp_path / folder) for folder in ("theirs", "back"))
+    original, back = (folder_tensors(tmp_path / folder) for folder in ("theirs", "back"))
     prefix = "" if original.keys() == back.keys() else "vision_model."
     assert {f"{prefix}{key}" for key in original} == back.keys()
     assert all(torch.equal(back[f"{prefix}{key}"], tensor) for key, tensor in original.items())

@@ -17,7 +17,7 @@ from megatfm.errors import UsageError
 from megatfm.layers.moe.experts import Experts
 from megatfm.train.init_from import match_weights
 from tests.support.hf_folders import DECODER_TOKENS, hf_gpt2, hf_llama
-from tests.unit.inference.conftest import MODEL, random_model, tokenizer_model, write_run
+from tests.support.trained_runs import SMALL_DECODER, random_model, tokenizer_model, write_trained_run
 
 __all__ = ["tokenizer_model"]  # a fixture
 
@@ -131,7 +131,7 @@ def test_flags_that_do_not_fit(words: str, said: str, tmp_path: Path) -> None:
 
 def test_kinds_of_blocks_with_networks_of_their_own(tmp_path: Path, tokenizer_model: bytes) -> None:
     """Each kind's width is divided; `narrow` has the model's, and `plain` another activation."""
-    config = MODEL.with_changes(
+    config = SMALL_DECODER.with_changes(
         {
             "n_layers": 3,
             "layer_types": ["narrow", "wide", "plain"],
@@ -142,7 +142,7 @@ def test_kinds_of_blocks_with_networks_of_their_own(tmp_path: Path, tokenizer_mo
             },
         }
     )
-    run = write_run(tmp_path / "run", tokenizer_model, random_model(config, torch.float32))
+    run = write_trained_run(tmp_path / "run", tokenizer_model, random_model(config, torch.float32))
     said = upcycle(run, tmp_path / "moe", Upcycling(3, granularity=2))
     assert said[1:] == ["ffn.dropout = 0.2 is left out: experts have none"]
     made = megatfm.load(tmp_path / "moe")

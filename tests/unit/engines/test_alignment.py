@@ -61,8 +61,8 @@ def trains_in_torchs_memory(parallel: ParallelConfig, optimizer: OptimizerSectio
             assert wrong(engine.state_dict()) == []
         engine.evaluate(batches[3], CAUSAL)
     assert wrong(engine.local) == []
-    whole = [tensor for tensor in engine.model.parameters() if type(tensor) is torch.nn.Parameter]
-    assert wrong(dict(enumerate(whole))) == []  # type: ignore[arg-type]
+    full = [tensor for tensor in engine.model.parameters() if type(tensor) is torch.nn.Parameter]
+    assert wrong(dict(enumerate(full))) == []  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -72,7 +72,7 @@ def test_training_reckons_in_torchs_memory(workers: Workers, layout: str) -> Non
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_so_does_every_optimizer(workers: Workers, name: str) -> None:
+def test_every_optimizer_reckons_with_torch_s_memory(workers: Workers, name: str) -> None:
     workers.run(trains_in_torchs_memory, 2, ParallelConfig(dp_shard=2), OPTIMIZERS[name])
 
 

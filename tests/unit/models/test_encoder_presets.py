@@ -13,7 +13,7 @@ from torch import nn
 
 from megatfm.config import Config, load_config
 from megatfm.models import build
-from tests.golden.shapes import compressed
+from tests.support.parameter_shapes import compressed
 from tests.support.reference_gradients import row_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -70,8 +70,8 @@ def count(module: nn.Module) -> int:
 @pytest.mark.parametrize("preset", COUNTS)
 def test_counts_of_encoders(preset: str) -> None:
     _, model = loaded(preset)
-    whole, with_pooler, bare = COUNTS[preset]
-    assert count(model) == whole
+    full, with_pooler, bare = COUNTS[preset]
+    assert count(model) == full
     assert count(model.encoder) == bare
     if with_pooler:
         d = model.config.d_model
@@ -89,13 +89,13 @@ def test_without_the_sentence_head_it_is_the_masked_language_model() -> None:
 @pytest.mark.parametrize("preset", ELECTRA)
 def test_counts_of_both_halves(preset: str) -> None:
     _, model = loaded(preset)
-    whole, discriminator, generator = ELECTRA[preset]
+    full, discriminator, generator = ELECTRA[preset]
     shared = model.generator.encoder.embedding
-    assert count(model) == whole
+    assert count(model) == full
     assert count(model.discriminator) == discriminator
     assert count(model.generator) == generator
     positions = count(shared.positions) if shared.positions is not None else 0
-    assert whole == discriminator + generator - count(shared.tokens) - positions
+    assert full == discriminator + generator - count(shared.tokens) - positions
     if preset == "deberta-v3-base":
         assert count(model.discriminator.encoder) == DEBERTA_V3
 

@@ -58,32 +58,32 @@ def test_swin_v2_is_transformers_with_windows_larger_than_pretrained_ones() -> N
     compare(make_ours(SWIN_V2_OPTIONS | {"position.pretrained_windows": (3, 2)}), (40, 64))
 
 
-def compare(ours: Any, size: tuple[int, int]) -> None:
-    theirs = make_theirs(ours.config, size)
-    names = copy_weights(ours, theirs)
+def compare(actual: Any, size: tuple[int, int]) -> None:
+    reference = make_theirs(actual.config, size)
+    names = copy_weights(actual, reference)
     images, inputs = images_of(size, 3)
     labels = [4, 0, 2]
     batch = batch_of(images, [[0], [1], [2]], labels)
-    loss, logits = ours(**batch).losses["classifier"], theirs(inputs).logits
+    loss, logits = actual(**batch).losses["classifier"], reference(inputs).logits
     expected = F.cross_entropy(logits, torch.tensor(labels), reduction="sum")
     torch.testing.assert_close(loss, expected, rtol=TOLERANCE, atol=TOLERANCE)
     del batch["labels"]
     torch.testing.assert_close(
-        ours(**batch).predictions["classifier"], logits, rtol=TOLERANCE, atol=TOLERANCE
+        actual(**batch).predictions["classifier"], logits, rtol=TOLERANCE, atol=TOLERANCE
     )
     loss.backward()
     expected.backward()
-    see_gradients(ours, dict(theirs.named_parameters()), names)
+    see_gradients(actual, dict(reference.named_parameters()), names)
 
 
-def see_gradients(ours: Any, theirs: dict[str, Any], names: dict[str, str]) -> None:
-    gradients = {name: parameter.grad for name, parameter in ours.named_parameters()}
-    whole = float(torch.stack([parameter.grad.norm() for parameter in theirs.values()]).norm())
+def see_gradients(actual: Any, expected: dict[str, Any], names: dict[str, str]) -> None:
+    gradients = {name: parameter.grad for name, parameter in actual.named_parameters()}
+    full = float(torch.stack([parameter.grad.norm() for parameter in expected.values()]).norm())
     for name, gradient in gradients.items():
-        reference: Tensor = theirs[names[name]].grad.reshape(gradient.shape)
+        reference: Tensor = expected[names[name]].grad.reshape(gradient.shape)
         error, norm = float((gradient - reference).norm()), float(reference.norm())
-        assert norm > 1e-6 * whole or "wk.bias" in name, f"nothing to compare for {name}"
-        assert error <= TOLERANCE * max(norm, 1e-6 * whole), f"{name}: {error / norm:.1e}"
+        assert norm > 1e-6 * full or "wk.bias" in name, f"nothing to compare for {name}"
+        assert error <= TOLERANCE * max(norm, 1e-6 * full), f"{name}: {error / norm:.1e}"
 
 
 def roll_the_wrong_way(patch: pytest.MonkeyPatch) -> None:

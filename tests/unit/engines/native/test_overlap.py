@@ -53,7 +53,7 @@ def compare() -> None:
                 assert torch.equal(gradient, afterwards[name]), (parallel, name)
 
 
-def test_the_same_gradients_to_the_bit(workers: Workers) -> None:
+def test_overlapping_leaves_gradients_equal_to_the_bit(workers: Workers) -> None:
     workers.run(compare, 2)
 
 
