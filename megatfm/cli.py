@@ -39,6 +39,10 @@ COMMANDS = {
     ),
     "verify": ("megatfm.commands.verify", "compare a layout's gradients with one process's"),
     "describe": ("megatfm.commands.models", "parts, parameter counts and FLOPs of a config"),
+    "estimate": (
+        "megatfm.commands.estimate",
+        "whether a run fits GPUs, how fast it will be, and what to change: needs no GPU",
+    ),
     "data": ("megatfm.commands.data", "look into a corpus, or verify it"),
     "config": ("megatfm.commands.config", "print a config resolved, or the JSON schema"),
     "doctor": ("megatfm.commands.doctor", "what this machine can run"),

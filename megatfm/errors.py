@@ -29,6 +29,10 @@ class UsageError(MegatfmError):
     exit_code = EXIT_USAGE
 
 
+class SampleError(MegatfmError):
+    """A stored sample can't be used. The message is only the reason, for the reader that knows shard and number."""
+
+
 class NoProgressError(MegatfmError):
     """Restarted again and again without a new checkpoint. The command exits with 76."""
 

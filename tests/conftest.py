@@ -18,7 +18,10 @@ from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.support.workers import Workers
+pytest.register_assert_rewrite("tests.support")  # so that its assertions show their values, too
+
+from tests.support.slurm_cluster import JOB_REPORT_PROPERTY  # noqa: E402
+from tests.support.workers import Workers  # noqa: E402
 
 # Busy machines are slow, not wrong; and CI is to say the same twice.
 settings.register_profile("megatfm", deadline=None, derandomize="CI" in os.environ)
@@ -28,8 +31,6 @@ settings.load_profile("megatfm")
 CLUSTER = "tests/e2e/slurm/"
 INDEPENDENT = {"tests/parity/test_combinations.py"}
 """Files of many small tests that any process may run."""
-JOB_REPORT_PROPERTY = "scontrol show job"
-"""A property of a test's report whose values are shown at the end."""
 
 
 class FileScheduling(LoadScopeScheduling):

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatfm.commands.arguments import add_config_and_overrides, add_source_argument, add_trust_argument
-from megatfm.commands.training import enable_expandable_segments
+from megatfm.commands.training import enable_expandable_segments, removed_on_refusal
 from megatfm.config import Config, load_config, to_toml
 from megatfm.config.load import apply_overrides
 from megatfm.config.sources import merge_files, read_files
 from megatfm.errors import EXIT_OK, UsageError
-from megatfm.files import atomic_write
+from megatfm.files import NewPaths, atomic_write
 from megatfm.parallel.startup_watch import start_sentinel
 from megatfm.terminal import print_table
 
@@ -54,17 +54,20 @@ def finetune_command(args: argparse.Namespace) -> int:
         log.info("%s", note)
     from megatfm.tracking.run_directory import run_folder
 
-    folder = run_folder(config)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder, new_paths = run_folder(config), NewPaths()
+    new_paths.make_folder(folder)
+    new_paths.will_write(folder / RESOLVED_CONFIG)
     atomic_write(folder / RESOLVED_CONFIG, to_toml(config))
     if args.prepare:
         print(folder / RESOLVED_CONFIG)
         return EXIT_OK
     from megatfm.describe.description import flops_per_token
+    from megatfm.inference.samples import PromptSampler
     from megatfm.inference.task_evaluation import evaluate_task
     from megatfm.train.trainer import train
 
-    code = train(config, flops_per_token)
+    with removed_on_refusal(new_paths):
+        code = train(config, flops_per_token, PromptSampler(), new_paths)
     if code != EXIT_OK:
         return code
     results = evaluate_task(folder)

@@ -12,14 +12,19 @@ from megatfm.config.attention import (
     MLAAttentionConfig,
     ScaledAttention,
     StridedPatternConfig,
+    WindowedAttentionConfig,
     WindowPatternConfig,
+    Windows2dPatternConfig,
 )
 from megatfm.config.data import DataConfig
+from megatfm.config.images import ImagesConfig
 from megatfm.config.load import load, load_config, to_toml
 from megatfm.config.model import ModelConfig
 from megatfm.config.model_parts import (
-    ClassificationHeadConfig,
+    ClassifierHeadConfig,
+    PatchEmbeddingConfig,
     SentenceHeadConfig,
+    SequenceClassifierHeadConfig,
 )
 from megatfm.config.objective import (
     CausalObjective,
@@ -33,6 +38,7 @@ from megatfm.config.objective import (
     SentenceOrderObjective,
     SpanBoundaryObjective,
     SpanCorruptionObjective,
+    TextClassificationObjective,
     UL2Objective,
 )
 from megatfm.config.optimizer import (
@@ -59,7 +65,10 @@ from megatfm.config.parallel import ParallelConfig
 from megatfm.config.position import (
     DebertaPositionConfig,
     DebertaV2PositionConfig,
+    LearnedPosition2dConfig,
     LearnedPositionConfig,
+    LogRelative2dConfig,
+    Rope2dConfig,
     RopeConfig,
     RopeScaling,
     ShawConfig,
@@ -80,8 +89,8 @@ __all__ = [
     "BigBirdPatternConfig",
     "CausalObjective",
     "ChunkedPatternConfig",
-    "ClassificationHeadConfig",
     "ClassificationObjective",
+    "ClassifierHeadConfig",
     "CompressedAttentionConfig",
     "Config",
     "ConstantSchedule",
@@ -91,12 +100,15 @@ __all__ = [
     "DebertaV2PositionConfig",
     "FixedPatternConfig",
     "GQAAttentionConfig",
+    "ImagesConfig",
     "InverseSqrtSchedule",
     "LambConfig",
+    "LearnedPosition2dConfig",
     "LearnedPositionConfig",
     "LinearSchedule",
     "LinformerAttentionConfig",
     "LionConfig",
+    "LogRelative2dConfig",
     "LongformerAttentionConfig",
     "LongformerPatternConfig",
     "MLAAttentionConfig",
@@ -107,6 +119,7 @@ __all__ = [
     "OptimizerConfig",
     "OptimizerSection",
     "ParallelConfig",
+    "PatchEmbeddingConfig",
     "PermutationObjective",
     "PluginObjective",
     "PluginOptimizer",
@@ -114,6 +127,7 @@ __all__ = [
     "PrefixObjective",
     "ReplacedTokenObjective",
     "ResilienceConfig",
+    "Rope2dConfig",
     "RopeConfig",
     "RopeScaling",
     "ScaledAttention",
@@ -122,6 +136,7 @@ __all__ = [
     "ScheduleSection",
     "SentenceHeadConfig",
     "SentenceOrderObjective",
+    "SequenceClassifierHeadConfig",
     "ShawConfig",
     "SoapConfig",
     "SpanBoundaryObjective",
@@ -129,10 +144,13 @@ __all__ = [
     "StridedPatternConfig",
     "T5PositionConfig",
     "TaskConfig",
+    "TextClassificationObjective",
     "TrainConfig",
     "UL2Objective",
     "WSDSchedule",
     "WindowPatternConfig",
+    "WindowedAttentionConfig",
+    "Windows2dPatternConfig",
     "find_config",
     "invalid",
     "load",

@@ -147,12 +147,22 @@ class ReplacedTokenObjective(Section):
         return self.mask_rate
 
 
-class ClassificationObjective(Section):
+class TextClassificationObjective(Section):
     """Predict the labels of texts, pairs of texts or words; `megatfm finetune` sets it."""
 
-    name: Literal["classification"] = "classification"
+    name: Literal["text_classification"] = "text_classification"
     lm_weight: NonNegativeFloat = 0.0
     """Weight of the next tokens' loss besides, in decoders (Radford et al. 2018: 0.5)."""
+
+
+class ImageObjective(Section):
+    """An objective whose inputs are images, without a tokenizer."""
+
+
+class ClassificationObjective(ImageObjective):
+    """Predict the class of each image, by the head `model.extra_heads.classifier`."""
+
+    name: Literal["classification"] = "classification"
 
 
 class PluginObjective(Section):
@@ -174,6 +184,7 @@ ObjectiveConfig = Annotated[
     | SpanCorruptionObjective
     | UL2Objective
     | ReplacedTokenObjective
+    | TextClassificationObjective
     | ClassificationObjective
     | PluginObjective,
     ByName(),

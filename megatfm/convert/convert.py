@@ -21,7 +21,14 @@ from megatfm.config.key_migrations import migrate
 from megatfm.convert import tokenizer_files
 from megatfm.convert.architectures.sequence_classification import label_keys
 from megatfm.convert.electra_pair import ElectraFolder, exported_models, is_electra_folder, open_folder
-from megatfm.convert.hf_checkpoint import CONFIG, HfFolder, is_hf_folder, write_json, write_weights
+from megatfm.convert.hf_checkpoint import (
+    CONFIG,
+    HfFolder,
+    is_hf_folder,
+    write_json,
+    write_preprocessor,
+    write_weights,
+)
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.initialisation import checkpoint_tensors
 from megatfm.models import build
@@ -161,13 +168,13 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
     origin = kept if isinstance(kept, dict) else {}
     parts = exported_models(config.model, origin.get("name"))
     stored = checkpoint.names(path)
-    ours = {
+    tensors = {
         key.removeprefix("model."): torch.empty(shape, dtype=dtype, device="meta")
         for key, (dtype, shape) in stored.items()
         if key.startswith("model.")
     }
-    _check_names(path, ours, config.model)
-    dtype = max((tensor.dtype for tensor in ours.values()), key=lambda dtype: dtype.itemsize)
+    _check_names(path, tensors, config.model)
+    dtype = max((tensor.dtype for tensor in tensors.values()), key=lambda dtype: dtype.itemsize)
     written, summary, broken = set[str](), list[str](), list[str]()
     chosen = [f"{path}: the best checkpoint of the run"] * (config.task is not None and path != source)
     for part in parts:
@@ -175,24 +182,25 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
         file_io.make_durable_dirs(place)
         order = [key for rule in part.rules for key in rule.megatfm]
         notes, ids = tokenizer_files.to_hf(path, config, place, tokenizer)
-        _check_padding(part.theirs, ids)
-        reader = _Reader(path, order, ours)
-        size = write_weights(place, part.rules, ours, reader.read, shard_bytes)
+        _check_padding(part.hf_config, ids)
+        reader = _Reader(path, order, tensors)
+        size = write_weights(place, part.rules, tensors, reader.read, shard_bytes)
         broken += reader.broken
         notes += part.architecture.remarks(config.model)
         before = origin if part.name == origin.get("name") else {}
-        restored = tokenizer_files.restore_origin(before, part.theirs)
-        named = label_keys(config.task.labels) if config.task and "id2label" in part.theirs else {}
-        theirs = part.theirs | named | {"dtype": str(dtype).removeprefix("torch."), **ids, **restored}
+        restored = tokenizer_files.restore_origin(before, part.hf_config)
+        named = label_keys(config.task.labels) if config.task and "id2label" in part.hf_config else {}
+        hf_config = part.hf_config | named | {"dtype": str(dtype).removeprefix("torch."), **ids, **restored}
         if isinstance(generation := before.get("generation"), dict):
             write_json(place / tokenizer_files.GENERATION, generation)
-        if (key := part.architecture.max_length_key) and key not in theirs:
-            theirs[key] = config.data.sequence_length
-        write_json(place / CONFIG, theirs)
+        if (key := part.architecture.max_length_key) and key not in hf_config:
+            hf_config[key] = config.data.sequence_length
+        write_preprocessor(place, hf_config)
+        write_json(place / CONFIG, hf_config)
         file_io.sync_folder(place)
         written |= set(order)
         summary.append(f"{part.name}, {len(order)} tensors, {size / 1e6:,.1f} MB")
-    if left := sorted(ours.keys() - written):
+    if left := sorted(tensors.keys() - written):
         notes.append(f"left out, for transformers has no place for it: {', '.join(left)}")
     return ["; ".join(summary), *chosen, *notes, *not_finite(list(dict.fromkeys(broken)))]
 
@@ -253,7 +261,7 @@ def converted_tensors(
     missing = set(shapes)
     broken: list[str] = []
     for rule in opened.rules:
-        for name, tensor in opened.ours(rule).items():
+        for name, tensor in opened.megatfm_tensors(rule).items():
             if shapes.get(name) != tuple(tensor.shape):
                 raise MegatfmError(
                     f"{opened.path}: {', '.join(rule.hf)} would make {name} {list(tensor.shape)}, but the model of "
@@ -282,9 +290,9 @@ def _with_model_prefix(
         yield f"model.{name}", tensor
 
 
-def _check_names(path: Path, ours: Iterable[str], config: ModelConfig) -> None:
+def _check_names(path: Path, names: Iterable[str], config: ModelConfig) -> None:
     wanted = meta_shapes(config)
-    if differing := set(ours) ^ wanted.keys():
+    if differing := set(names) ^ wanted.keys():
         name = min(differing)
         raise MegatfmError(
             f"{path}: {name} is {'not ' * (name in wanted)}in the checkpoint, but {'not ' * (name not in wanted)}in "
@@ -292,9 +300,9 @@ def _check_names(path: Path, ours: Iterable[str], config: ModelConfig) -> None:
         )
 
 
-def _check_padding(theirs: Mapping[str, object], ids: Mapping[str, object]) -> None:
+def _check_padding(hf_config: Mapping[str, object], ids: Mapping[str, object]) -> None:
     """RoBERTa counts its positions from the padding token's id, so that the tokenizer must have that one."""
-    wanted, tokenizer_pad = theirs.get("pad_token_id"), ids.get("pad_token_id")
+    wanted, tokenizer_pad = hf_config.get("pad_token_id"), ids.get("pad_token_id")
     if wanted is not None and tokenizer_pad is not None and wanted != tokenizer_pad:
         raise UsageError(
             f"transformers would count positions from {tokenizer_pad}, the padding token of the tokenizer, on, but "
@@ -306,8 +314,8 @@ def _check_padding(theirs: Mapping[str, object], ids: Mapping[str, object]) -> N
 class _Reader:
     """Tensors of a checkpoint, read some at a time in the order in which they will be asked for."""
 
-    def __init__(self, path: Path, order: Sequence[str], ours: Mapping[str, Tensor]) -> None:
-        self.path, self.order, self.ours = path, list(order), ours
+    def __init__(self, path: Path, order: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
+        self.path, self.order, self.tensors = path, list(order), tensors
         self.rank_params: dict[str, Tensor] = {}
         self.broken: list[str] = []
 
@@ -319,8 +327,8 @@ class _Reader:
 
     def _read_more(self) -> None:
         batch = [self.order.pop(0)]
-        size = self.ours[batch[0]].nbytes
-        while self.order and (size := size + self.ours[self.order[0]].nbytes) <= READ_BYTES:
+        size = self.tensors[batch[0]].nbytes
+        while self.order and (size := size + self.tensors[self.order[0]].nbytes) <= READ_BYTES:
             batch.append(self.order.pop(0))
         read = checkpoint.read_tensors(self.path, only={f"model.{name}" for name in batch})
         self.rank_params |= {name.removeprefix("model."): tensor for name, tensor in read.items()}

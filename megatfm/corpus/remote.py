@@ -69,15 +69,15 @@ class RemoteFolder:
 
         def listed(fs: Any, root: str) -> list[RemoteFile]:
             fs.invalidate_cache()
-            found = _list_html_index(fs, root) if _protocols(fs) & _WEB else fs.find(root, detail=True)
+            listing = _list_html_index(fs, root) if _protocols(fs) & _WEB else fs.find(root, detail=True)
             begin = f"{root.rstrip('/')}/"
             names = {
                 path: path.removeprefix(begin) if path.startswith(begin) else path.rpartition("/")[2]
-                for path in found
+                for path in listing
             }
             if _protocols(fs) & _WEB:
                 names = {path: unquote(name) for path, name in names.items()}
-            return [_file(names[path], info, path) for path, info in found.items() if names[path]]
+            return [_file(names[path], info, path) for path, info in listing.items() if names[path]]
 
         files: list[RemoteFile] = with_retries(self.url, "folder or file", listed)
         return sorted(files, key=lambda file: file.name)
@@ -93,8 +93,8 @@ class RemoteFolder:
                 return None
             return _file(name, info) if info["type"] == "file" else None
 
-        found: RemoteFile | None = with_retries(self.url, name, look)
-        return found
+        remote_file: RemoteFile | None = with_retries(self.url, name, look)
+        return remote_file
 
     def read_head(self, file: RemoteFile, size: int) -> bytes:
         """The first `size` bytes of a file, or all that it has."""
@@ -292,8 +292,8 @@ def _checksum_matches(info: dict[str, Any], path: Path) -> bool:
     if "-" in tag:
         parts = b"".join(hashlib.md5(part).digest() for part in _parts(path))
         return tag == f"{hashlib.md5(parts).hexdigest()}-{len(parts) // 16}"
-    told = info.get("md5Hash")
-    return bool(told) and told == base64.b64encode(_md5(path)).decode()
+    expected = info.get("md5Hash")
+    return bool(expected) and expected == base64.b64encode(_md5(path)).decode()
 
 
 def _md5(path: Path) -> bytes:
@@ -309,9 +309,9 @@ def _parts(path: Path) -> Iterator[bytes]:
 
 def _content_matches(fs: Any, place: str, path: Path) -> bool:
     """Whether what is read there is a file, byte by byte."""
-    there, here = blake3(), blake3()
+    remote, local = blake3(), blake3()
     with fs.open(place, "rb") as source:
         while chunk := source.read(CHUNK):
-            there.update(chunk)
-    here.update_mmap(os.fspath(path))
-    return there.digest() == here.digest()
+            remote.update(chunk)
+    local.update_mmap(os.fspath(path))
+    return remote.digest() == local.digest()

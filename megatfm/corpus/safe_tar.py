@@ -184,10 +184,10 @@ def _array(data: bytes, where: str) -> tuple[NDArray[Any], bool]:
     end = start + int.from_bytes(data[8:start], "little")
     header = _NPY_HEADER.fullmatch(data[start:end])
     if data[:6] != b"\x93NUMPY" or header is None or header[1][1:] not in _INTEGERS:
-        said = data[start : min(end, start + 80)].decode("ascii", "replace").strip()
-        raise MegatfmError(f"{where}: no array of token ids, which are integers [n]: {said!r}")
+        header_text = data[start : min(end, start + 80)].decode("ascii", "replace").strip()
+        raise MegatfmError(f"{where}: no array of token ids, which are integers [n]: {header_text!r}")
     dtype, n = np.dtype(header[1].decode()), int(header[2])
     if n * dtype.itemsize != len(data) - end:
         raise MegatfmError(f"{where}: no array of token ids: its size is not what its header says")
-    own = dtype.str in STORED and data[:NPY_HEADER_BYTES] == npy_header(dtype, n)
-    return np.frombuffer(data, dtype, n, end), own
+    is_canonical = dtype.str in STORED and data[:NPY_HEADER_BYTES] == npy_header(dtype, n)
+    return np.frombuffer(data, dtype, n, end), is_canonical

@@ -137,18 +137,18 @@ class ShardIndex:
 
     def _check(self, shard: Shard, token_bytes: int) -> None:
         frames, samples = self.frames, self.samples
-        said = (shard.samples, shard.samples, shard.tokens, shard.text_bytes, shard.bytes)
-        found = (
+        expected = (shard.samples, shard.samples, shard.tokens, shard.text_bytes, shard.bytes)
+        actual = (
             len(samples),
             int(frames["samples"].sum(dtype=np.int64)),
             int(samples["tokens"].sum(dtype=np.int64)),
             int(samples["text_bytes"].sum()),
             int(self.offsets[-1]),
         )
-        if found != said:
+        if actual != expected:
             raise MegatfmError(
                 f"it disagrees with the manifest on (samples, samples in frames, tokens, text bytes, bytes): "
-                f"{found}, not {said}"
+                f"{actual}, not {expected}"
             )
         if (frames["samples"] == 0).any():
             raise MegatfmError(f"frame {int((frames['samples'] == 0).argmax())} holds no sample")

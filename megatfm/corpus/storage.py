@@ -165,15 +165,15 @@ class CachedRemoteStorage:
         partial = path.with_name(f".{path.name}.partial")  # a killed download's is begun again
 
         def fetch(fs: Any, root: str) -> str:
-            found, size = blake3(), 0
+            fingerprint, size = blake3(), 0
             with fs.open(f"{root}/{known.file}", "rb") as source, open(partial, "wb") as file:
                 while size <= known.bytes and (chunk := source.read(CHUNK)):
-                    found.update(chunk)
+                    fingerprint.update(chunk)
                     size += len(chunk)
                     _write(file, chunk)
                 file.flush()
                 os.fsync(file.fileno())
-            return found.hexdigest() if size == known.bytes else f"{size} bytes or more"
+            return fingerprint.hexdigest() if size == known.bytes else f"{size} bytes or more"
 
         try:
             for _ in range(2):

@@ -203,21 +203,21 @@ def _zstd_frames(path: Path) -> Iterator[Frame]:
 
 def _split(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes]]:
     """Compressed size and content of each zstd frame of a file."""
-    rest = b""
-    while rest or (rest := file.read(CHUNK)):
+    packed = b""
+    while packed or (packed := file.read(CHUNK)):
         unpack = zstandard.ZstdDecompressor(max_window_size=2**27).decompressobj()
         parts, size, taken = list[bytes](), 0, 0
         try:
             while not unpack.eof:
-                if not rest and not (rest := file.read(CHUNK)):
+                if not packed and not (packed := file.read(CHUNK)):
                     raise MegatfmError(f"{path}: damaged: its last zstd frame is cut off")
-                parts.append(unpack.decompress(rest[:CHUNK]))
-                taken, rest, size = taken + len(rest[:CHUNK]), rest[CHUNK:], size + len(parts[-1])
+                parts.append(unpack.decompress(packed[:CHUNK]))
+                taken, packed, size = taken + len(packed[:CHUNK]), packed[CHUNK:], size + len(parts[-1])
                 if size > MAX_FRAME_BYTES:
                     raise _needs_rewrite_error(path, f"a zstd frame unpacks to over {MAX_FRAME_BYTES} bytes")
         except zstandard.ZstdError as error:
             raise MegatfmError(f"{path}: damaged, or no zstd: {error}") from error
-        rest = unpack.unused_data + rest
+        packed = unpack.unused_data + packed
         yield taken - len(unpack.unused_data), b"".join(parts)
 
 
@@ -251,8 +251,8 @@ def _needs_rewrite_error(path: Path, reason: str) -> UsageError:
 
 
 def _file_hash(path: Path) -> str:
-    found = blake3()
+    fingerprint = blake3()
     with open_regular_file(path) as file:
         while chunk := file.read(2**20):
-            found.update(chunk)
-    return found.hexdigest()
+            fingerprint.update(chunk)
+    return fingerprint.hexdigest()

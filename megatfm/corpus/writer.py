@@ -190,8 +190,8 @@ class _PendingSample(NamedTuple):
         if self.data is not None:
             return len(self.data)
         sample = self.sample
-        said = len(json.dumps(dict(sample.metadata))) if sample.metadata else 0
-        return sample.tokens.nbytes + len(sample.source) + len(sample.key) + said + 16
+        metadata_bytes = len(json.dumps(dict(sample.metadata))) if sample.metadata else 0
+        return sample.tokens.nbytes + len(sample.source) + len(sample.key) + metadata_bytes + 16
 
 
 class _OpenShard:

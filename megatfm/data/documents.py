@@ -23,7 +23,7 @@ class Read(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes in memory."""
-        files = sum(len(data) for each in self.members or () for data in each.values())
+        files = sum(len(data) for member in self.members or () for data in member.values())
         return files + sum(tokens.nbytes for tokens in self.tokens)
 
 
@@ -75,6 +75,10 @@ class BlockDocuments(Sequence[NDArray[Any]]):
         block, at = self._place(number)
         return block.members[at] if block.members else {}
 
+    def describe(self, number: int) -> tuple[str, str]:
+        """Where a document is stored, in words, and how to train without it."""
+        return self._corpus.describe_sample(self.first + number)
+
     def _place(self, number: int) -> tuple[Read, int]:
         at = int(self._starts.searchsorted(number, side="right")) - 1
         block = self._begin + at
@@ -105,6 +109,10 @@ class InMemoryDocuments(list[NDArray[Any]]):
     def members(self, number: int) -> Mapping[str, bytes]:
         """The files that belong to a document; none where they are not needed."""
         return self._members[number] if self._members else {}
+
+    def describe(self, number: int) -> tuple[str, str]:
+        """Where a document is stored, in words, and how to train without it."""
+        return f"sample {self.first + number}", ""
 
 
 def read_block(
@@ -143,7 +151,7 @@ class Quarantine:
     @classmethod
     def parse(cls, entries: Sequence[str], n_samples: int) -> "Quarantine":
         """Read "17" and "120-153" (the last included); a UsageError if one is no such range of the corpus."""
-        found = []
+        sample_ranges = []
         for entry in entries:
             match = _RANGE.fullmatch(entry)
             first = int(match[1]) if match else 0
@@ -153,9 +161,9 @@ class Quarantine:
                     f"quarantine {entry!r}: give a sample such as '17', or a range such as '120-153', of the "
                     f"corpus's 0 to {n_samples - 1}"
                 )
-            found.append((first, last + 1))
+            sample_ranges.append((first, last + 1))
         ranges: list[tuple[int, int]] = []
-        for first, end in sorted(found):
+        for first, end in sorted(sample_ranges):
             if ranges and first <= ranges[-1][1]:
                 before, until = ranges.pop()
                 first, end = before, max(end, until)

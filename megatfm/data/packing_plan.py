@@ -180,9 +180,11 @@ class _Planner:
             raise UsageError(
                 f"{folder}: none of its {self.corpus.n_samples} documents is long enough for the objective"
             )
-        found = list(group_blocks(np.cumsum(volumes, axis=0), self.row_lengths, self._rows_of, self._fits))
-        groups = np.array([0, *(end for end, _ in found)])
-        sizes = np.array([rows for _, rows in found])
+        packed_groups = list(
+            group_blocks(np.cumsum(volumes, axis=0), self.row_lengths, self._rows_of, self._fits)
+        )
+        groups = np.array([0, *(end for end, _ in packed_groups)])
+        sizes = np.array([rows for _, rows in packed_groups])
         if self.objective.needs_other_documents:
             without_partner = self._alone(groups, np.cumsum(texts))
         room = int(sizes.sum()) * sum(self.row_lengths)

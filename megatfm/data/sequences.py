@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatfm.errors import MegatfmError, UsageError
+from megatfm.errors import MegatfmError, SampleError, UsageError
 from megatfm.rng import PieceKey, piece_keys
 
 IGNORE_INDEX = -100
@@ -66,13 +66,13 @@ class DocumentChunk:
 class Field:
     """A field of a sequence: its NumPy type, and its shape [length, *shape], or [*shape] where it is one `of` the row.
 
-    pad_value: what stands in padding.
+    pad_value: the content of padding, a number or an array of the field's shape.
     """
 
     dtype: str = "int64"
     shape: tuple[int, ...] = ()
     per: Literal["tokens", "row"] = "tokens"
-    pad_value: float = 0
+    pad_value: float | tuple[float, ...] = 0
 
     def filled(self, *lengths: int) -> NDArray[Any]:
         """An array [*lengths, *shape] of nothing but padding."""
@@ -152,10 +152,10 @@ class PackingConfig:
         )
 
     def fills(self, names: Iterable[str], side: int = 0) -> dict[str, float]:
-        """Return the padding values of each of a side's fields, and of those that packing adds."""
+        """Return the padding values of each of a side's plain fields, and of those that packing adds."""
         prefix = self.objective.field_prefixes[side]
-        own = {name: self.field(name).pad_value for name in names}
-        return own | {f"{prefix}documents": PAD_DOCUMENT_ID, f"{prefix}positions": 0}
+        pad_values: dict[str, float] = {name: self.field(name).pad_value for name in names}  # type: ignore[misc]
+        return pad_values | {f"{prefix}documents": PAD_DOCUMENT_ID, f"{prefix}positions": 0}
 
 
 def needs_own_row(objective: PackingObjective) -> bool:
@@ -254,6 +254,10 @@ class DocumentSource(Protocol):
         """The files that are stored with a document."""
         ...
 
+    def describe(self, number: int) -> tuple[str, str]:
+        """Where a document is stored, in words, and how to train without it."""
+        ...
+
 
 @dataclass(frozen=True, eq=False)
 class PartnerDocuments:
@@ -293,10 +297,14 @@ def build_sequences(
             built.append(_declared_padding(objective, planned_lengths))
             continue
         key = PieceKey(how.seed, epoch, first + document, number)
-        tokens, others = documents[document][start:end], PartnerDocuments(documents, partners, document)
-        fields = dict(
-            objective.build_example(DocumentChunk(tokens, others, documents.members(document)), key)
-        )
+        tokens = documents[document][start:end]
+        partner_documents = PartnerDocuments(documents, partners, document)
+        chunk = DocumentChunk(tokens, partner_documents, documents.members(document))
+        try:
+            fields = dict(objective.build_example(chunk, key))
+        except SampleError as error:
+            place, remedy = documents.describe(document)
+            raise MegatfmError(f"{place} {error}{remedy}") from error
         if objective.fields is not None:
             fields = _as_declared(fields, objective.fields, first + document)
         _check_lengths(how, fields, planned_lengths, first + document)
@@ -310,9 +318,9 @@ def _check_lengths(how: PackingConfig, fields: Fields, planned_lengths: Sequence
     sides = how.objective.field_prefixes
     of_tokens = {name: values for name, values in fields.items() if how.field(name).per == "tokens"}
     if any(len(values) != planned_lengths[prefix_index(name, sides)] for name, values in of_tokens.items()):
-        found = {name: len(values) for name, values in of_tokens.items()}
+        built_lengths = {name: len(values) for name, values in of_tokens.items()}
         wanted = ", ".join(map(str, planned_lengths))
-        raise MegatfmError(f"the objective built sample {sample} with lengths {found}, not {wanted}")
+        raise MegatfmError(f"the objective built sample {sample} with lengths {built_lengths}, not {wanted}")
 
 
 def _as_declared(fields: Mapping[str, Any], declared: Mapping[str, Field], sample: int) -> Fields:
@@ -372,11 +380,11 @@ def build_batch(
     return fields
 
 
-def check_same_fields(name: str, rows: Fields, others: Fields) -> None:
+def check_same_fields(name: str, rows: Fields, expected_rows: Fields) -> None:
     """Raise a UsageError that begins with `name` unless rows have the fields of others, in their types and shapes."""
     kinds, expected = (
-        {field: f"{values.dtype}{list(values.shape[1:])}" for field, values in sorted(each.items())}
-        for each in (rows, others)
+        {field: f"{values.dtype}{list(values.shape[1:])}" for field, values in sorted(batch.items())}
+        for batch in (rows, expected_rows)
     )
     if kinds != expected:
         raise UsageError(

@@ -87,14 +87,14 @@ class RowWorkers:
         # Spawned, since a fork would copy the threads' locks of torch and of the network as they happen to be.
         context, pickled = multiprocessing.get_context("spawn"), pickle.dumps(self._own_rows)
         for number in range(self._n):
-            ours, theirs = context.Pipe()
+            parent_pipe, worker_pipe = context.Pipe()
             process = context.Process(
-                target=_main, args=(theirs, pickled), name=f"megatfm-data-{number}", daemon=True
+                target=_main, args=(worker_pipe, pickled), name=f"megatfm-data-{number}", daemon=True
             )
             process.start()
-            theirs.close()
+            worker_pipe.close()
             self._processes.append(process)
-            self._pipes.append(ours)
+            self._pipes.append(parent_pipe)
 
 
 def _answer(number: int, process: Any, pipe: Connection) -> Fields | BaseException:
@@ -115,8 +115,8 @@ def _exit_code(process: Any) -> int | None:
     # Where two threads ask the system at once, one is told, and `join` of the other may return before that is known.
     while process.exitcode is None and time.monotonic() < end:
         time.sleep(0.01)
-    found: int | None = process.exitcode
-    return found
+    code: int | None = process.exitcode
+    return code
 
 
 def _main(pipe: Connection, pickled: bytes) -> None:

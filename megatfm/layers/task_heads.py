@@ -24,8 +24,8 @@ OnLogits = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 DROPOUT_SITE = zlib.crc32(b"task head")
 
 
-@HEADS.register("classification")
-class ClassificationHead(nn.Module):
+@HEADS.register("sequence_classifier")
+class SequenceClassifier(nn.Module):
     """Logits [B, C] of one token of each row, or, given targets, the summed loss of all tokens with a label.
 
     targets: classes [B, T], −100 where there is none; with other losses numbers [B, T, C] at the tokens with a label,
@@ -34,7 +34,7 @@ class ClassificationHead(nn.Module):
     """
 
     reads = ("sentence_targets",)
-    optional_reads = ("examples", "words", "keys", "places")
+    may_read = ("examples", "words", "keys", "token_indices")
     predicts = True
     term = "sentence"
 
@@ -65,7 +65,7 @@ class ClassificationHead(nn.Module):
         examples: Tensor | None = None,
         words: Tensor | None = None,
         keys: Tensor | None = None,
-        places: Tensor | None = None,
+        token_indices: Tensor | None = None,
     ) -> Tensor:
         if targets is None:
             return self.classifier(self.pool(hidden_BTD[:, self.token]))
@@ -73,7 +73,7 @@ class ClassificationHead(nn.Module):
         rows_M, columns_M = labelled_BT.nonzero(as_tuple=True)
         pooled_MD, targets_M = self.pool(hidden_BTD[rows_M, columns_M]), targets[rows_M, columns_M]
         if self.training and self.dropout > 0 and keys is not None:
-            at_M = columns_M if places is None else places[columns_M]
+            at_M = columns_M if token_indices is None else token_indices[columns_M]
             keys_M = keyed.fold_in(keyed.fold_in(keys, DROPOUT_SITE)[rows_M], at_M)
             pooled_MD = keyed.dropout(pooled_MD, self.dropout, keys_M)
         logits_MC = self.classifier(pooled_MD)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatfm.config import ClassificationHeadConfig, ClassificationObjective, ModelConfig
+from megatfm.config import ModelConfig, SequenceClassifierHeadConfig, TextClassificationObjective
 from megatfm.data.sequences import DocumentChunk, Field
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.objectives.base import OBJECTIVES, Batch, Example, Objective, SpecialTokens
@@ -31,8 +31,8 @@ def read_annotation(piece: DocumentChunk) -> dict[str, Any]:
     return annotation
 
 
-@OBJECTIVES.register("classification")
-class Classification(Objective):
+@OBJECTIVES.register("text_classification")
+class TextClassification(Objective):
     """Predict the labels of an example at the tokens that carry them: its first in encoders, its last in decoders, the
     first of each word in tagging.
 
@@ -48,15 +48,17 @@ class Classification(Objective):
     def __init__(
         self,
         special: SpecialTokens,
-        config: ClassificationObjective,
+        config: TextClassificationObjective,
         model: ModelConfig,
         row_lengths: tuple[int, ...],
     ) -> None:
-        heads = [head for head in model.extra_heads.values() if isinstance(head, ClassificationHeadConfig)]
+        heads = [
+            head for head in model.extra_heads.values() if isinstance(head, SequenceClassifierHeadConfig)
+        ]
         if not heads:
             raise UsageError(
                 f"objective.name = {config.name!r} needs a model with a head of that name: add "
-                "[model.extra_heads.sentence] with name = 'classification'"
+                "[model.extra_heads.sentence] with name = 'sequence_classifier'"
             )
         self.special, self.head = special, heads[0]
         self.predicts_classes = self.head.loss == "cross_entropy"

@@ -15,8 +15,9 @@ import pytest
 from megatfm import cli
 from megatfm.commands import quickstart
 from megatfm.errors import EXIT_OK
-from tests.e2e.test_training import curve, run_training
 from tests.support.forked_commands import ForkedCommand, last_of_each_key, megatfm
+from tests.support.small_runs import SMALL_CONFIG
+from tests.support.training_runs import run_training, training_curve
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,23 +25,21 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was stopped by a signal to the launcher, and resumed."""
-    from tests.e2e.conftest import SMALL
-
     folder = tmp_path_factory.mktemp("run")
-    (folder / "small.toml").write_text(SMALL.format(corpus=corpus))
+    (folder / "small.toml").write_text(SMALL_CONFIG.format(corpus=corpus))
     settings = ["run_dir=run", "evaluate.max_rows=0", "evaluate.every=1000", "checkpoint.every=1000"]
     words = ["launch", "small.toml", "--nproc", "2", *settings]
     launch = ForkedCommand([*words, "train.steps=300"], folder / "said", folder)
     launch.until_lines(folder / "run/metrics.jsonl", 3)
     os.kill(launch.pid, signal.SIGTERM)
     assert launch.wait(60) == 75, launch.output
-    stopped_at = len(curve(folder / "run"))
+    stopped_at = len(training_curve(folder / "run"))
     assert 3 <= stopped_at < 300
     more = [f"train.steps={stopped_at + 3}", 'resume.allow=["schedule"]']
     said = megatfm(*words, *more, said=folder / "said again", cwd=folder)
     assert "Traceback" not in said
     assert "Warning" not in said
-    assert [line["step"] for line in curve(folder / "run")] == list(range(1, stopped_at + 4))
+    assert [line["step"] for line in training_curve(folder / "run")] == list(range(1, stopped_at + 4))
     return folder / "run"
 
 
@@ -50,7 +49,7 @@ def test_what_a_user_does_with_a_run(trained, tmp_path):
     assert sampled.startswith("def ")
     assert "bits per byte" in megatfm("evaluate", trained, "--baselines", said=said)
     results = json.loads((trained / "evaluation.json").read_text())["sets"]
-    in_training = curve(trained)[-1]["evaluation"]
+    in_training = training_curve(trained)[-1]["evaluation"]
     for name, result in results.items():
         assert result["bits_per_byte"] == pytest.approx(in_training[name]["bits_per_byte"], rel=1e-5)
     baselines = json.loads((trained / "baselines.json").read_text())["held-out"]
@@ -90,7 +89,7 @@ def test_the_quickstart_on_a_folder_of_ones_own(texts, tmp_path):
     ):
         assert said in told[told.index("What came out") :]
     run = tmp_path / "runs/quickstart-my-texts"
-    assert [line["step"] for line in curve(run)] == list(range(1, 41))
+    assert [line["step"] for line in training_curve(run)] == list(range(1, 41))
     assert (run / "report.html").is_file()
     assert "stopped" in (run / "events.jsonl").read_text()
     with subprocess.Popen(["true"]) as started_again:
@@ -167,7 +166,9 @@ def test_compiled_blocks_train_the_same(workers, make_config, config_file, tmp_p
     command = [sys.executable, "-m", "megatfm", "launch", config_file, "--nproc", "2", *words, *more]
     compiled = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert compiled.returncode == 0, compiled.stderr
-    for line, other in zip(curve(tmp_path / "eager"), curve(tmp_path / "compiled"), strict=True):
+    for line, other in zip(
+        training_curve(tmp_path / "eager"), training_curve(tmp_path / "compiled"), strict=True
+    ):
         assert other["loss"] == pytest.approx(line["loss"], rel=1e-9)
         assert other["grad_norm"] == pytest.approx(line["grad_norm"], rel=1e-9)
 

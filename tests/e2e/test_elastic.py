@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.ranks import free_port
 from tests.support.forked_commands import megatfm
+from tests.support.rank_processes import free_port
 
 STEPS = 30
 # Three data ranks share a batch of twelve, and so can two.

@@ -13,7 +13,7 @@ import pytest
 from megatfm import checkpoint
 from megatfm.checkpoint import file_format
 from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE
-from tests.e2e.ranks import Fault, Start
+from tests.support.rank_processes import Fault, Start
 
 HOST = socket.gethostname()
 UNPRIVILEGED = Fault(-1, "meeting", "gives_up_its_privileges")
@@ -84,10 +84,10 @@ def test_what_can_not_be_gone_on_from_says_why(start: Start, closed: list[Path])
 
 
 @pytest.mark.parametrize("successor", [False, True])
-def test_a_run_directory_that_is_taken_away_ends_the_run_and_is_not_made_again(
+def test_a_run_directory_that_is_taken_away_ends_the_run(
     start: Start, tmp_path: Path, successor: bool
 ) -> None:
-    """Whoever starts in a new folder of that name must be alone there."""
+    """The folder is not made again: whoever starts in a new folder of that name must be alone there."""
     run = start(*QUICK, "train.steps=10000")
     run.wait_for_step(3)
     aside = run.folder.with_name("aside")

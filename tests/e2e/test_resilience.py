@@ -16,8 +16,8 @@ import torch
 
 from megatfm import checkpoint
 from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, LOCKED
-from tests.e2e.ranks import Fault, Ranks, Start
 from tests.support.forked_commands import ForkedCommand
+from tests.support.rank_processes import Fault, Ranks, Start
 
 HANG = 6.0
 HOST = socket.gethostname()
@@ -70,10 +70,11 @@ def test_a_rank_that_ends_ends_all_at_once_and_is_named(start: Start, cases: lis
 
 
 @pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.slow)])
-def test_a_stage_that_raises_in_the_middle_of_a_schedule_ends_all_at_once_and_is_named(
-    start: Start, ranks: int
-) -> None:
-    """While some ranks wait for its gradients, and others for hidden vectors that it has yet to ask for."""
+def test_a_stage_that_raises_in_a_schedule_is_named(start: Start, ranks: int) -> None:
+    """All ranks end at once.
+
+    While some ranks wait for its gradients, and others for hidden vectors that it has yet to ask for.
+    """
     layout, rank = ("parallel.pp=4", f"parallel.dp_shard={ranks // 4}"), ranks // 2 + 1
     run = start(*layout, ranks=ranks, fault=Fault(rank, "schedule", "raises"))
     run.processes[rank].join(120)

@@ -10,7 +10,7 @@ import torch
 from megatfm import checkpoint
 from megatfm.config import Config
 from megatfm.errors import EXIT_OK
-from tests.e2e.test_training import curve, run_training
+from tests.support.training_runs import run_training, training_curve
 from tests.support.workers import Workers
 
 LAST = "step-00000012"
@@ -75,7 +75,7 @@ def test_the_newest_whole_one_of_either_tier_is_taken(
         events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
         (resumed,) = [event["detail"] for event in events if event["event"] == "resumed"]
         assert resumed == f"from step-{step:08d}", happens
-        assert curve(run) == curve(whole), happens
+        assert training_curve(run) == training_curve(whole), happens
         found = checkpoint.read_tensors(run / "checkpoints" / LAST)
         assert found.keys() == wanted.keys()
         assert all(torch.equal(tensor, found[name]) for name, tensor in wanted.items()), happens

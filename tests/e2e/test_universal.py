@@ -87,9 +87,10 @@ def train_theirs(folder: Path, stage: int) -> dict[str, dict[str, torch.Tensor]]
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_every_bit_of_weights_and_of_adam_s_state_goes_over_and_a_run_goes_on(
+def test_weights_and_adam_s_state_go_over_to_the_bit(
     workers: Workers, corpus: Path, tmp_path: Path, stage: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A run goes on with them."""
     theirs, *_ = workers.run(train_theirs, 2, tmp_path, stage, timeout=250)
     source, like, ours = tmp_path / "universal", tmp_path / "hf", tmp_path / "ours"
     with pytest.raises(SystemExit) as ended:

@@ -22,7 +22,7 @@ from megatfm.optim.parameters import optimizer_groups
 from megatfm.parallel import distributed
 from megatfm.parallel.mesh import build_mesh
 from megatfm.parallel.parallelize import parallelize
-from tests.golden.curves import FIRST, SEEN, TOLERANCE
+from tests.support.golden_curves import FIRST, SEEN, TOLERANCE
 from tests.support.workers import Workers
 
 GOLDEN = Path(__file__).with_name("loss_curve.json")

@@ -25,10 +25,13 @@ from megatfm.parallel import (
     ring_attention,
 )
 from megatfm.parallel.mesh import SHARD, Mesh
-from tests.mutations.test_planted_faults import EVERYTHING, Patch, patch_backward
-from tests.parity import test_layouts, test_pipelines
-from tests.parity.test_context import microbatches, one_device
+from tests.support.context_parity import context_case, context_microbatches
+from tests.support.faults import EVERYTHING, patch_backward
+from tests.support.models import ADAMW, LENGTH
+from tests.support.parity import build_engine, model_gradient_errors
 from tests.support.workers import Workers
+
+Patch = pytest.MonkeyPatch
 
 ENCODERS = "patterns of encoders, rows of 11 tokens"
 BELOW_ATTENTION = {"*.embedding.tokens.weight", "*.layers.0.attn*", "*.layers.1.attn.w[kv]*"}
@@ -50,7 +53,7 @@ def gradients_of_keys_stay_with_the_last_rank(patch: Patch) -> None:
             return [torch.zeros_like(came) for came in self.flight.wait()]
 
     def shift(x: Tensor, contexts: Any, hows: Any) -> Any:
-        here = contexts.token_indices(test_layouts.LENGTH)[contexts.rank]
+        here = contexts.token_indices(LENGTH)[contexts.rank]
         is_home = bool(hows) and torch.equal(hows[0].places, here)
         flight = real(x, contexts, hows)
         return Lost(flight) if is_home else flight
@@ -133,9 +136,7 @@ def a_token_beside_a_span_is_lost_at_a_cut(patch: Patch) -> None:
     real = context_parallel.fetch
 
     def fetch(x: Tensor, wanted: Any) -> Tensor:
-        own = torch.isin(
-            wanted.indices, wanted.contexts.token_indices(test_layouts.LENGTH)[wanted.contexts.rank]
-        )
+        own = torch.isin(wanted.indices, wanted.contexts.token_indices(LENGTH)[wanted.contexts.rank])
         return real(x, wanted) * own[:, None]
 
     patch.setattr(context_parallel, "fetch", fetch)
@@ -213,16 +214,16 @@ def wrong_gradients(names: list[str]) -> dict[str, list[set[str]]]:
     """Of models, the parameters that are wrong under each of the faults, and under none."""
     found = {}
     for name in names:
-        config, batch, model, objective, _ = one_device(name)
+        config, batch, model, objective, _ = context_case(name)
         parameters = {name for name, _ in model.named_parameters()}
         found[name] = [parameters]
         for fault in (None, *(fault for fault, (shows, _) in FAULTS.items() if shows == name)):
             with pytest.MonkeyPatch.context() as patch:
                 if fault:
                     fault(patch)
-                engine = test_layouts.make_engine(config, ParallelConfig(cp=2), test_layouts.ADAMW)
-                engine.forward_backward(microbatches(engine, batch), objective)
-                found[name].append(set(test_pipelines.errors(engine, model)))
+                engine = build_engine(config, ParallelConfig(cp=2), ADAMW)
+                engine.forward_backward(context_microbatches(engine, batch), objective)
+                found[name].append(set(model_gradient_errors(engine, model)))
     return found
 
 

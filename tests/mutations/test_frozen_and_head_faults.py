@@ -20,8 +20,8 @@ from megatfm.models import build
 from megatfm.parallel import styles
 from megatfm.parallel.collectives import TensorParallelGroup
 from megatfm.parallel.styles import Layouts
-from tests.parity.test_families import MODELS
-from tests.parity.test_frozen import FREEZE, wrong
+from tests.support.frozen_parity import FREEZE, frozen_errors
+from tests.support.models import FAMILY_MODELS
 from tests.support.workers import Workers
 
 Patch = pytest.MonkeyPatch
@@ -117,12 +117,12 @@ def find(fault: str | None, parallel: ParallelConfig) -> set[str]:
     with pytest.MonkeyPatch.context() as patch:
         if fault:
             globals()[fault](patch)
-        return wrong(NAME, parallel)
+        return frozen_errors(NAME, parallel)
 
 
 def names() -> list[str]:
     with torch.device("meta"):
-        return [name for name, _ in build(MODELS[NAME]).named_parameters()]
+        return [name for name, _ in build(FAMILY_MODELS[NAME]).named_parameters()]
 
 
 @pytest.mark.parametrize("fault", STILL, ids=lambda fault: fault.__name__)

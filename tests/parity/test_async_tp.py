@@ -18,23 +18,22 @@ from torch import nn
 from torch.fx import GraphModule
 
 from megatfm.config import ModelConfig, ParallelConfig
-from megatfm.engines.native.engine import NativeEngine
-from tests.parity import test_pipelines
-from tests.parity.test_layouts import (
-    ADAMW,
-    CAUSAL,
-    MODEL,
-    global_batch,
+from tests.support.batches import CAUSAL, family_case, global_batch
+from tests.support.models import ADAMW, UNTIED_MODEL
+from tests.support.parity import (
+    build_engine,
     gradient_errors,
-    make_engine,
     microbatches,
+    model_gradient_errors,
     one_device,
     one_device_gradients,
+    one_device_reference,
+    uneven_microbatches,
 )
 from tests.support.workers import Workers
 
 BIASED = {"attention.bias": True, "ffn.bias": True}
-BLOCK = MODEL.with_changes({"n_layers": 1})
+BLOCK = UNTIED_MODEL.with_changes({"n_layers": 1})
 MODELS = {
     "gated": BLOCK,
     "gated, biased": BLOCK.with_changes(BIASED),
@@ -115,7 +114,7 @@ def in_pieces() -> Iterator[dict[str, list[Counts]]]:
 
 def step(config: ModelConfig, parallel: ParallelConfig, recomputed: str) -> dict[str, list[Counts]]:
     with warnings.catch_warnings(), in_pieces() as found:
-        engine = make_engine(
+        engine = build_engine(
             config, parallel, ADAMW, recomputed=recomputed, compile_blocks=True, async_tp=True
         )
         batch = global_batch(seed=3)
@@ -142,7 +141,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "recomputed", "parallel"), CASES)
-def test_all_that_a_block_sends_goes_in_pieces(
+def test_blocks_send_in_pieces(
     workers: Workers, name: str, recomputed: str, parallel: ParallelConfig
 ) -> None:
     """Forward before attention and the feed-forward network, and after each; backward the other way round."""
@@ -152,20 +151,19 @@ def test_all_that_a_block_sends_goes_in_pieces(
 
 
 def family(name: str) -> dict[str, list[Counts]]:
-    made = partial(NativeEngine, async_tp=True)
-    with warnings.catch_warnings(), in_pieces() as found, patch.object(test_pipelines, "NativeEngine", made):
-        config, batch = test_pipelines.case(name, deep=False)
-        model, objective, loss = test_pipelines.reference(config, batch)
-        engine = test_pipelines.make_engine(config, ParallelConfig(tp=2), compile_blocks=True)
-        stats = engine.forward_backward(test_pipelines.microbatches(engine, batch), objective)
+    with warnings.catch_warnings(), in_pieces() as found:
+        config, batch = family_case(name, deep=False)
+        model, objective, loss = one_device_reference(config, batch)
+        engine = build_engine(config, ParallelConfig(tp=2), compile_blocks=True, async_tp=True)
+        stats = engine.forward_backward(uneven_microbatches(engine, batch), objective)
         assert stats.loss == pytest.approx(loss, rel=1e-12)
-        assert test_pipelines.errors(engine, model) == {}
+        assert model_gradient_errors(engine, model) == {}
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "t5", "bert", "latent attention", "deberta", "xlnet", "electra"])
-def test_so_do_those_of_every_family(workers: Workers, name: str) -> None:
+def test_every_family_s_blocks_send_in_pieces(workers: Workers, name: str) -> None:
     """With dropout, and in two shapes of micro-batches."""
     for found in workers.run(family, 2, name, timeout=280.0):
         for direction in ("forward", "backward"):

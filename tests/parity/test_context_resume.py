@@ -8,9 +8,11 @@ from torch import Tensor
 
 from megatfm import checkpoint
 from megatfm.config import ParallelConfig
-from tests.parity import test_layouts
-from tests.parity.test_context import MODELS, PATTERNS, microbatches, one_device
+from tests.support.context_models import CONTEXT_MODELS, PATTERN_NAMES
+from tests.support.context_parity import context_case, context_microbatches
 from tests.support.grids import SLOW
+from tests.support.models import ADAMW
+from tests.support.parity import build_engine
 from tests.support.workers import Workers
 
 RATE = 1e-2
@@ -21,12 +23,12 @@ Step = tuple[float, dict[str, Tensor], dict[str, Tensor]]
 
 def next_step(name: str, folder: Path, source: Path | None) -> Step:
     """Of an engine that has taken a step and saved into a folder, or that goes on from what was saved."""
-    config, batch, _, objective, _ = one_device(name)
+    config, batch, _, objective, _ = context_case(name)
     ranks = torch.distributed.get_world_size()
     # Full attention by ring; auto would take heads.
     parallel = ParallelConfig(cp=ranks, cp_method="ring" if ranks > 1 else "auto")
-    engine = test_layouts.make_engine(config, parallel, test_layouts.ADAMW)
-    mine = microbatches(engine, batch)
+    engine = build_engine(config, parallel, ADAMW)
+    mine = context_microbatches(engine, batch)
     if source is None:
         engine.forward_backward(mine, objective)
         engine.step(RATE, clip=1.0)
@@ -72,16 +74,16 @@ def same(one: Step, other: Step) -> bool:
 
 
 CASES = [
-    pytest.param(PATTERNS[0], 4, (4, 2, 1), id="decoders from cp4"),
-    pytest.param(PATTERNS[1], 4, (4, 2, 1), id="encoders from cp4"),
-    pytest.param(PATTERNS[0], 1, (4, 2), id="decoders from 1"),
+    pytest.param(PATTERN_NAMES[0], 4, (4, 2, 1), id="decoders from cp4"),
+    pytest.param(PATTERN_NAMES[1], 4, (4, 2, 1), id="encoders from cp4"),
+    pytest.param(PATTERN_NAMES[0], 1, (4, 2), id="decoders from 1"),
     *(
         pytest.param(name, saved, opened, id=f"{name}, from {saved}", marks=SLOW)
         for name, saved, opened in (
-            (PATTERNS[0], 2, (4, 2, 1)),
-            (PATTERNS[1], 2, (4, 2, 1)),
-            (PATTERNS[1], 1, (4, 2)),
-            (f"{PATTERNS[0]}, rows of 11 tokens", 4, (4, 3, 2, 1)),
+            (PATTERN_NAMES[0], 2, (4, 2, 1)),
+            (PATTERN_NAMES[1], 2, (4, 2, 1)),
+            (PATTERN_NAMES[1], 1, (4, 2)),
+            (f"{PATTERN_NAMES[0]}, rows of 11 tokens", 4, (4, 3, 2, 1)),
             ("latent, patterns", 4, (4, 2, 1)),
         )
     ),
@@ -92,7 +94,7 @@ CASES = [
 def test_the_next_step_is_that_of_the_run_that_saved(
     workers: Workers, tmp_path: Path, name: str, saved: int, opened: tuple[int, ...]
 ) -> None:
-    assert name in MODELS
+    assert name in CONTEXT_MODELS
     wanted = workers.run(next_step, saved, name, tmp_path, None, timeout=180.0)
     source = checkpoint.find_latest(tmp_path)
     assert source is not None

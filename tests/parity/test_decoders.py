@@ -1,7 +1,5 @@
 """Decoders and encoder-decoders against transformers, from the same perturbed weights: logits, loss, every gradient."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,7 +19,7 @@ from transformers.models.switch_transformers import modeling_switch_transformers
 from transformers.models.t5 import modeling_t5
 
 from megatfm.config import ModelConfig
-from tests.support.reference_gradients import Figures, Pair, doubled, hold_to_the_docs, pair
+from tests.support.reference_gradients import Figures, Pair, dtype_fixture, hold_to_the_docs, pair
 
 VOCABULARY, LENGTHS, PACKED = 47, (13, 9, 11), (5, 1, 7)
 MODULES = (
@@ -149,7 +147,7 @@ MODELS = {
         "DeepseekV3ForCausalLM",
         {
             **MLA,
-            "attention.head_dim": 5,
+            "attention.qk_nope_head_dim": 5,
             "attention.kv_lora_rank": 7,
             "attention.q_lora_rank": 9,
             "attention.qk_rope_head_dim": 6,
@@ -263,10 +261,7 @@ DOCUMENTED = {
 """The rows of docs/guide/models.md whose figures are measured here."""
 
 
-@pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])
-def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
-    with doubled(request.param, *MODULES):
-        yield request.param
+dtype = dtype_fixture(*MODULES)
 
 
 def pair_of(model: str, dtype: torch.dtype, seed: int = 0) -> Pair:

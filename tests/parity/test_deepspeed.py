@@ -10,7 +10,7 @@ import torch
 
 from megatfm.config import Config
 from megatfm.engines.deepspeed.library import allow_fp16_on_cpu, load
-from tests.parity.deepspeed_runs import (
+from tests.support.deepspeed_runs import (
     OPTIMIZERS,
     Errors,
     alone,
@@ -24,7 +24,7 @@ from tests.parity.deepspeed_runs import (
     stages,
     take,
 )
-from tests.parity.deepspeed_state import behave, hand_on, in_files, optimizers, pairs, save_first
+from tests.support.deepspeed_state import behave, hand_on, in_files, optimizers, pairs, save_first
 from tests.support.workers import Workers
 
 pytestmark = pytest.mark.skipif(

@@ -13,31 +13,19 @@ from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
 from megatfm.models import build
-from tests.parity.dense import Dense, slopes
+from tests.support.dense_models import (
+    ACTIVATIONS,
+    DENSE_VOCABULARY,
+    MASKS,
+    NORM_POSITIONS,
+    NORMS,
+    POSITIONS,
+    SMALL_DENSE,
+    combination,
+)
+from tests.support.dense_reference import Dense, slopes
 from tests.support.reference_gradients import perturb
 
-VOCABULARY = 23
-SMALL = {
-    "vocab_size": VOCABULARY,
-    "d_model": 16,
-    "n_layers": 2,
-    "attention.n_heads": 2,
-    "ffn.d_ff": 20,
-    "norm.eps": 1e-3,
-}
-NORM_POSITIONS = ("pre", "post", "sandwich", "deepnorm")
-NORMS = ("layer_norm", "rms_norm")
-ACTIVATIONS = ("relu", "relu2", "gelu", "gelu_tanh", "swish", "swiglu", "geglu", "geglu_tanh")
-POSITIONS = {
-    "sinusoidal": {},
-    "learned": {"position.max_positions": 16},
-    "rope": {"position.theta": 100.0},
-    "alibi": {},
-    "t5": {"position.buckets": 8, "position.max_distance": 6},
-    "shaw": {"position.max_distance": 3},
-    "none": {},
-}
-MASKS = ("causal", "prefix", "full", "pairs")
 PARTS = {
     "transformer-2017": {
         "family": "encoder_decoder",
@@ -94,24 +82,8 @@ PREFIXES = (3, 0, 4)
 ENCODER_DOCUMENTS = (5, 3, 2)
 
 
-def combination(norm_position: str, norm: str, activation: str, position: str, mask: str) -> ModelConfig:
-    families = {"full": "encoder", "pairs": "encoder_decoder"}
-    return ModelConfig.from_dotted(
-        **SMALL,
-        **POSITIONS[position],
-        family=families.get(mask, "decoder"),
-        **{
-            "norm.placement": norm_position,
-            "norm.name": norm,
-            "ffn.activation": activation,
-            "position.name": position,
-            "init.name": "deepnorm" if norm_position == "deepnorm" else "normal",
-        },
-    )
-
-
 def draw(n: int, seed: int) -> Tensor:
-    return torch.randint(0, VOCABULARY, (n,), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(0, DENSE_VOCABULARY, (n,), generator=torch.Generator().manual_seed(seed))
 
 
 def spans(lengths: tuple[int, ...]) -> list[slice]:
@@ -204,12 +176,12 @@ def test_every_activation_with_every_norm(activation: str) -> None:
 
 @pytest.mark.parametrize("parts", PARTS)
 def test_parts_together(parts: str) -> None:
-    config = ModelConfig.from_dotted(**(SMALL | PARTS[parts]))
+    config = ModelConfig.from_dotted(**(SMALL_DENSE | PARTS[parts]))
     compare(config, "pairs" if config.family == "encoder_decoder" else "causal")
 
 
 def test_transformer_2017_has_one_table_for_both_sides_and_the_head() -> None:
-    model = build(ModelConfig.from_dotted(**(SMALL | PARTS["transformer-2017"])))
+    model = build(ModelConfig.from_dotted(**(SMALL_DENSE | PARTS["transformer-2017"])))
     assert model.encoder.embedding.tokens is model.decoder.embedding.tokens
     assert model.head.weight is model.encoder.embedding.tokens.weight
     assert model.encoder.norm is None

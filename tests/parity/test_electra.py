@@ -4,9 +4,6 @@ transformers has a generator and a discriminator. Given the tokens that ours sam
 reference, added up for the shared tables; that the samples are right is a matter of statistics.
 """
 
-from collections.abc import Iterator
-
-import pytest
 import torch
 import torch.nn.functional as F
 import transformers
@@ -16,12 +13,12 @@ from megatfm.config import ModelConfig
 from megatfm.convert.electra_pair import SHARED, exported_models
 from megatfm.convert.weight_mapping import to_hf
 from megatfm.models import build
-from tests.parity.test_encoders import BERT, PAD, VOCABULARY, draw
-from tests.support.reference_gradients import VANISHING, Figures, doubled, pair, perturb
+from tests.support.encoder_batches import BERT_ENCODER, PAD, VOCABULARY, draw_tokens
+from tests.support.reference_gradients import VANISHING, Figures, dtype_fixture, pair, perturb
 
 WEIGHT, LENGTHS = 50.0, (13, 9, 11)
 CONFIG = ModelConfig.from_dotted(
-    **(BERT | {"family": "electra"}),
+    **(BERT_ENCODER | {"family": "electra"}),
     generator={"d_model": 12, "n_heads": 2, "d_ff": 20, "n_layers": 2},
     **{"embedding.dim": 10},
 )
@@ -30,26 +27,23 @@ FREQUENT = 5
 """Often the masked token, and often what the generator samples: then it is no replacement."""
 
 
-@pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])
-def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
-    with doubled(request.param):
-        yield request.param
+dtype = dtype_fixture()
 
 
 def batch() -> dict[str, Tensor]:
     """Odd lengths, padded; a third of the tokens masked, 9 of 10 of them shown as token 3."""
     longest = max(LENGTHS)
     real = torch.arange(longest) < torch.tensor(LENGTHS)[:, None]
-    original = draw(VOCABULARY, len(LENGTHS), longest, seed=0, low=PAD + 1).where(real, PAD)
-    masked = (draw(3, *original.shape, seed=1) == 0) & real
-    original = original.masked_fill(masked & (draw(2, *original.shape, seed=4) == 0), FREQUENT)
-    shown = original.masked_fill(masked & (draw(10, *original.shape, seed=2) > 0), 3)
+    original = draw_tokens(VOCABULARY, len(LENGTHS), longest, seed=0, low=PAD + 1).where(real, PAD)
+    masked = (draw_tokens(3, *original.shape, seed=1) == 0) & real
+    original = original.masked_fill(masked & (draw_tokens(2, *original.shape, seed=4) == 0), FREQUENT)
+    shown = original.masked_fill(masked & (draw_tokens(10, *original.shape, seed=2) > 0), 3)
     return {
         "tokens": shown,
         "original": original,
         "targets": original.where(masked, -100),
         "documents": real.long() - 1,
-        "segments": draw(2, *original.shape, seed=3),
+        "segments": draw_tokens(2, *original.shape, seed=3),
         "keys": KEYS,
     }
 
@@ -81,7 +75,7 @@ def test_losses_and_every_gradient(dtype: torch.dtype) -> None:
     figures, reference = Figures(), dict[str, Tensor]()
     for part in exported_models(CONFIG):
         theirs = half_of_theirs(
-            part.name, part.theirs, to_hf(part.rules, dict(ours.named_parameters())), dtype
+            part.name, part.hf_config, to_hf(part.rules, dict(ours.named_parameters())), dtype
         )
         generates = part.folder == "generator"
         output = theirs(
@@ -181,12 +175,12 @@ def test_samples_depend_on_the_row_s_key_alone() -> None:
 def test_spanbert_is_bert_and_one_loss_more(dtype: torch.dtype) -> None:
     """The boundary loss from transformers' hidden vectors, span by span (the head alone is in tests/unit/layers)."""
     figures = Figures()
-    plain = ModelConfig.from_dotted(**BERT)
+    plain = ModelConfig.from_dotted(**BERT_ENCODER)
     both = pair(plain, dtype)
     ours = build(plain.with_changes({"extra_heads": {"boundary": {}}})).to(dtype)
     perturb(ours, seed=5)
     ours.load_state_dict(both.ours.state_dict(), strict=False)
-    tokens, targets = draw(VOCABULARY, 1, 13, seed=6, low=PAD + 1), torch.full((1, 13), -100)
+    tokens, targets = draw_tokens(VOCABULARY, 1, 13, seed=6, low=PAD + 1), torch.full((1, 13), -100)
     left, right = torch.zeros(1, 13, dtype=torch.int64), torch.zeros(1, 13, dtype=torch.int64)
     spans = [(2, 2), (4, 8), (10, 11)]
     for first, last in spans:

@@ -10,22 +10,19 @@ from megatfm.layers.linear import Linear
 from megatfm.models import build
 from megatfm.models.float8 import check_sharded_shapes, convert_to_fp8, fp8_linears
 from megatfm.ops import fp8
-from tests.parity import test_pipelines as pipelines
-from tests.parity.test_layouts import (
-    ADAMW,
-    CAUSAL,
-    MODEL,
-    block,
-    global_batch,
+from tests.support.batches import CAUSAL, global_batch
+from tests.support.models import ADAMW, UNTIED_MODEL
+from tests.support.parity import (
+    build_engine,
     gradient_errors,
-    make_engine,
+    local_block,
     microbatches,
     one_device,
     one_device_gradients,
 )
 from tests.support.workers import Workers
 
-FOUR = MODEL.with_changes({"n_layers": 4})
+FOUR = UNTIED_MODEL.with_changes({"n_layers": 4})
 BIASES = FOUR.with_changes({"attention.bias": True, "ffn.bias": True})
 INNER = {
     f"decoder.layers.{n}.{name}"
@@ -42,8 +39,7 @@ def all_layouts(layouts: list[ParallelConfig]) -> dict[str, float]:
     one = {path: matrix.matmul for path, matrix in fp8_linears(model).items()}
     _, expected = one_device_gradients(model, batch)
     for parallel in layouts:
-        make = pipelines.make_engine if parallel.pp > 1 else make_engine
-        engine = make(BIASES, parallel, ADAMW, recomputed="full")
+        engine = build_engine(BIASES, parallel, ADAMW, recomputed="full")
         for name, module in engine.model.named_modules():
             if isinstance(module, Linear) and name in one:
                 module.matmul = one[name]
@@ -80,7 +76,7 @@ def cut_matrices(rowwise: bool) -> None:
             _, expected = one_device_gradients(model, batch)
             for sequence_parallel in (True, False):
                 parallel = ParallelConfig(tp=2, sequence_parallel=sequence_parallel)
-                engine = make_engine(BIASES, parallel, ADAMW)
+                engine = build_engine(BIASES, parallel, ADAMW)
                 for path, product in one.items():
                     engine.model.get_submodule(path).matmul = product  # type: ignore[assignment]
                 # A tensor's scale is that of a micro-batch: all rows at once, as one device has them.
@@ -90,7 +86,7 @@ def cut_matrices(rowwise: bool) -> None:
                     assert not errors, (sequence_parallel, errors)
                     continue
                 for name, g in engine.gradients().items():
-                    wanted, true = (block(engine, name, tensors[name]) for tensors in (expected, exact))
+                    wanted, true = (local_block(engine, name, tensors[name]) for tensors in (expected, exact))
                     assert (g - wanted).norm() < (wanted - true).norm() + 1e-6 * true.norm(), name
 
 
@@ -138,7 +134,7 @@ def distances(precision: str, rowwise: bool | None) -> dict[str, float]:
     """‖g − r‖ / ‖r‖ of each parameter's gradient from one in float64 and in full."""
     batch = global_batch(seed=5)
     _, exact = one_device_gradients(one_device(FOUR), batch)
-    engine = make_engine(FOUR, ParallelConfig(), ADAMW, precision=precision)
+    engine = build_engine(FOUR, ParallelConfig(), ADAMW, precision=precision)
     if rowwise is not None:
         convert_to_fp8(engine.model, rowwise=rowwise)
     engine.forward_backward(microbatches(engine, batch), CAUSAL)
@@ -157,10 +153,10 @@ def test_gradients_are_near_those_in_full(workers: Workers, rowwise: bool) -> No
         assert error < 1.5 * (alone[name] + bf16[name]), name
 
 
-def test_which_products() -> None:
+def test_inner_matrices_are_multiplied_in_8_bits() -> None:
     with torch.device("meta"):
         model = build(FOUR)
-        short = build(MODEL)
+        short = build(UNTIED_MODEL)
         odd = build(FOUR.with_changes({"ffn.d_ff": 72}))
     assert fp8_linears(model).keys() == INNER
     assert fp8_linears(odd).keys() == {name for name in INNER if "ffn" not in name}

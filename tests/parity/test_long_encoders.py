@@ -1,6 +1,5 @@
 """BigBird and Longformer against transformers, from the same perturbed weights: logits, losses and every gradient."""
 
-from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -12,17 +11,17 @@ from transformers.models.longformer import modeling_longformer
 from megatfm.config import ModelConfig
 from megatfm.layers.attention.patterns.bigbird import random_blocks
 from megatfm.ops.attention import block_sparse, kernels
-from tests.parity.test_encoders import BERT, PAD, VOCABULARY, draw
-from tests.support.reference_gradients import Figures, doubled, hold_to_the_docs, pair
+from tests.support.encoder_batches import BERT_ENCODER, PAD, VOCABULARY, draw_tokens
+from tests.support.reference_gradients import Figures, doubled, dtype_fixture, hold_to_the_docs, pair
 
 BIGBIRD = {
-    **BERT,
+    **BERT_ENCODER,
     "ffn.activation": "gelu_tanh",
     "extra_heads.sentence.classes": 2,
     "position.max_positions": 40,
 }
 LONGFORMER = {
-    **BERT,
+    **BERT_ENCODER,
     "attention.name": "longformer",
     "position.max_positions": 40,
     "position.offset": PAD + 1,
@@ -48,19 +47,18 @@ LENGTHS = {"bigbird": (24, 33), "bigbird-two": (35,), "longformer": (24, 17), "l
 """More than what would be seen whole, and some that no block divides."""
 
 
-@pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])
-def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
-    with doubled(request.param, modeling_big_bird, modeling_longformer):
-        yield request.param
+dtype = dtype_fixture(modeling_big_bird, modeling_longformer)
 
 
 def batch_of(config: ModelConfig, length: int, rows: int = 2) -> dict[str, Tensor]:
-    tokens = draw(VOCABULARY, rows, length, seed=0, low=PAD + 1)
-    labels = draw(VOCABULARY, rows, length, seed=3).where(draw(3, rows, length, seed=2) == 0, -100)
+    tokens = draw_tokens(VOCABULARY, rows, length, seed=0, low=PAD + 1)
+    labels = draw_tokens(VOCABULARY, rows, length, seed=3).where(
+        draw_tokens(3, rows, length, seed=2) == 0, -100
+    )
     return {
         "input_ids": tokens,
         "attention_mask": torch.ones_like(tokens),
-        "token_type_ids": draw(config.embedding.n_segments, rows, length, seed=1),
+        "token_type_ids": draw_tokens(config.embedding.n_segments, rows, length, seed=1),
         "labels": labels,
     }
 

@@ -17,7 +17,7 @@ from megatfm.parallel.context_attention import make_attention_forward, make_late
 from megatfm.parallel.context_parallel import ContextParallel, P2PExchange, token_indices
 from megatfm.parallel.pipeline_schedule import under_way
 from megatfm.parallel.ring_attention import LatentKeyValues
-from tests.parity.test_context_documents import LATENT, TINY
+from tests.support.models import TINY_LATENT, TINY_MODEL
 from tests.support.workers import Workers
 
 TOKENS, HEADS, WIDTH = 12, 2, 8
@@ -31,7 +31,7 @@ def inputs(*shapes: Sequence[int], dtype: torch.dtype = torch.float64) -> list[T
 
 def on_a_ring(latent: bool = False) -> tuple[Any, SequenceShard]:
     """Causal attention of a row of which each rank has as much, around a ring, and what it needs to know of it."""
-    model = build(ModelConfig.from_dotted(**TINY, **({"attention": LATENT} if latent else {})))
+    model = build(ModelConfig.from_dotted(**TINY_MODEL, **({"attention": TINY_LATENT} if latent else {})))
     core = model.get_submodule("decoder.layers.0.attn.core")
     contexts = ContextParallel(dist.group.WORLD, lambda _: True, 1, "ring")  # type: ignore[arg-type]
     length = TOKENS * contexts.size

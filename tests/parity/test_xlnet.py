@@ -1,7 +1,5 @@
 """XLNet against transformers, from the same perturbed weights: predictions in a given order, losses, every gradient."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +8,7 @@ from transformers.models.xlnet import modeling_xlnet
 from megatfm.config import ModelConfig
 from megatfm.models import build
 from megatfm.ops.attention import reference as rows
-from tests.support.reference_gradients import Figures, Pair, doubled, hold_to_the_docs, pair, perturb
+from tests.support.reference_gradients import Figures, Pair, dtype_fixture, hold_to_the_docs, pair, perturb
 
 VOCABULARY, LENGTHS, IGNORE = 47, (13, 9, 11), -100
 CONFIG = ModelConfig(
@@ -26,10 +24,7 @@ CONFIG = ModelConfig(
 )
 
 
-@pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])
-def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
-    with doubled(request.param, modeling_xlnet):
-        yield request.param
+dtype = dtype_fixture(modeling_xlnet)
 
 
 @pytest.fixture(params=["at once", "in pieces"])
@@ -145,7 +140,8 @@ def test_packed_documents_are_each_document_alone(dtype: torch.dtype) -> None:
     assert ours.isfinite().all()
 
 
-def test_a_prediction_depends_on_what_comes_before_it_in_the_order_and_on_nothing_else() -> None:
+def test_a_prediction_depends_on_what_comes_before_it() -> None:
+    """A prediction depends on nothing that comes later in the order."""
     model, batch = build(CONFIG).double().eval(), batch_of((13,), 3)
     perturb(model)
     found: list[Tensor] = []

@@ -40,3 +40,19 @@ def cells(
         if later:
             found.append(pytest.param(model, later, *more, id=f"{model}{label}, the others", marks=SLOW))
     return found
+
+
+def cells_by_ranks(
+    models: Collection[str],
+    layouts: Mapping[int, Collection[str]],
+    rounds: int = 1,
+    always: Collection[str] = (),
+) -> list[ParameterSet]:
+    """Cases (model, layouts, ranks) of a grid for each number of ranks."""
+    return [
+        case
+        for ranks, names in layouts.items()
+        for case in cells(
+            dict.fromkeys(models, names), ranks, rounds=rounds, always=always, label=f" on {ranks}"
+        )
+    ]

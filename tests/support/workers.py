@@ -59,7 +59,7 @@ class WorkerFailure(Exception):
 
 @dataclass(frozen=True)
 class Call:
-    """What a worker is asked to do. Functions travel by place: a worker can't import test files by name."""
+    """A task for a worker. Functions travel by place: a worker can't import test files by name."""
 
     module: str
     file: str

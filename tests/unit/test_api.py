@@ -14,9 +14,9 @@ from megatfm import cli
 from megatfm.commands.models import add_generate_arguments, generate_command
 from megatfm.config import Config
 from megatfm.errors import UsageError
-from tests.e2e.conftest import SMALL, corpus, texts
+from tests.support.small_runs import corpus, file, run, texts
 
-__all__ = ["corpus", "texts"]  # fixtures
+__all__ = ["corpus", "file", "run", "texts"]  # fixtures
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = """
@@ -53,18 +53,6 @@ assert [thread.name for thread in threading.enumerate() if thread.name.startswit
 import torch.distributed as dist
 assert not dist.is_initialized()
 """
-
-
-@pytest.fixture(scope="module")
-def file(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("api") / "small.toml"
-    path.write_text(SMALL.format(corpus=corpus))
-    return path
-
-
-@pytest.fixture(scope="module")
-def run(file: Path) -> Path:
-    return megatfm.fit(file, f"run_dir={file.parent / 'run'}", "train.steps=2")
 
 
 def test_a_notebook_trains_twice_and_goes_on(file: Path, tmp_path: Path) -> None:

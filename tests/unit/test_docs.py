@@ -11,7 +11,6 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,28 +21,16 @@ from megatfm.config import Config, find_config, load, preset_names
 from megatfm.config.foreign_keys import FOREIGN_KEYS
 from megatfm.config.prep import PrepConfig
 from megatfm.config.section import sections_of
+from tests.support.documentation import FENCE, PAGES, ROOT, fences, load_module
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
-    ROOT.glob("docs/**/*.md")
-)
 OFF_SITE = {"LOG.md"}
 """Kept in the repository, and no page of the manual."""
-FENCE = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
 GENERATED = {"config.md": Config, "prep.md": PrepConfig}
 COMMANDS_PAGE = "commands.md"
 PYTHON_PAGE, PARTS_PAGE = "python.md", "parts.md"
 MADE = (*GENERATED, COMMANDS_PAGE, PYTHON_PAGE, PARTS_PAGE)
 """Of the reference: in the repository these say where to look, and the manual has them whole."""
-
-
-def fences(language: str) -> Iterator[tuple[Path, str, str]]:
-    """The fenced blocks of a language in all pages: page, title, text."""
-    for page in PAGES:
-        for found, title, text in FENCE.findall(page.read_text(encoding="utf-8")):
-            if found == language:
-                yield page, title, text
 
 
 def commands(program: str) -> list[Any]:
@@ -140,18 +127,9 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert made or not anchor or anchor in anchors(path), f"{page.name} links to {target}#{anchor}"
 
 
-def module(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded
-
-
 @pytest.mark.parametrize("kind", GENERATED.values())
 def test_the_reference_explains_every_key(kind: type[Config]) -> None:
-    generator = module(ROOT / "docs" / "gen_reference.py")
+    generator = load_module(ROOT / "docs" / "gen_reference.py")
     rows = [line.split(" | ") for line in generator.page("x", kind).splitlines() if line.startswith("| `")]
     keys = {row[0].removeprefix("| `").removesuffix("`") for row in rows}
     for name, field in kind.model_fields.items():
@@ -164,7 +142,7 @@ def test_the_reference_explains_every_key(kind: type[Config]) -> None:
 
 
 def test_the_reference_spells_types_and_defaults() -> None:
-    text = module(ROOT / "docs" / "gen_reference.py").page("x", Config)
+    text = load_module(ROOT / "docs" / "gen_reference.py").page("x", Config)
     for row in (
         "| `d_model` | integer > 0 ≤ 16,777,216 | required, e.g. `256` | Width of the residual stream. |",
         '| `tokenizer` | path | not set, e.g. `"corpora/quickstart/tokenizer.model"` |',
@@ -179,7 +157,7 @@ def test_the_reference_spells_types_and_defaults() -> None:
 
 def test_every_command_and_flag_is_explained() -> None:
     cli = importlib.import_module("megatfm.cli")
-    text = module(ROOT / "docs" / "gen_commands.py").page(cli.build_parser())
+    text = load_module(ROOT / "docs" / "gen_commands.py").page(cli.build_parser())
     headings = re.findall(r"^## `megatfm ([\w ]+)`\n\n\S", text, re.MULTILINE)
     assert {heading.split()[0] for heading in headings} == set(cli.COMMANDS)
     assert {"data check", "data show", "config show", "config schema"} <= set(headings)
@@ -195,7 +173,7 @@ def test_every_command_and_flag_is_explained() -> None:
 def test_every_offer_of_the_package_is_in_the_reference() -> None:
     import megatfm
 
-    text = module(ROOT / "docs" / "gen_python.py").page()
+    text = load_module(ROOT / "docs" / "gen_python.py").page()
     for name in megatfm.__all__:
         assert name == "__version__" or f"## `megatfm.{name}`\n\n" in text
     for line in (
@@ -207,7 +185,7 @@ def test_every_offer_of_the_package_is_in_the_reference() -> None:
 
 
 def test_every_registered_part_is_in_the_reference() -> None:
-    made = module(ROOT / "docs" / "gen_parts.py")
+    made = load_module(ROOT / "docs" / "gen_parts.py")
     text = made.page()
     for key, registry in made.PARTS.items():
         rows = text.partition(f"## `{key}`")[2].partition("\n## ")[0]
@@ -359,7 +337,7 @@ def test_adding_a_part_works_as_its_page_says(
     config = load(Config, "quickstart", options)
     try:
         import_plugins(config.plugins)
-        getattr(module(tmp_path / f"test_my_{part}.py"), test)()
+        getattr(load_module(tmp_path / f"test_my_{part}.py"), test)()
         model = build(config.model)
     finally:
         sys.modules.pop(f"my_{part}", None)
@@ -389,7 +367,7 @@ def test_adding_an_objective_works_as_its_page_says(tmp_path: Path, monkeypatch:
     )
     try:
         import_plugins(config.plugins)
-        module(tmp_path / "test_fill_in.py").test_the_middle_comes_last_in_its_share_of_texts()
+        load_module(tmp_path / "test_fill_in.py").test_the_middle_comes_last_in_its_share_of_texts()
         objective, arrays = objective_for(config), random_batch(config)
     finally:
         sys.modules.pop("fill_in", None)

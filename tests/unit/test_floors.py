@@ -3,11 +3,11 @@
 import ast
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.source_tree import FOLDERS, ROOT, module_of
+
 EVERYBODYS = {
     "megatfm.errors": set[str](),
     "megatfm.rng": set[str](),
@@ -73,6 +73,8 @@ TRAIN["megatfm.train"] = {*CORE, *TRAIN}
 USES = {
     f"megatfm.{room}": {*CORE, *TRAIN} for room in ("inference", "convert", "report", "verify", "describe")
 }
+# Reads what `describe` counts, and runs a rank of a layout that does not exist.
+USES["megatfm.estimate"] = {*CORE, *TRAIN, "megatfm.describe"}
 BESIDE = {
     "megatfm.data_prep": {"megatfm.corpus", "megatfm.tokenizers", "megatfm.config"},
     # Steps that have a model read the text, which data_prep imports by name when a config asks for one.
@@ -117,9 +119,6 @@ ROOMS = {
     **ROOT_PACKAGE,
 }
 
-FOLDERS = {"data_prep", "launchers", "slurm"}
-"""Rooms whose folders lie at the top of the repository. All import them as `megatfm.data_prep`, …: by the bare name a
-user's own `megatfm.data_prep.py` would be imported instead, or ours a second time."""
 NO_TORCH = {"megatfm.config", "megatfm.launchers", "megatfm.slurm", "megatfm", "megatfm.cli", *EVERYBODYS}
 ONLY_FROM = dict.fromkeys(ENGINES, "megatfm.engines.registry")
 """Room → the module that alone imports it from outside, by name, when it is chosen."""
@@ -134,11 +133,6 @@ def room_of(module: str) -> str:
     parts = module.split(".")
     inner = (".".join(parts[:depth]) for depth in (4, 3))
     return next((room for room in inner if room in ROOMS), ".".join(parts[:2]))
-
-
-def module_of(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(["megatfm"] * (parts[0] in FOLDERS) + [*parts]).removesuffix(".__init__")
 
 
 def imports(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
@@ -204,6 +198,52 @@ def test_nobody_imports_a_folder_of_the_checkout() -> None:
         if name.split(".")[0] in FOLDERS
     ]
     assert not found, found
+
+
+SHARED_BY_TESTS = ("tests.support", "tests.plugins")
+READ_BY_THE_LAYOUT_TABLE = "tests.parity.test_pipelines"
+"""Test module whose cases the table of layouts is made from."""
+
+
+def shares(module: str, name: str) -> bool:
+    """Whether a file of tests or benchmarks may import this name."""
+    if not name.startswith("tests."):
+        return True
+    if module == "tests.support.layout_table" and is_through(name, (READ_BY_THE_LAYOUT_TABLE,)):
+        return True
+    return is_through(name, SHARED_BY_TESTS) and not any(
+        part.startswith("test_") or part == "conftest" for part in name.split(".")[:-1]
+    )
+
+
+def test_tests_share_support_alone() -> None:
+    """Nobody imports a test module or a conftest: a test that changes would change others."""
+    files = [path for folder in ("tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    found = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}: what tests share lies in tests/support"
+        for path in files
+        for line, name in imports(path.read_text(encoding="utf-8"), module_of(path), False)
+        if not shares(module_of(path), name)
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "fits"),
+    [
+        ("tests.unit.test_x", "from tests.support.parity import build_engine", True),
+        ("tests.unit.test_x", "from tests.plugins import plugin", True),
+        ("tests.unit.test_x", "from tests.parity import test_layouts", False),
+        ("tests.unit.test_x", "from tests.parity.test_layouts import compare_gradients", False),
+        ("tests.unit.test_x", "import tests.parity.test_pipelines", False),
+        ("tests.unit.test_x", "from .conftest import write", False),
+        ("tests.unit.test_x", "def f():\n    from tests.plugins.test_blocks import PAGES", False),
+        ("tests.support.layout_table", "from tests.parity import test_pipelines", True),
+        ("tests.support.layout_table", "from tests.parity import test_experts", False),
+    ],
+)
+def test_sharing_is_told_from_importing_a_test(module: str, source: str, fits: bool) -> None:
+    assert all(shares(module, name) for _, name in imports(source, module, False)) is fits
 
 
 def test_the_table_has_floors() -> None:

@@ -18,7 +18,7 @@ from megatfm.ops.attention.relative_bias import for_last_keys
 
 
 @ATTENTIONS.register("gqa")
-class HeadsAttention(nn.Module):
+class GroupedQueryAttention(nn.Module):
     """Projections around the core. Heads are viewed as −1, so that any number of local heads works."""
 
     tp_plan = (
@@ -65,8 +65,8 @@ class HeadsAttention(nn.Module):
         """Keys and values are made from what is looked at."""
         looked_at = tokens.with_count(tokens.encoder_tokens) if self.of_memory else tokens
         keys_and_values = self.wk, self.wv, self.k_norm, *filter(None, [self.wk_norm])
-        others = (part for part in self.children() if part not in keys_and_values)
-        return total_cost(others, tokens) + total_cost(keys_and_values, looked_at)
+        remaining_parts = (part for part in self.children() if part not in keys_and_values)
+        return total_cost(remaining_parts, tokens) + total_cost(keys_and_values, looked_at)
 
     def forward(
         self,

@@ -10,7 +10,7 @@ from megatfm.config import LinformerAttentionConfig, ModelConfig, require_varian
 from megatfm.cost import Cost, TokenCounts, total_cost
 from megatfm.errors import UsageError
 from megatfm.layers.attention.dot_product import ATTENTIONS, log_once
-from megatfm.layers.attention.gqa import HeadsAttention
+from megatfm.layers.attention.gqa import GroupedQueryAttention
 from megatfm.layers.attention.kv_cache import LayerCache
 from megatfm.layers.attention.patterns.local import require_full
 from megatfm.layers.attention.patterns.pattern import AttentionPattern
@@ -41,7 +41,7 @@ def linformer(config: ModelConfig, initial: Initialiser, pattern: AttentionPatte
     if config.family == "encoder_decoder" and (
         pattern.is_cross_attention or pattern.builtin_mask == "causal"
     ):
-        return HeadsAttention(config.with_changes({"attention": {"name": "gqa"}}), initial, pattern)
+        return GroupedQueryAttention(config.with_changes({"attention": {"name": "gqa"}}), initial, pattern)
     return LinformerAttention(config, initial, pattern)
 
 
@@ -55,8 +55,10 @@ def layerwise_projection(
 ) -> "SequenceProjection | None":
     """The projection that these layers of an encoder have in common. Raises UsageError where its sizes differ."""
     options = [config.layer_config(depth).attention for depth, has in enumerate(sketched) if has]
-    linformers = [require_variant(each, LinformerAttentionConfig, "model.attention") for each in options]
-    if len({(each.max_length, each.projected_length) for each in linformers}) > 1:
+    linformers = [
+        require_variant(attention, LinformerAttentionConfig, "model.attention") for attention in options
+    ]
+    if len({(attention.max_length, attention.projected_length) for attention in linformers}) > 1:
         raise UsageError(
             "model.attention.share = 'layerwise' is one projection for all layers, and model.layer_type has "
             "other lengths "
@@ -193,10 +195,13 @@ class LinformerAttention(nn.Module):
     ) -> Tensor:
         """[B, N, T, H] of some of the tokens of documents: what is here of each is sketched, and these are summed."""
         documents, sketches = [], []
-        here, of_rows = to_host(part.token_indices), part.full_sequence.on_host().positions_in_document()[0]
+        indices, of_rows = (
+            to_host(part.token_indices),
+            part.full_sequence.on_host().positions_in_document()[0],
+        )
         for row, places_S in enumerate(of_rows.expand(len(q_BNTH), -1)):
             for start, end in pairwise([*(places_S == 0).nonzero()[:, 0].tolist(), len(places_S)]):
-                first, last = torch.searchsorted(here, torch.tensor([start, end])).tolist()
+                first, last = torch.searchsorted(indices, torch.tensor([start, end])).tolist()
                 at = slice(row, row + 1), slice(None), slice(first, last)
                 documents.append(at)
                 places_T = part.token_indices[at[2]] - start

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from tests.e2e.slurm.cluster import Job
-from tests.e2e.test_training import curve
+from tests.support.slurm_cluster import Job
+from tests.support.training_runs import training_curve
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_hostile_paths_and_values_reach_no_shell(new_project, monkeypatch):
     record = job.finish()
     assert record["JobName"] == "small"
     assert record["TimeLimit"] != "00:01:00"
-    assert [line["step"] for line in curve(job.run_dir)] == [1, 2]
+    assert [line["step"] for line in training_curve(job.run_dir)] == [1, 2]
     assert not list(project.folder.parent.rglob("owned"))
 
 
@@ -61,7 +61,7 @@ def test_torchrun_starts_the_ranks_of_each_node(whole, project):
     job = project.launch("--start", "torchrun", nodes=2)
     assert job.finish()["NumNodes"] == "2"
     whole.finish()
-    assert curve(job.run_dir) == curve(whole.run_dir)
+    assert training_curve(job.run_dir) == training_curve(whole.run_dir)
 
 
 @pytest.mark.slow  # two nodes are above, and signals to torchrun's workers in unit/launchers/test_torchrun.py
@@ -75,7 +75,7 @@ def test_a_stop_reaches_torchrun_s_ranks(whole, project):
     assert job.finish()["Restarts"] == "1"
     assert "stopped by USR1" in job.log
     whole.finish()
-    assert curve(job.run_dir) == curve(whole.run_dir)
+    assert training_curve(job.run_dir) == training_curve(whole.run_dir)
 
 
 def test_a_crash_loop_stops_by_itself(crashing):
@@ -95,4 +95,4 @@ def test_a_rank_that_hangs_is_named_and_the_run_restarted(project, whole):
     assert f"rank 1 on {first['failed_host']}" in hanging.log
     assert "next_with_trouble" in (hanging.run_dir / "logs" / "rank-1.log").read_text(), "where it hung"
     whole.finish()
-    assert curve(hanging.run_dir) == curve(whole.run_dir)
+    assert training_curve(hanging.run_dir) == training_curve(whole.run_dir)

@@ -9,15 +9,14 @@ import pytest
 import torch
 
 from megatfm import checkpoint
-from tests.e2e.slurm.cluster import Job, run
-from tests.e2e.slurm.conftest import STEPS, Project
-from tests.e2e.test_training import curve
+from tests.support.slurm_cluster import STEPS, Job, Project, run
+from tests.support.training_runs import training_curve
 
 
 def assert_same_run(run: Path, whole: Path) -> None:
     """The joined loss curve and the last checkpoint are those of the run that nothing interrupted."""
-    assert [line["step"] for line in curve(run)] == list(range(1, STEPS + 1))
-    assert curve(run) == curve(whole)
+    assert [line["step"] for line in training_curve(run)] == list(range(1, STEPS + 1))
+    assert training_curve(run) == training_curve(whole)
     last = f"checkpoints/step-{STEPS:08}"
     one, other = (checkpoint.read_tensors(folder / last) for folder in (run, whole))
     assert one.keys() == other.keys()
@@ -199,8 +198,8 @@ def test_without_a_spare_the_run_goes_on_with_fewer(project, whole):
         assert job.finish(timeout=400)["Restarts"] == "1"
         assert {*job.nodes, node} == {"n7", "n8"}
         whole.finish()
-        assert [line["step"] for line in curve(job.run_dir)] == list(range(1, STEPS + 1))
-        for one, other in zip(curve(job.run_dir), curve(whole.run_dir), strict=True):
+        assert [line["step"] for line in training_curve(job.run_dir)] == list(range(1, STEPS + 1))
+        for one, other in zip(training_curve(job.run_dir), training_curve(whole.run_dir), strict=True):
             assert one["loss"] == pytest.approx(other["loss"], rel=1e-6)
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.slurm.cluster import Job, run
-from tests.e2e.slurm.conftest import Project
-from tests.e2e.test_training import curve
-from tests.unit.data_prep.conftest import tree
+from tests.support.prep_files import file_hashes
+from tests.support.slurm_cluster import Job, Project, run
+from tests.support.training_runs import training_curve
 
 WAYS = ("Open MPI", "MPICH", "pmi2", "pmix")
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -66,5 +65,5 @@ def test_run_and_corpus_are_the_same(way, jobs, whole, corpus):
         pytest.skip(job)
     assert job.finish()["NumNodes"] == "2"
     whole.finish()
-    assert curve(job.run_dir) == curve(whole.run_dir)
-    assert tree(job.run_dir.with_name("corpus")) == tree(corpus)
+    assert training_curve(job.run_dir) == training_curve(whole.run_dir)
+    assert file_hashes(job.run_dir.with_name("corpus")) == file_hashes(corpus)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.e2e.slurm.cluster import metrics
+from tests.support.slurm_cluster import metrics
 
 
 @pytest.mark.slow  # six starts; tests/unit/launchers/test_prolog_epilog.py has what is asked of SLURM

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.slurm.cluster import TESTCLUSTER, run, why_not
+from tests.support.slurm_cluster import TESTCLUSTER, run, why_not
 
 NAME = f"u{os.getpid()}"
 ROOT = Path("/var/lib/megatfm-testcluster")
@@ -95,7 +95,7 @@ def test_an_interrupted_up_takes_itself_down():
     assert traces() == []
 
 
-def test_it_goes_with_its_owner():
+def test_the_cluster_goes_down_with_its_owner():
     owner = subprocess.Popen(["sleep", "300"])
     command("up", *SMALL, "--until", owner.pid)
     os.kill(int((FOLDER / "run" / "watch").read_text()), signal.SIGKILL)

@@ -5,8 +5,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.e2e.slurm.cluster import metrics
-from tests.e2e.slurm.conftest import STEPS
+from tests.support.slurm_cluster import STEPS, metrics
 
 
 def test_two_nodes_match_a_single_process(whole, alone):

@@ -210,7 +210,8 @@ def newer(path: Path) -> None:
     (path / file_format.METADATA_FILENAME).write_bytes(file_format._metadata_head(body) + body + b"}\n")
 
 
-def test_a_checkpoint_of_a_newer_version_is_neither_passed_over_nor_put_aside(tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+    """The checkpoint is neither passed over nor put aside."""
     for step in (3, 5):
         save_step(tmp_path, step)
     newer(tmp_path / "step-00000005")

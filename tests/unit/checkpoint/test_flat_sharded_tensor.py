@@ -28,7 +28,7 @@ def test_any_stretch_of_any_shape(sizes: tuple[int, ...]) -> None:
             assert len(box.blocks) <= 2 * len(sizes) - 1
 
 
-def test_it_is_saved_and_read_like_any_box(tmp_path: Path) -> None:
+def test_a_flat_shard_is_saved_and_read_like_a_box(tmp_path: Path) -> None:
     """A block of a tensor that tensor parallelism cuts, of which elements 5 to 17 are held here."""
     whole = torch.arange(60.0).view(6, 10)
     path = checkpoint.save(tmp_path, 1, {"w": whole}, {})

@@ -115,7 +115,7 @@ def test_large_boxes_are_cut_into_pieces_and_files(tmp_path: Path, monkeypatch: 
     assert all(same_bits(tensor, tensors[name]) for name, tensor in read_tensors(path).items())
 
 
-def test_each_file_is_read_once_and_only_if_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_read_once_and_only_if_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "FILE_BYTES", 100)
     path = save(tmp_path, 1, {"a": torch.zeros(20), "b": torch.zeros(20), "c": torch.zeros(20)}, {})
     read, opened = file_format.read_safetensors, []

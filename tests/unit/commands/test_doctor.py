@@ -65,7 +65,7 @@ def test_a_lock_of_a_build_that_was_killed_is_named(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(doctor, "COMPILERS", set())
     found = findings("DeepSpeed")["build lock"]
     assert not found.ok
-    assert str(lock) in found.found
+    assert str(lock) in found.detail
     assert found.advice == f"rm {lock}"
     assert findings("DeepSpeed")["async_io"].advice == "apt-get install libaio-dev"
     (lock.parent.parent / "async_io").mkdir()

@@ -11,7 +11,7 @@ import numpy as np
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.writer import ShardWriter
 from megatfm.errors import UsageError
-from tests.unit.corpus.tamper import assert_refused
+from tests.support.damaged_corpora import assert_refused
 
 Write = Callable[..., Path]
 

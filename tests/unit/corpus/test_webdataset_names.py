@@ -11,7 +11,7 @@ from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.inspect import check
 from megatfm.corpus.webdataset_index import index_folder
 from megatfm.errors import UsageError
-from tests.unit.corpus.test_webdataset_index import GOOD, HASH, IDS, documents, member, npy, tar, write_wds
+from tests.support.webdatasets import GOOD, HASH, IDS, documents, member, npy, tar, write_wds
 
 
 @pytest.mark.parametrize("packed", [False, True])

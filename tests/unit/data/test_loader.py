@@ -91,9 +91,10 @@ def test_ranks_and_micro_batches_only_divide_the_order(
         )
 
 
-def test_a_resume_at_any_position_and_on_other_ranks_is_the_run_that_was_never_stopped(
+def test_a_resume_has_the_batches_of_the_run_never_stopped(
     rows: PackedDataset,
 ) -> None:
+    """A resume may come at any position and on another number of ranks."""
     n = len(rows) // 8 + 5
     whole = steps(rows, n)
     for stop in (0, 1, 7, n - 3):

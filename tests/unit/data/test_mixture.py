@@ -47,6 +47,15 @@ def test_every_block_of_every_stream_has_its_quotas(make_mixture: Any) -> None:
             assert found == Counter({name: round(BLOCK * share) for name, share in weights.items()})
 
 
+def test_sources_of_many_rows_are_those_of_each(make_mixture: Any) -> None:
+    """Over two changes of phase and many blocks, in any order."""
+    mixture, names = make_mixture(), ["a", "b", "c"]
+    positions = np.random.default_rng(1).permutation(400)
+    expected = [names.index(mixture.place(int(position))[0]) for position in positions]
+    assert mixture.row_sources(positions).tolist() == expected
+    assert mixture.row_sources(positions[:0]).tolist() == []
+
+
 def test_any_stretch_comes_close_to_the_weights(make_mixture: Any) -> None:
     mixture = make_mixture(phases=((0, WEIGHTS),))
     places = [mixture.place(position)[0] for position in range(4000)]
@@ -112,7 +121,7 @@ def test_every_source_is_read_in_its_own_order_each_row_once(make_mixture: Any) 
     assert mixture.rows_consumed(131) == Counter(mixture.place(p)[0] for p in range(131))
 
 
-def test_it_is_a_pure_function_of_seed_and_position(make_mixture: Any) -> None:
+def test_the_mixture_is_a_pure_function_of_seed_and_position(make_mixture: Any) -> None:
     one, other = make_mixture(), make_mixture()
     positions = np.random.default_rng(0).integers(0, 3000, 200)
     backwards = [other.place(position) for position in positions[::-1]][::-1]

@@ -19,7 +19,7 @@ import zstandard
 from megatfm.config.prep import ReadConfig
 from megatfm.data_prep.input_files import DocumentReader, InputFiles
 from megatfm.data_prep.readers.record import BadFileError, opened
-from tests.unit.data_prep.test_readers import warc_record
+from tests.support.prep_files import warc_record
 
 MOST = 2**18
 LONG = 2**26

@@ -15,7 +15,7 @@ from megatfm.config import to_toml
 from megatfm.config.prep import PrepConfig
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.inspect import check
-from tests.unit.data_prep.conftest import tree, write
+from tests.support.prep_files import file_hashes, write_file
 
 Make = Callable[..., PrepConfig]
 SETTINGS = ["split.validation=0.1", "tokenizer.vocab_size=700", "tokenizer.sentinels=4"]
@@ -53,7 +53,7 @@ def test_nothing_held_out_nothing_mended_and_mostly_copies(
     page = {"text": "\n".join(lines), "url": "https://www.example.org/a"}
     other = {"text": "\n".join(lines[::-1]), "url": "http://b.org:80/"}
     records = [json.dumps(each) for each in (page, page, page, other)]
-    write(tmp_path / "lines" / "a.jsonl", "\n".join(records).encode())
+    write_file(tmp_path / "lines" / "a.jsonl", "\n".join(records).encode())
     words = ["read.folder=lines", "split.validation=0", "read.fix_unicode=false"]
     assert prep(*words, "steps=[{name='language'}]") == 0
     said = capfd.readouterr().err
@@ -70,7 +70,7 @@ def test_nothing_held_out_nothing_mended_and_mostly_copies(
     assert {decode(corpus.read_sample(at).tokens) for at in range(2)} == {page["text"], other["text"]}
     assert prep(*words, "steps=[{name='language'}]") == 0
     assert "nothing to do" in capfd.readouterr().err
-    write(tmp_path / "lines" / "b.jsonl", "\n".join(records[:3]).encode())
+    write_file(tmp_path / "lines" / "b.jsonl", "\n".join(records[:3]).encode())
     assert prep(*words, "out=again") == 0
     assert "note: 5 of 7 documents are copies of others, letter by letter" in capfd.readouterr().err
 
@@ -78,7 +78,7 @@ def test_nothing_held_out_nothing_mended_and_mostly_copies(
 def test_skipped_files_are_listed(
     prep: Callable[..., int], corpus: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    write(corpus / "a.png", b"\x89PNG\0")
+    write_file(corpus / "a.png", b"\x89PNG\0")
     (corpus / "loop").symlink_to(".")
     assert prep("read.on_error=skip", "compress=false") == 0
     shards = sorted(path.name for path in (corpus.parent / "out/train").glob("shard-*.tar*"))
@@ -119,9 +119,9 @@ def test_usage_errors(
 ) -> None:
     overrides, reason = USAGE[name]
     (tmp_path / "empty").mkdir()
-    write(tmp_path / "blank" / "a", b"\n")
-    write(tmp_path / "blank" / "b", b"")
-    write(tmp_path / "word" / "a.txt", b"word")
+    write_file(tmp_path / "blank" / "a", b"\n")
+    write_file(tmp_path / "blank" / "b", b"")
+    write_file(tmp_path / "word" / "a.txt", b"word")
     assert prep(*overrides) == 2
     assert error_line(capfd).count(reason) == 1
 
@@ -137,7 +137,7 @@ def test_bad_files(
     prep: Callable[..., int], corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
     data, reason = FAILURES[name]
-    path = write(corpus / "bad.txt", data)
+    path = write_file(corpus / "bad.txt", data)
     assert prep() == 1
     assert f"{path}: {reason}" in error_line(capfd)
 
@@ -156,7 +156,7 @@ def test_an_unreadable_corpus(
 def test_an_out_that_can_not_be_made(
     prep: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    write(tmp_path / "file", b"")
+    write_file(tmp_path / "file", b"")
     assert prep("out=file") == 1
     assert "choose another out" in error_line(capfd)
 
@@ -186,7 +186,7 @@ def test_errors_of_the_system_are_said(
 
 def test_files_that_can_not_grow(config: Make, tmp_path: Path) -> None:
     """A limit on the size of files, which any user can set, stands for a full disk: some stage can't write."""
-    whole = tree(data_prep.run(config("whole")).out)
+    whole = file_hashes(data_prep.run(config("whole")).out)
     for kilobytes in (16, 56):
         small = config(f"out{kilobytes}")
         check_limited(small, tmp_path / "prep.toml", kilobytes * 1024, whole)
@@ -206,7 +206,7 @@ def check_limited(small: PrepConfig, path: Path, most: int, whole: dict[str, str
     assert "cannot be written (File too large)" in full.stderr.splitlines()[-1]
     assert "Traceback" not in full.stderr
     assert nothing_half_written(Path(small.out), whole)
-    assert tree(data_prep.run(small).out) == whole
+    assert file_hashes(data_prep.run(small).out) == whole
 
 
 @pytest.fixture
@@ -224,7 +224,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk(
     prep: Callable[..., int], config: Make, small_disk: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    ballast = write(small_disk / "ballast", bytes(500_000))
+    ballast = write_file(small_disk / "ballast", bytes(500_000))
     assert prep(f"out={small_disk / 'out'}") == 1
     assert "cannot be written (No space left on device): make room" in error_line(capfd)
     assert nothing_half_written(small_disk / "out", {})
@@ -235,7 +235,9 @@ def test_a_full_disk(
 
 def nothing_half_written(out: Path, whole: dict[str, str]) -> bool:
     left = {
-        name: value for name, value in tree(out).items() if "." not in {part[0] for part in name.split("/")}
+        name: value
+        for name, value in file_hashes(out).items()
+        if "." not in {part[0] for part in name.split("/")}
     }
     return left.items() <= whole.items() and "prep.json" not in left
 

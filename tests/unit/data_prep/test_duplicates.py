@@ -21,7 +21,7 @@ from megatfm.data_prep.dedup.hashing import signatures
 from megatfm.data_prep.dedup.key_table import DedupContext, KeyTable, write_keys
 from megatfm.data_prep.dedup.methods import DedupMethod, LineDedup, make_dedup_method
 from megatfm.data_prep.documents import Document, StepStats
-from tests.unit.data_prep.conftest import one_by_one
+from tests.support.prep_files import one_by_one
 
 MANY = 2**30
 WORDS = [

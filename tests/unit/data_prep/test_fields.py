@@ -22,7 +22,7 @@ from megatfm.data_prep.filters.selection import MetadataFilter
 from megatfm.data_prep.readers import reader
 from megatfm.data_prep.readers.record import Record
 from megatfm.errors import UsageError
-from tests.unit.data_prep.conftest import write
+from tests.support.prep_files import write_file
 
 RECORDS: list[dict[str, Any]] = [
     {
@@ -38,7 +38,7 @@ RECORDS: list[dict[str, Any]] = [
 
 
 def of_file(tmp_path: Path, keep: tuple[str, ...], **more: Any) -> PrepConfig:
-    write(tmp_path / "in" / "a.jsonl", "\n".join(map(json.dumps, RECORDS)).encode())
+    write_file(tmp_path / "in" / "a.jsonl", "\n".join(map(json.dumps, RECORDS)).encode())
     values = {
         "out": str(tmp_path / "out"),
         "read": {"folder": str(tmp_path / "in"), "metadata_keys": keep},
@@ -171,8 +171,8 @@ def test_files_of_ones_own_are_held_out(tmp_path: Path) -> None:
     kept, given = records[:8], records[8:]
     near = {**kept[3], "text": kept[3]["text"] + " One more word."}
     folder = tmp_path / "in"
-    write(folder / "a" / "train.jsonl", "\n".join(map(json.dumps, [kept[2], near, *given])).encode())
-    write(folder / "b" / "held.jsonl", "\n".join(map(json.dumps, kept)).encode())
+    write_file(folder / "a" / "train.jsonl", "\n".join(map(json.dumps, [kept[2], near, *given])).encode())
+    write_file(folder / "b" / "held.jsonl", "\n".join(map(json.dumps, kept)).encode())
     values: dict[str, Any] = {
         "out": str(tmp_path / "out"),
         "read": {"folder": str(folder), "metadata_keys": ["url"]},

@@ -26,8 +26,8 @@ from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.inspect import check, show
 from megatfm.data_prep.tokenize import make_tokenizer_files, write_tokenizer
 from megatfm.errors import MegatfmError, UsageError
-from tests.unit.data_prep.conftest import tree, write
-from tests.unit.data_prep.test_resume import KILLED, count_moments, killed
+from tests.support.killed_preps import KILLED, count_moments, run_killed_at
+from tests.support.prep_files import file_hashes, write_file
 
 
 def image(number: int, format_: str = "JPEG") -> bytes:
@@ -59,7 +59,7 @@ def samples(count: int = 30) -> dict[str, dict[str, bytes]]:
 def as_folder(root: Path, found: Mapping[str, Mapping[str, bytes]]) -> None:
     for name, members in found.items():
         for extension, data in members.items():
-            write(root / f"set{int(name) % 2}" / f"{name}.{extension}", data)
+            write_file(root / f"set{int(name) % 2}" / f"{name}.{extension}", data)
 
 
 def as_tar(root: Path, found: Mapping[str, Mapping[str, bytes]]) -> None:
@@ -109,7 +109,7 @@ def test_every_byte_comes_through(tmp_path: Path, lay: Any) -> None:
 
     # The same whatever the parts, and readable by others.
     data_prep.run(config(tmp_path, "again", task_bytes=2**20))
-    first, again = tree(tmp_path / "out" / "train"), tree(tmp_path / "again" / "train")
+    first, again = file_hashes(tmp_path / "out" / "train"), file_hashes(tmp_path / "again" / "train")
     assert first == again
     with open(tmp_path / "out" / "train" / "shard-000000.tar.zst", "rb") as shard:
         unpacked = zstandard.ZstdDecompressor().stream_reader(shard, read_across_frames=True).read()
@@ -125,16 +125,16 @@ def test_every_byte_comes_through(tmp_path: Path, lay: Any) -> None:
 def test_killed_at_any_moment(tmp_path: Path, lay: Any) -> None:
     lay(tmp_path / "in", samples())
     small = config(tmp_path, task_bytes=1024)
-    whole = tree(data_prep.run(small).out)
+    whole = file_hashes(data_prep.run(small).out)
     moments = count_moments(tmp_path, small)
     rng = random.Random(0)
     # The last moments are those of the commits.
     lasts = [*rng.sample(range(moments), 1), *range(moments - 2, moments)]
     again = [("again", last) for last in sorted(rng.sample(range(moments), 2))]
-    statuses = killed(tmp_path, small, [*((f"{last}", last) for last in lasts), *again])
+    statuses = run_killed_at(tmp_path, small, [*((f"{last}", last) for last in lasts), *again])
     assert statuses[: len(lasts) + 1] == [KILLED] * (len(lasts) + 1)
     for out in ("again", *map(str, lasts)):
-        assert tree(data_prep.run(config(tmp_path, out, task_bytes=1024)).out) == whole
+        assert file_hashes(data_prep.run(config(tmp_path, out, task_bytes=1024)).out) == whole
 
 
 def test_captions_become_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from megatfm.data_prep.dedup import key_table as index_module
 from megatfm.data_prep.dedup.clusters import mark_near_duplicates, spanning_forest
 from megatfm.data_prep.dedup.first_occurrence import group_equal_keys, mark_repeats
 from megatfm.data_prep.dedup.key_table import DedupContext, Facts, KeyTable, Partitioning, write_keys
-from tests.unit.data_prep.conftest import one_by_one
+from tests.support.prep_files import one_by_one
 
 MANY = 2**30
 Marks = NDArray[np.uint8]

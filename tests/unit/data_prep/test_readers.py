@@ -32,6 +32,7 @@ from megatfm.data_prep.readers import FORMATS, format_of, reader
 from megatfm.data_prep.readers.record import Bad, BadFileError
 from megatfm.data_prep.readers.web import plain
 from megatfm.errors import MegatfmError
+from tests.support.prep_files import warc_record
 
 TEXTS = ["The first text.\n", "second: é 東京 \U0001f600\nwith lines\n\nand more", "x" * 3000, "fourth"]
 URLS = [f"https://example.org/{number}" for number in range(len(TEXTS))]
@@ -88,15 +89,6 @@ def warc() -> bytes:
         head = f"HTTP/1.1 200 OK\r\nContent-Type: text/html; charset={charset}\r\nContent-Length: {len(body)}\r\n\r\n"
         parts.append(warc_record("response", head.encode() + body, url, "application/http; msgtype=response"))
     return b"".join(parts)
-
-
-def warc_record(kind: str, content: bytes, url: str, type_: str) -> bytes:
-    head = (
-        f"WARC/1.0\r\nWARC-Type: {kind}\r\nWARC-Target-URI: {url}\r\nWARC-Date: 2024-01-01T00:00:00Z\r\n"
-        f"WARC-Record-ID: <urn:uuid:00000000-0000-0000-0000-000000000000>\r\nContent-Type: {type_}\r\n"
-        f"Content-Length: {len(content)}\r\n\r\n"
-    )
-    return head.encode() + content + b"\r\n\r\n"
 
 
 def wiki() -> bytes:

@@ -22,7 +22,8 @@ from megatfm.data_prep.execution.executors import LockExecutor
 from megatfm.data_prep.execution.upload import RemoteOutput
 from megatfm.data_prep.input_files import InputFiles
 from megatfm.errors import MegatfmError, UsageError
-from tests.unit.data_prep.conftest import write
+from tests.support.prep_files import write_file
+from tests.support.remote_corpora import use_s3
 
 
 @pytest.fixture(scope="module")
@@ -38,15 +39,7 @@ def endpoint() -> Iterator[str]:
 @pytest.fixture
 def s3(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """An empty bucket there, and its file system."""
-    for name, value in {
-        "AWS_ENDPOINT_URL": endpoint,
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    fsspec.config.conf.pop("s3", None)
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    use_s3(endpoint, monkeypatch)
     fs = fsspec.filesystem("s3")
     fs.mkdir("prep-bucket")
     monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
@@ -61,12 +54,14 @@ def small(tmp_path: Path) -> Path:
     """A folder of a few formats, with names to be left out, and one that a URL spells otherwise."""
     root = tmp_path / "small"
     lines = [json.dumps({"text": f"A line number {n} of some words. " * 9}) for n in range(60)]
-    write(root / "a" / "lines.jsonl", "\n".join(lines).encode())
+    write_file(root / "a" / "lines.jsonl", "\n".join(lines).encode())
     for n in range(12):
-        write(root / "b" / f"text {n}#é.txt", (f"Another text, with number {n}, is here. " * 40).encode())
-    write(root / "a.txt", b"a folder comes before a file of a longer name\n" * 9)
-    write(root / ".hidden" / "x.txt", b"never read")
-    write(root / "tests" / "y.txt", b"left out")
+        write_file(
+            root / "b" / f"text {n}#é.txt", (f"Another text, with number {n}, is here. " * 40).encode()
+        )
+    write_file(root / "a.txt", b"a folder comes before a file of a longer name\n" * 9)
+    write_file(root / ".hidden" / "x.txt", b"never read")
+    write_file(root / "tests" / "y.txt", b"left out")
     return root
 
 
@@ -264,7 +259,7 @@ class Pages(http.server.SimpleHTTPRequestHandler):
 @pytest.fixture
 def web(small: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
-    write(small / "above.txt", b"")
+    write_file(small / "above.txt", b"")
     with http.server.ThreadingHTTPServer(
         ("127.0.0.1", 0), functools.partial(Pages, directory=small)
     ) as server:

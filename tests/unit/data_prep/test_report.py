@@ -15,7 +15,7 @@ from megatfm.corpus.corpus import Corpus
 from megatfm.data_prep.report.page import bars, number, render, size
 from megatfm.data_prep.shards import Statistics
 from megatfm.data_prep.tokenize import make_tokenizer_files, write_tokenizer
-from tests.unit.data_prep.conftest import write
+from tests.support.prep_files import write_file
 
 Make = Callable[..., PrepConfig]
 
@@ -53,8 +53,8 @@ def test_lengths_and_sources_by_hand(tmp_path: Path) -> None:
 
 
 def test_the_page_is_whole_and_harmless(config: Make, corpus: Path) -> None:
-    write(corpus / "<script>alert(1)</script>.txt", b"<script>alert(2)</script> is empty? \n")
-    write(corpus / "again.txt", b"<script>alert(2)</script> is empty? \n")
+    write_file(corpus / "<script>alert(1)</script>.txt", b"<script>alert(2)</script> is empty? \n")
+    write_file(corpus / "again.txt", b"<script>alert(2)</script> is empty? \n")
     summary = data_prep.run(config())
     page = (summary.out / "report.html").read_text()
     assert page == render(summary.result)

@@ -221,7 +221,7 @@ DROPPED = {
 @pytest.mark.parametrize(
     ("name", "why", "text"), [(name, *case) for name, cases in DROPPED.items() for case in cases]
 )
-def test_each_reason(name: str, why: str, text: str) -> None:
+def test_rules_drop_for_each_reason(name: str, why: str, text: str) -> None:
     each = step(name)
     assert outcome(each, text) == (None, why)
     (example,) = each.counts.dropped[why].examples

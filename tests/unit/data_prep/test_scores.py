@@ -20,7 +20,9 @@ from megatfm.data_prep.filters.base import make_filter
 from megatfm.data_prep.filters.classifiers import LinearClassifier, features
 from megatfm.errors import UsageError
 from megatfm.inference.text import load
-from tests.unit.inference.conftest import random_model, tokenizer_model, wide, write_run  # noqa: F401
+from tests.support.trained_runs import padded_decoder, random_model, tokenizer_model, write_trained_run
+
+__all__ = ["tokenizer_model"]  # a fixture
 
 PROSE = [
     "the",
@@ -123,8 +125,10 @@ def test_the_fit_is_a_minimum(weights: LinearClassifier) -> None:
 
 
 def test_perplexity_under_a_run(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    run = write_run(
-        tmp_path / "run", request.getfixturevalue("tokenizer_model"), random_model(wide(), torch.float32)
+    run = write_trained_run(
+        tmp_path / "run",
+        request.getfixturevalue("tokenizer_model"),
+        random_model(padded_decoder(), torch.float32),
     )
     text = "def indent(text, prefix): return text.splitlines(True)\n" * 3
     how = {"name": "perplexity", "run": str(run), "save_as": "perplexity", "max_tokens": 30}

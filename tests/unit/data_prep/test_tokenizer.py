@@ -13,7 +13,7 @@ from megatfm.config.prep import PrepConfig
 from megatfm.corpus.corpus import Corpus
 from megatfm.data_prep.execution.workspace import config_identity
 from megatfm.errors import UsageError
-from tests.unit.data_prep.conftest import tree
+from tests.support.prep_files import file_hashes
 
 Make = Callable[..., PrepConfig]
 FILES = {
@@ -92,9 +92,9 @@ def test_a_tokenizer_can_be_brought_along(config: Make, tmp_path: Path) -> None:
         data_prep.run(brought(config, out, place))
         for out, place in (("a", first), ("b", tmp_path / "elsewhere" / "tokenizer.json"))
     ]
-    assert tree(made[0].out) == tree(made[1].out)
-    shards = {name: value for name, value in tree(first).items() if ".zst" in name}
-    assert shards.items() <= tree(made[0].out).items()
+    assert file_hashes(made[0].out) == file_hashes(made[1].out)
+    shards = {name: value for name, value in file_hashes(first).items() if ".zst" in name}
+    assert shards.items() <= file_hashes(made[0].out).items()
     assert data_prep.run(brought(config, "a", tmp_path / "elsewhere")).already_done
 
 

@@ -24,7 +24,7 @@ def there(path: Path) -> set[Path]:
     return set(path.glob(".megatfm-offload-*/*-*/"))
 
 
-def test_each_engine_has_its_own_and_removes_it(tmp_path: Path) -> None:
+def test_each_engine_has_a_folder_and_removes_it(tmp_path: Path) -> None:
     (tmp_path / "somebody's").mkdir()
     first, second = OffloadDirectory(tmp_path), OffloadDirectory(tmp_path)
     assert there(tmp_path) == {first.path, second.path}
@@ -68,7 +68,7 @@ def test_only_what_it_made_itself_is_removed(tmp_path: Path) -> None:
     assert not (tmp_path / "megatfm-lock/lock").exists()
 
 
-def test_it_is_the_user_s_alone(tmp_path: Path) -> None:
+def test_an_engine_s_folder_is_the_user_s_alone(tmp_path: Path) -> None:
     own = OffloadDirectory(tmp_path)
     assert own.path.parent.stat().st_mode & 0o777 == 0o700
     own.remove()

@@ -14,8 +14,9 @@ from megatfm.engines import activation_checkpointing
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
 from megatfm.parallel.layout import transformer_blocks
-from tests.parity.test_families import MODELS, PassThroughObjective, batch_for
-from tests.parity.test_layouts import ADAMW, CAUSAL, global_batch, make_engine, microbatches
+from tests.support.batches import CAUSAL, PassThroughObjective, family_batch, global_batch
+from tests.support.models import ADAMW, FAMILY_MODELS
+from tests.support.parity import build_engine, microbatches
 from tests.support.workers import Workers
 
 LAYOUTS = {
@@ -38,8 +39,10 @@ TERMS = {"gpt": ["causal", "future_1"], "t5": ["span"]}
 
 
 def gradients(name: str, parallel: ParallelConfig, how: str) -> dict[str, Tensor]:
-    engine = make_engine(MODELS[name], parallel, ADAMW, recomputed=how)
-    engine.forward_backward(microbatches(engine, batch_for(MODELS[name])), PassThroughObjective(TERMS[name]))
+    engine = build_engine(FAMILY_MODELS[name], parallel, ADAMW, recomputed=how)
+    engine.forward_backward(
+        microbatches(engine, family_batch(FAMILY_MODELS[name])), PassThroughObjective(TERMS[name])
+    )
     return engine.gradients()
 
 
@@ -61,7 +64,7 @@ def compiled() -> None:
     batch = global_batch(seed=1) | {"keys": torch.arange(8) * 7 + 1}
     made = []
     for how, compile_blocks in (("none", False), ("selective", True)):
-        engine = make_engine(
+        engine = build_engine(
             config, ParallelConfig(), ADAMW, precision="fp32", recomputed=how, compile_blocks=compile_blocks
         )
         with warnings.catch_warnings():

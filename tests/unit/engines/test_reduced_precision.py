@@ -11,8 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatfm.config import ParallelConfig
 from megatfm.engines.native import fully_sharded
 from megatfm.models import build
-from tests.parity.test_layouts import ADAMW, CAUSAL, TIED, global_batch, make_engine, microbatches
-from tests.parity.test_pipelines import make_engine as make_pipeline
+from tests.support.batches import CAUSAL, global_batch
+from tests.support.models import ADAMW, TIED_MODEL
+from tests.support.parity import build_engine, microbatches
 from tests.support.workers import Workers
 
 LAYOUTS = {
@@ -43,8 +44,7 @@ class Summed(TorchDispatchMode):
 
 def summed(layout: str) -> dict[torch.dtype, int]:
     parallel = LAYOUTS[layout]
-    make = make_pipeline if parallel.pp > 1 else make_engine
-    engine = make(TIED, parallel, ADAMW, precision="bf16")
+    engine = build_engine(TIED_MODEL, parallel, ADAMW, precision="bf16")
     with Summed() as found:
         engine.forward_backward(microbatches(engine, global_batch(seed=1)), CAUSAL)
     assert all(g.dtype == torch.float32 for g in engine.gradients().values())
@@ -53,14 +53,14 @@ def summed(layout: str) -> dict[torch.dtype, int]:
 
 def every_layout() -> None:
     with torch.device("meta"):
-        sizes = {name: p.numel() for name, p in build(TIED).named_parameters()}
+        sizes = {name: p.numel() for name, p in build(TIED_MODEL).named_parameters()}
     for layout in LAYOUTS:
         found = summed(layout)
         if layout == "tp":
             # Activations and their gradients are summed as they are; norms' shares of gradients in float32.
             assert found[torch.float32] >= sum(n for name, n in sizes.items() if "norm" in name)
         elif layout == "stages":
-            assert found == {torch.float32: TIED.vocab_size * TIED.d_model}, "the tied table's"
+            assert found == {torch.float32: TIED_MODEL.vocab_size * TIED_MODEL.d_model}, "the tied table's"
         else:
             assert found.keys() == {torch.float32}, layout
             assert found[torch.float32] >= sum(sizes.values()), layout

@@ -11,10 +11,10 @@ from torch import Tensor
 from megatfm import checkpoint
 from megatfm.config import ModelConfig, OptimizerSection, ParallelConfig
 from megatfm.engines.native.engine import NativeEngine
-from tests.parity import test_layouts, test_pipelines
-from tests.parity.test_layouts import CAUSAL, global_batch, microbatches
+from tests.support.batches import CAUSAL, global_batch
+from tests.support.optimizers import OPTIMIZERS
+from tests.support.parity import build_engine, microbatches
 from tests.support.workers import Workers
-from tests.unit.engines.test_optimizers import OPTIMIZERS
 
 # A vocabulary of no even parts, fewer key heads than tensor-parallel ranks, a tie between the ends of the pipeline.
 MODEL = ModelConfig(
@@ -52,8 +52,7 @@ SCALE = "engine.loss_scale"
 
 
 def make_engine(parallel: ParallelConfig, precision: str, optimizer: OptimizerSection) -> NativeEngine:
-    make = test_pipelines.make_engine if parallel.pp > 1 else test_layouts.make_engine
-    return make(MODEL, parallel, optimizer, precision=precision)
+    return build_engine(MODEL, parallel, optimizer, precision=precision)
 
 
 def train_and_save(folder: Path, optimizer: OptimizerSection) -> None:

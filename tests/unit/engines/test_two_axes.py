@@ -31,6 +31,7 @@ from megatfm.parallel.mesh import DataAxes, Mesh, build_mesh
 from megatfm.parallel.parallelize import parallelize
 from megatfm.parallel.styles import STYLES, Layouts, ParallelStyle
 from megatfm.train.resilience import compare_replicas
+from tests.support.parity import local_block
 from tests.support.workers import Workers
 
 EXPERT_AXIS = "dp_replicate"
@@ -173,16 +174,14 @@ def forward_backward(engine: NativeEngine) -> float:
     ).loss
 
 
-def part(engine: NativeEngine, name: str, tensor: Tensor) -> Tensor:
-    offsets, sizes = engine.boxes[name]
-    return tensor[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
-
-
 def compare(world: int, folder: Path) -> None:
     for layout, parallel in LAYOUTS[world].items():
         engine, model = make_engine(parallel), one_device()
         for name, parameter in model.named_parameters():
-            assert torch.equal(part(engine, name, parameter.detach()), engine.local[name]), (layout, name)
+            assert torch.equal(local_block(engine, name, parameter.detach()), engine.local[name]), (
+                layout,
+                name,
+            )
         loss = model(rows()).square().sum() / ROWS
         loss.backward()
         expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -191,7 +190,7 @@ def compare(world: int, folder: Path) -> None:
         gradients = engine.gradients()
         assert gradients.keys() == expected.keys()
         for name, gradient in gradients.items():
-            error = (gradient - part(engine, name, expected[name])).norm()
+            error = (gradient - local_block(engine, name, expected[name])).norm()
             assert error <= 1e-9 * max(expected[name].norm(), floor), (layout, name, float(error))
         found = engine.layer_statistics()["stack.layers.0"]
         for kind, tensors in (("weight", dict(model.named_parameters())), ("gradient", expected)):
@@ -204,7 +203,7 @@ def compare(world: int, folder: Path) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         torch.optim.AdamW(model.parameters(), lr=1e-2, **ADAMW).step()
         for name, parameter in model.named_parameters():
-            stepped = part(engine, name, parameter.detach())
+            stepped = local_block(engine, name, parameter.detach())
             torch.testing.assert_close(engine.local[name], stepped, rtol=1e-9, atol=1e-12)
         compare_replicas(engine, step=1, every=1)
         checkpoint.save(folder / layout, 1, engine.state_dict(), {})

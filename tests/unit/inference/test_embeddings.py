@@ -22,9 +22,7 @@ from megatfm.errors import UsageError
 from megatfm.inference.embeddings import SentenceEmbedder
 from megatfm.tokenizers import SentencePieceTokenizer
 from tests.support.reference_gradients import perturb
-
-from .conftest import MODEL, random_model, write_run
-from .test_load import rewrite
+from tests.support.trained_runs import SMALL_DECODER, random_model, write_next_checkpoint, write_trained_run
 
 PIECES = [
     "[PAD]",
@@ -152,9 +150,9 @@ def mean_of(model: torch.nn.Module, ids: list[int], **fields: torch.Tensor) -> t
 def test_a_decoder_reads_what_stood_before_texts_in_training(
     begins: tuple[int, ...] | None, tmp_path: Path, tokenizer_model: bytes
 ) -> None:
-    run = write_run(tmp_path / "run", tokenizer_model, random_model(MODEL, torch.float32))
+    run = write_trained_run(tmp_path / "run", tokenizer_model, random_model(SMALL_DECODER, torch.float32))
     if begins is not None:
-        rewrite(run, {"begins": [*begins]})
+        write_next_checkpoint(run, {"begins": [*begins]})
     model = megatfm.load(run)
     tokenizer = SentencePieceTokenizer(tokenizer_model)
     before = [tokenizer.bos] if begins is None else [*begins]
@@ -178,7 +176,7 @@ def test_xlnet_reads_its_marks_behind_the_text(tmp_path: Path) -> None:
 
 
 def test_an_encoder_decoder_makes_no_vectors(tmp_path: Path, tokenizer_model: bytes) -> None:
-    config = MODEL.model_copy(update={"family": "encoder_decoder"})
-    run = write_run(tmp_path / "run", tokenizer_model, random_model(config, torch.float32))
+    config = SMALL_DECODER.model_copy(update={"family": "encoder_decoder"})
+    run = write_trained_run(tmp_path / "run", tokenizer_model, random_model(config, torch.float32))
     with pytest.raises(UsageError, match="family = 'encoder_decoder' makes no vectors of texts"):
         megatfm.load(run).encode("a")

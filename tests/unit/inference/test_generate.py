@@ -9,8 +9,7 @@ from megatfm.inference.decoding import Prompts, Sampling, generate, stream
 from megatfm.layers.attention.kv_cache import KVCache
 from megatfm.models import Decoder
 from tests.plugins import plugin
-
-from .conftest import MODEL, random_model
+from tests.support.trained_runs import SMALL_DECODER, random_model
 
 PROMPT = torch.tensor([[1, 17, 300, 42, 8], [1, 17, 299, 5, 399]])
 
@@ -18,7 +17,7 @@ PROMPT = torch.tensor([[1, 17, 300, 42, 8], [1, 17, 299, 5, 399]])
 @pytest.mark.parametrize("chunks", [[1] * 12, [5, 1, 1, 1, 1, 1, 1, 1], [4, 5, 3], [12]], ids=str)
 def test_the_cache_gives_the_logits_of_the_whole_prefix(model: Decoder, chunks: list[int]) -> None:
     tokens = torch.randint(0, 400, (3, sum(chunks)), generator=torch.Generator().manual_seed(2))
-    cache, made = KVCache(MODEL.n_layers, sum(chunks)), []
+    cache, made = KVCache(SMALL_DECODER.n_layers, sum(chunks)), []
     with torch.no_grad():
         for chunk in tokens.split(chunks, dim=1):
             made.append(model(chunk, cache=cache).logits)
@@ -29,7 +28,7 @@ def test_the_cache_gives_the_logits_of_the_whole_prefix(model: Decoder, chunks: 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_with_and_without_cache_the_same_tokens(tied: bool, temperature: float) -> None:
-    model = random_model(MODEL.with_changes({"embedding.tied": tied}))
+    model = random_model(SMALL_DECODER.with_changes({"embedding.tied": tied}))
     options = {"max_tokens": 30, "temperature": temperature, "seed": 5}
     fast = generate(model, PROMPT, **options)
     assert fast.shape == (2, 35)
@@ -88,7 +87,7 @@ def test_an_empty_prompt_is_refused(model: Decoder) -> None:
 def test_a_plugin_s_family_goes_on_without_a_cache(caplog: pytest.LogCaptureFixture) -> None:
     """Its class says that it is causal, and its forward takes no cache: with one, it would read one token alone."""
     plugin("looped")
-    model = random_model(MODEL.with_changes({"family": "looped"}))
+    model = random_model(SMALL_DECODER.with_changes({"family": "looped"}))
     made = PROMPT
     with torch.no_grad():
         for _ in range(6):

@@ -13,15 +13,16 @@ from megatfm.inference.decoding import Prompts, Sampling
 from megatfm.inference.text import TextModel, build_prompts, generate_text, generate_text_beam, load
 from megatfm.objectives import SpecialTokens
 from megatfm.objectives.base import prefix_lm_example, seq2seq_example
-
-from .conftest import MODEL, random_model, write_run
+from tests.support.trained_runs import SMALL_DECODER, random_model, write_trained_run
 
 TEXT = "import textwrap"
-PAIRS = MODEL.model_copy(update={"family": "encoder_decoder"})
+PAIRS = SMALL_DECODER.model_copy(update={"family": "encoder_decoder"})
 
 
 def opened(folder: Path, tokenizer_model: bytes, config: ModelConfig, objective: str) -> TextModel:
-    return load(write_run(folder / "run", tokenizer_model, random_model(config, torch.float32), objective))
+    return load(
+        write_trained_run(folder / "run", tokenizer_model, random_model(config, torch.float32), objective)
+    )
 
 
 def special_of(loaded: TextModel) -> SpecialTokens:
@@ -42,7 +43,7 @@ def check(prompts: Prompts, fields: dict[str, np.ndarray]) -> None:
 
 
 @pytest.mark.parametrize("text", [TEXT, "a <extra_1> b <extra_id_0>"])
-@pytest.mark.parametrize("config", [MODEL, PAIRS])
+@pytest.mark.parametrize("config", [SMALL_DECODER, PAIRS])
 def test_span_corruption(text: str, config: ModelConfig, tmp_path: Path, tokenizer_model: bytes) -> None:
     loaded = opened(tmp_path, tokenizer_model, config, "span_corruption")
     s, encode = loaded.tokenizer.sentinels, loaded.tokenizer.encode
@@ -53,7 +54,7 @@ def test_span_corruption(text: str, config: ModelConfig, tmp_path: Path, tokeniz
 
 
 @pytest.mark.parametrize("sentinel", ["auto", "always", "never"])
-@pytest.mark.parametrize("config", [MODEL, PAIRS])
+@pytest.mark.parametrize("config", [SMALL_DECODER, PAIRS])
 def test_a_prompt_of_a_converted_model_is_read_as_it_is(
     config: ModelConfig,
     sentinel: str,
@@ -94,7 +95,7 @@ def test_a_sentinel_that_is_not_there(tmp_path: Path, tokenizer_model: bytes) ->
 
 
 @pytest.mark.parametrize("objective", ["prefix", "ul2"])
-@pytest.mark.parametrize("config", [MODEL, PAIRS])
+@pytest.mark.parametrize("config", [SMALL_DECODER, PAIRS])
 def test_prefix(config: ModelConfig, objective: str, tmp_path: Path, tokenizer_model: bytes) -> None:
     """UL2's end of a text is a prefix, too, after its mode token where there is one."""
     loaded = opened(tmp_path, tokenizer_model, config, objective)
@@ -121,12 +122,14 @@ def test_causal(tmp_path: Path, tokenizer_model: bytes) -> None:
 
 
 def test_an_encoder_makes_no_text(tmp_path: Path, tokenizer_model: bytes) -> None:
-    loaded = opened(tmp_path, tokenizer_model, MODEL.model_copy(update={"family": "encoder"}), "masked")
+    loaded = opened(
+        tmp_path, tokenizer_model, SMALL_DECODER.model_copy(update={"family": "encoder"}), "masked"
+    )
     with pytest.raises(UsageError, match="'encoder' makes no text"):
         build_prompts(loaded, TEXT)
 
 
-@pytest.mark.parametrize(("config", "objective"), [(MODEL, "prefix"), (PAIRS, "span_corruption")])
+@pytest.mark.parametrize(("config", "objective"), [(SMALL_DECODER, "prefix"), (PAIRS, "span_corruption")])
 def test_samples_and_beams_from_a_prompt(
     config: ModelConfig, objective: str, tmp_path: Path, tokenizer_model: bytes
 ) -> None:
@@ -141,7 +144,7 @@ def test_samples_and_beams_from_a_prompt(
 def test_no_more_than_the_positions_there_are(
     tmp_path: Path, tokenizer_model: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = MODEL.with_changes({"position.name": "learned", "position.max_positions": 12})
+    config = SMALL_DECODER.with_changes({"position.name": "learned", "position.max_positions": 12})
     loaded = opened(tmp_path, tokenizer_model, config, "causal")
     length = 1 + len(loaded.tokenizer.encode("import"))
     generate_text_beam(loaded, "import", 40, 2, 0.6)

@@ -11,7 +11,7 @@ import pytest
 from megatfm.config import load_config, to_toml
 from megatfm.launchers.prolog_epilog import find_failure_cause, main
 from megatfm.launchers.record import UNFINISHED, Attempt, AttemptLog
-from tests.unit.launchers.conftest import FakeSlurm
+from tests.support.fake_slurm import FakeSlurm
 
 Commit = Callable[[int], None]
 RUNNING = (
@@ -131,7 +131,7 @@ def test_an_offender_is_left_out_where_it_can_be(run: Path, capsys: pytest.Captu
     assert "n1: left out, since the run failed there before" in said.err
 
 
-def test_and_used_where_it_must_be(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_offender_is_used_where_it_must_be(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     failures(run, 2, host="n1")
     assert prolog(run, least=3) == 0
     said = capsys.readouterr()
@@ -411,10 +411,13 @@ def test_the_last_link_says_how_to_go_on(run: Path, capsys: pytest.CaptureFixtur
 # ------------------------------------------------------------------------------------------- a preparation's task
 
 
-def test_a_task_that_is_stopped_again_and_again_and_finishes_nothing_is_given_up(
+def test_a_task_that_is_stopped_without_progress_is_given_up(
     tmp_path: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A time limit shorter than one part. What any task finishes is progress of all."""
+    """A task that is stopped again and again finishes nothing.
+
+    A time limit shorter than one part. What any task finishes is progress of all.
+    """
     run, work = tmp_path / "made.jobs", tmp_path / "made" / ".work"
     (run / "slurm").mkdir(parents=True)
     work.mkdir(parents=True)

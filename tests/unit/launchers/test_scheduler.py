@@ -7,7 +7,7 @@ import pytest
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.launchers import scheduler
 from megatfm.launchers.record import latest_checkpoint_step, tail_jsonl
-from tests.unit.launchers.conftest import FakeSlurm
+from tests.support.fake_slurm import FakeSlurm
 
 # As SLURM 22.05 prints it: values with spaces, with `=`, and empty ones.
 RECORD = (

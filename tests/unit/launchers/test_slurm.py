@@ -1,6 +1,5 @@
 """SLURM jobs: what is rendered, that bash reads it as it was meant, and what is submitted."""
 
-import argparse
 import json
 import os
 import re
@@ -14,12 +13,12 @@ from megatfm.config import load, load_config, to_toml
 from megatfm.config.prep import PrepConfig
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.launchers import RunHandle, snapshot, submit
-from megatfm.launchers.cli import add_arguments, main
 from megatfm.launchers.job import Job
 from megatfm.launchers.run_jobs import cancel
 from megatfm.launchers.slurm import Site, SlurmLauncher, load_site
 from megatfm.launchers.status import run_status
-from tests.unit.launchers.conftest import FakeSlurm
+from tests.support.fake_slurm import FakeSlurm
+from tests.support.launch_jobs import job, launch
 
 ROOT = Path(__file__).resolve().parents[3]
 GOLDEN = ROOT / "tests" / "golden" / "launchers"
@@ -53,24 +52,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpora: Path) -> Pa
     """A folder to launch from, with corpora and nothing else."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def launch(*words: str, config: str = "quickstart") -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("config")
-    parser.add_argument("overrides", nargs="*")
-    add_arguments(parser)
-    return main(parser.parse_intermixed_args([config, *words]))
-
-
-def job(**changes: object) -> Job:
-    fields: dict[str, object] = {
-        "config_name": "quickstart",
-        "overrides": (),
-        "config": load_config("quickstart"),
-        "name": "quickstart",
-    }
-    return Job(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 def prep_job(**changes: object) -> Job:
@@ -590,12 +571,18 @@ def name_of(folder: Path) -> str:
     return "name=mine"
 
 
-def test_a_refusal_of_sbatch_is_one_line(fake_slurm: FakeSlurm) -> None:
+def test_a_refusal_of_sbatch_is_one_line(folder: Path, fake_slurm: FakeSlurm) -> None:
+    """And nothing is left of a run that was not there before."""
     fake_slurm.fail("sbatch", "sbatch: error: no such\nsbatch: error: partition\n")
     with pytest.raises(
         MegatfmError, match=r"^sbatch refused .*/pretrain\.sbatch: .*no such sbatch: error: partition$"
     ):
         launch("--slurm")
+    assert not (folder / "runs").exists()
+    (folder / "runs/quickstart").mkdir(parents=True)
+    with pytest.raises(MegatfmError):
+        launch("--slurm")
+    assert (folder / "runs/quickstart/slurm/pretrain.sbatch").exists(), "its folder was there before"
 
 
 def test_no_sbatch_here(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from megatfm import cli
 from megatfm.launchers.logs import ERROR_PATTERN, Troubles, follow_logs, print_tails, select_logs
 from megatfm.launchers.record import Attempt, dump
 from megatfm.launchers.status import run_status
-from tests.unit.launchers.conftest import FakeSlurm
+from tests.support.fake_slurm import FakeSlurm
 
 ROOT = Path(__file__).parents[3]
 Make = Callable[..., Path]

@@ -168,7 +168,7 @@ def test_the_table_is_one_for_all_layers_and_gets_all_their_gradients() -> None:
     "change",
     [{"position.name": "none"}, {"family": "decoder"}, {"position.name": "rope", "family": "decoder"}],
 )
-def test_it_needs_its_own_positions_and_sees_all(change: dict[str, str]) -> None:
+def test_deberta_needs_its_own_positions_and_sees_all(change: dict[str, str]) -> None:
     with pytest.raises(UsageError, match=r"needs model\.position\.name = 'deberta' and family = 'encoder'"):
         build(CONFIG.with_changes(change))
 

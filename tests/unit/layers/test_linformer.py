@@ -148,7 +148,7 @@ def test_in_an_encoder_decoder_the_encoder_has_it() -> None:
     model = build(config_of("layerwise", family="encoder_decoder", n_layers=2))
     encoder, decoder = (next(iter(stack.layers.values())) for stack in (model.encoder, model.decoder))
     kinds = [type(layer).__name__ for layer in (encoder.attn, decoder.attn, decoder.cross)]
-    assert kinds == ["LinformerAttention", "HeadsAttention", "HeadsAttention"]
+    assert kinds == ["LinformerAttention", "GroupedQueryAttention", "GroupedQueryAttention"]
     assert [name for name, _ in model.named_parameters() if "sketch" in name] == ["encoder.sketch.weight"]
 
 
@@ -165,7 +165,7 @@ def test_layers_that_share_have_the_same_sizes() -> None:
         build(config_of("layerwise", **kinds))
 
 
-def test_it_costs_its_rank() -> None:
+def test_linformer_costs_its_rank() -> None:
     """Each key, value and query meets as many numbers as the rank, besides the four projections."""
     layer = Block(config_of("none"), "encoder").attn
     cost = layer.cost(TokenCounts(LENGTH))

@@ -117,7 +117,7 @@ def test_what_it_is_not_for(changes: dict[str, object], message: str) -> None:
         build(config_of(3, **changes))
 
 
-def test_it_costs_a_matrix_for_each_token_and_its_pairs() -> None:
+def test_memory_compressed_attention_costs_matrices_and_pairs() -> None:
     cost = module_cost(Block(config_of(4), "decoder").attn, TokenCounts(LENGTH))
     assert (
         cost.attention_macs

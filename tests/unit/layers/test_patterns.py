@@ -3,7 +3,6 @@
 import logging
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -24,49 +23,14 @@ from megatfm.layers.attention.patterns.local import (
     Window,
 )
 from megatfm.layers.attention.patterns.mask import PatternMask
-from megatfm.layers.attention.patterns.pattern import PAIRS_CACHED, BlockBounds, _pairs
+from megatfm.layers.attention.patterns.pattern import PAIRS_CACHED, _pairs
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
+from tests.support.plain_patterns import Chunks, Near
 
 T = 13
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7 + [-1], [0] * 3 + [1] * 2 + [2] * 8])
 N = 2
-
-
-@dataclass(frozen=True)
-class Near(AttentionPattern):
-    """The last `width` tokens."""
-
-    width: int
-
-    @property
-    def is_relative(self) -> bool:
-        return True
-
-    def mask_mod(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
-        return (k <= q) & (k > q - self.width)
-
-    def block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
-        return (k.first <= q.last) & (k.last > q.first - self.width)
-
-
-@dataclass(frozen=True)
-class Chunks(AttentionPattern):
-    """Earlier tokens of the same chunk of the document, longer chunks in later heads."""
-
-    size: int
-
-    @property
-    def differs_by_head(self) -> bool:
-        return True
-
-    def mask_mod(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
-        size = self.size + heads
-        return (k <= q) & (k // size == q // size)
-
-    def block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
-        size = self.size + heads
-        return (k.first <= q.last) & (k.last // size >= q.first // size)
 
 
 BOTH = (True, False)

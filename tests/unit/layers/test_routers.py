@@ -287,8 +287,8 @@ def test_a_hash_needs_tokens() -> None:
 def test_a_hash_knows_the_tokens_of_a_part_of_a_row() -> None:
     """As context parallelism has them."""
     module, places = make(router={"name": "hash"}), torch.tensor([1, 4, 7])
-    full = {"row_positions": torch.arange(T).expand(B, T), "row_documents": DOCUMENTS}
-    part = make_sequence({"tokens": TOKENS[:, places], "expert_capacity": places, **full}, "tokens")
+    full = {"full_row_positions": torch.arange(T).expand(B, T), "full_row_documents": DOCUMENTS}
+    part = make_sequence({"tokens": TOKENS[:, places], "token_indices": places, **full}, "tokens")
     found = module.router(torch.zeros(B, 3, D), part).expert_indices
     assert torch.equal(found, module.router(torch.zeros(B, T, D), sequence()).expert_indices[:, places])
 

@@ -27,7 +27,7 @@ KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
         "scaled",
     },
 }  # fmt: skip
-LATENT = {"attention.name": "mla", "attention.qk_rope_head_dim": 8, "attention.head_dim": 16}
+LATENT = {"attention.name": "mla", "attention.qk_rope_head_dim": 8, "attention.qk_nope_head_dim": 16}
 
 
 def changes(width: int, mup: bool, kind: str = "dense") -> dict[str, float]:

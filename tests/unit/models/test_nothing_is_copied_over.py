@@ -136,5 +136,5 @@ def test_rotary_tables_are_made_once_in_the_type_that_turns(dtype: torch.dtype) 
     sequence = SequenceMetadata(torch.arange(T).expand(B, T))
     heads = torch.ones(B, 2, T, 16, dtype=dtype)
     rope(heads, heads, sequence)
-    (tables,) = [made for made in sequence._made.values() if isinstance(made, tuple)]
+    (tables,) = [made for made in sequence._cache.values() if isinstance(made, tuple)]
     assert {table.dtype for table in tables} == {torch.promote_types(dtype, torch.float32)}

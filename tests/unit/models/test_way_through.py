@@ -11,7 +11,9 @@ import megatfm
 from megatfm.config import ParallelConfig
 from megatfm.layers import linear
 from megatfm.train.resilience import forward_backward_with_replay
-from tests.parity.test_layouts import ADAMW, CAUSAL, MODEL, global_batch, make_engine, microbatches
+from tests.support.batches import CAUSAL, global_batch
+from tests.support.models import ADAMW, UNTIED_MODEL
+from tests.support.parity import build_engine, microbatches
 from tests.support.workers import Workers
 
 HOPS = 9
@@ -31,7 +33,7 @@ def way() -> list[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(linear.F, "linear", noted)
-        engine = make_engine(MODEL, ParallelConfig(), ADAMW)
+        engine = build_engine(UNTIED_MODEL, ParallelConfig(), ADAMW)
         forward_backward_with_replay(engine, microbatches(engine, global_batch(3)), CAUSAL, 1, replay_every=0)
     return found
 

@@ -93,7 +93,7 @@ def test_orders_are_uniform(make_objective: Any, make_text: Any, build_one: Any)
     assert sum((n - expected) ** 2 / expected for n in seen.values()) < 5 + 6 * 10**0.5
 
 
-def test_other_epochs_have_other_orders(make_objective: Any, make_text: Any, build_one: Any) -> None:
+def test_permutations_differ_by_epoch(make_objective: Any, make_text: Any, build_one: Any) -> None:
     made, text = make_objective("permutation"), make_text(60)
     assert len({build_one(made, text, epoch=i)["order"].tobytes() for i in range(20)}) == 20
 

@@ -107,7 +107,7 @@ def test_values_of_another_width_than_keys(
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
-def test_both_ways_for_bfloat16_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_on_a_cpu_by_both_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = (x.bfloat16() for x in heads(2))
     wanted = attention_reference(q.double(), k.double(), v.double(), CAUSAL_MASK)
     for limit in (kernels.MATMUL_SCORES, 0):

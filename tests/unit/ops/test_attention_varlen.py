@@ -194,7 +194,7 @@ def test_the_batch_brings_starts_to_the_model(monkeypatch: pytest.MonkeyPatch) -
     assert all(starts is batch["cu_seqlens"] for starts in given)
 
 
-def test_it_is_one_operator_of_a_compiled_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_varlen_attention_is_one_operator_of_a_compiled_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own, which a CPU can trace but not run."""
     monkeypatch.undo()
     graphs: list[Any] = []

@@ -91,7 +91,8 @@ class AsLargeAsTheWeights(TorchDispatchMode):
         return result
 
 
-def test_a_gradient_is_scaled_where_it_lies_unless_another_pass_will_ask_for_it() -> None:
+def test_a_gradient_is_scaled_in_place() -> None:
+    """A gradient that another pass will ask for is copied."""
     hidden, weight, targets = torch.randn(6, 4), torch.randn(9, 4), torch.randint(0, 9, (6,))
     wanted = torch.func.grad(lambda w: cross_entropy_reference(hidden, w, targets) / 6)(weight)
     weight.requires_grad_()

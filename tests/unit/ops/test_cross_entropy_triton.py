@@ -27,7 +27,7 @@ def test_interpreted_it_is_the_reference() -> None:
 
 @with_triton
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-def test_it_compiles_for_a_gpu_and_spills_nothing() -> None:
+def test_the_kernel_compiles_for_a_gpu_without_spills() -> None:
     softmax = script("kernels").softmax
     for options in ({}, {"capped": True, "smoothed": True}):
         found = softmax("bf16", **options)

@@ -9,7 +9,7 @@ from megatfm.ops.squares import PIECE, sum_of_squares
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-5)]
 )
-def test_they_are_those_of_float64(dtype, tolerance):
+def test_sums_of_squares_are_those_of_float64(dtype, tolerance):
     torch.manual_seed(0)
     shapes = [(), (0,), (3, 7), (PIECE,), (PIECE + 1,), (5, PIECE // 2)]
     tensors = [torch.randn(shape, dtype=torch.float64).to(dtype) for shape in shapes]

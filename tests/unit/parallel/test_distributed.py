@@ -128,15 +128,14 @@ def test_mpirun_without_mpi4py(program: str, tmp_path: Path) -> None:
     ]
 
 
+def second_rank(address: str) -> dict[str, str]:
+    """Variables of the second of two ranks, which meet at an address."""
+    ranks = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
+    return {**ranks, "MASTER_ADDR": address, "MASTER_PORT": "9"}
+
+
 def test_ranks_that_never_come(program: str) -> None:
-    where = {
-        "RANK": "1",
-        "LOCAL_RANK": "1",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "9",
-    }
-    code, lines = run([sys.executable, program, "1"], **where)
+    code, lines = run([sys.executable, program, "1"], **second_rank("127.0.0.1"))
     assert code == 1
     said = [line for line in lines if line.startswith("MegatfmError")]
     assert len(said) == 1
@@ -212,14 +211,7 @@ def test_initialise_here_and_leave() -> None:
 
 def test_a_host_that_nobody_knows_is_named_at_once(program: str) -> None:
     begun = time.monotonic()
-    where = {
-        "RANK": "1",
-        "LOCAL_RANK": "1",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "no.such.host.invalid",
-        "MASTER_PORT": "9",
-    }
-    code, lines = run([sys.executable, program, "300"], **where)
+    code, lines = run([sys.executable, program, "300"], **second_rank("no.such.host.invalid"))
     assert code == 1
     (said,) = [line for line in lines if line.startswith("MegatfmError")]
     assert "rank 1 on " in said

@@ -24,7 +24,7 @@ MICROBATCHES = (1, 2, 3, 5, 8, 11)
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_each_pass_is_made_once_on_its_rank(schedule: str, ranks: int) -> None:
+def test_passes_are_made_once_on_their_rank(schedule: str, ranks: int) -> None:
     rank_of = stage_to_rank(schedule, ranks, SCHEDULES[schedule])
     for microbatches in MICROBATCHES:
         order_of = build_schedule(schedule, ranks, SCHEDULES[schedule], microbatches)

@@ -10,7 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatfm.config import ParallelConfig
 from megatfm.parallel import collectives
-from tests.parity.test_layouts import ADAMW, CAUSAL, LENGTH, MODEL, global_batch, make_engine
+from tests.support.batches import CAUSAL, global_batch
+from tests.support.models import ADAMW, LENGTH, UNTIED_MODEL
+from tests.support.parity import build_engine
 from tests.support.workers import Workers
 
 COPIES = (
@@ -40,7 +42,7 @@ class Copies(TorchDispatchMode):
 
 def copied(rows: int, parallel: ParallelConfig) -> dict[str, int]:
     """Bytes of a micro-batch of so many rows, forward and backward, in float32; calls of collectives."""
-    engine = make_engine(MODEL, parallel, ADAMW, precision="fp32")
+    engine = build_engine(UNTIED_MODEL, parallel, ADAMW, precision="fp32")
     batch = global_batch(seed=0, rows=rows)
     calls = Counter[str]()
     with pytest.MonkeyPatch.context() as patch, Copies() as copies:
@@ -66,8 +68,8 @@ def test_collectives_along_the_sequence_copy_nothing(workers: Workers, rows: int
     """And what they give needs no copy to be multiplied: a rank lays no more anew than one device does alone."""
     (alone,) = workers.run(copied, 1, rows, ParallelConfig())
     for rank in workers.run(copied, 2, rows, ParallelConfig(tp=2)):
-        assert rank["_gather"] >= 2 * MODEL.n_layers
-        assert rank["_reduce_scatter"] >= 2 * MODEL.n_layers
+        assert rank["_gather"] >= 2 * UNTIED_MODEL.n_layers
+        assert rank["_reduce_scatter"] >= 2 * UNTIED_MODEL.n_layers
         assert rank["laid anew"] == 0
         assert rank["copied"] <= alone["copied"]
 

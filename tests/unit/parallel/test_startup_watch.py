@@ -12,7 +12,7 @@ import pytest
 
 from megatfm.parallel.process_environment import ProcessEnvironment
 from megatfm.parallel.startup_watch import StartupWatch
-from tests.e2e.ranks import free_port
+from tests.support.rank_processes import free_port
 
 # The rank that is to be stopped stops itself before it has come; the others are not kept waiting for long.
 PROGRAM = """

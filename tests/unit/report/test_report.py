@@ -3,7 +3,6 @@ import io
 import json
 import os
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,38 +16,7 @@ from megatfm.errors import MegatfmError, UsageError
 from megatfm.report import run_charts, write_report
 from megatfm.report.page import resume_command
 from megatfm.report.run import Run
-from tests.unit.report.conftest import write_run
-
-
-class Page(HTMLParser):
-    """What a browser would see: tags, attributes and text."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
-        self.feed(path.read_text(encoding="utf-8"))
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-    def count(self, tag: str) -> int:
-        return sum(name == tag for name, _ in self.tags)
-
-    def charts(self) -> list[str]:
-        """What the charts say to a screen reader."""
-        return [str(attributes["aria-label"]) for tag, attributes in self.tags if tag == "svg"]
-
-    def data(self) -> list[dict[str, Any]]:
-        """What the charts give to the page's script."""
-        return [json.loads(str(a["data-chart"])) for _, a in self.tags if "data-chart" in a]
-
-    def lines(self, kind: str) -> list[dict[str, Any]]:
-        """Lines of one kind in all charts."""
-        return [line for chart in self.data() for line in chart["lines"] if line["kind"] == kind]
+from tests.support.reported_runs import Page, write_reported_run
 
 
 def report(run: Path) -> Page:
@@ -166,6 +134,26 @@ def test_losses_by_position_have_a_line_for_each_stretch(run: Path) -> None:
         "Loss by position in the row, nats per token, code. tokens 1 to 171: 3 at step 1, 3 at step 1; "
         "tokens 172 to 342: 2 at step 1, 2 at step 1"
     )
+
+
+def test_samples_of_evaluations_stand_beside_those_of_generate(run: Path) -> None:
+    texts = {10: [{"prompt": "a", "text": "NaN"}], 20: [{"prompt": "a", "text": "<b>"}, "torn"]}
+    replace_metrics(run, [{"step": step, "loss": 2.0, "samples": samples} for step, samples in texts.items()])
+    (run / "samples.jsonl").write_text(json.dumps({"prompt": "a", "text": " of 15", "step": 15}) + "\n")
+    report(run)
+    html = (run / "report.html").read_text()
+    places = [html.index(text) for text in ("<b>a</b>NaN", "<b>a</b> of 15", "<b>a</b>&lt;b&gt;")]
+    assert places == sorted(places)
+
+
+def test_losses_by_source_have_a_line_for_each_corpus(run: Path) -> None:
+    steps = [{"web": 3.0, "Bücher": 2.0}, {"web": 1.0}]
+    replace_metrics(
+        run, [{"step": step, "loss": 2.5, "loss_by_source": losses} for step, losses in enumerate(steps, 1)]
+    )
+    (words,) = (label for label in report(run).charts() if label.startswith("Training loss by source"))
+    assert words.startswith("Training loss by source, nats per token. web: 3 at step 1, ")
+    assert words.endswith("; Bücher: 2 at step 1, 2 at step 1")
 
 
 def test_losses_that_are_not_finite_are_counted_not_hidden(run: Path) -> None:
@@ -317,7 +305,7 @@ def test_marks_stand_where_it_happened(run: Path) -> None:
 
 def test_other_runs_lie_behind_the_curves_under_their_names(run: Path, tmp_path: Path) -> None:
     other = tmp_path / "runs" / "slower"
-    write_run(tmp_path / "b", 100).rename(other)
+    write_reported_run(tmp_path / "b", 100).rename(other)
     with pytest.raises(SystemExit) as left:
         main(["report", str(run), "--with", str(other)])
     assert left.value.code == 0
@@ -398,7 +386,8 @@ def test_samples_of_a_prompt_stand_together_in_the_order_of_steps(run: Path) -> 
     assert places == sorted(places)
 
 
-def test_utilization_is_told_by_both_conventions_with_what_it_is_measured_against(run: Path) -> None:
+def test_utilization_is_told_by_both_conventions(run: Path) -> None:
+    """The page has what utilization is measured against."""
     (run / "environment.json").write_text(json.dumps({"peak": "989 TFLOP/s a device (H200: data sheet)"}))
     replace_metrics(run, [{"step": n, "loss": 2.0, "mfu": 0.42, "mfu_causal": 0.4} for n in (1, 2, 3)])
     page = report(run)

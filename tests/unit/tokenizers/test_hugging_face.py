@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 from megatfm.errors import UsageError
 from megatfm.inference.text import IncrementalDetokenizer
 from megatfm.tokenizers import HuggingFaceTokenizer, Tokenizer, load, train_byte_bpe
-from tests.unit.tokenizers.conftest import ODD
+from tests.support.tokenizer_cases import ODD_TEXTS
 
 transformers = pytest.importorskip("transformers")
 
 FAMILIES = ("gpt2", "roberta", "bert", "t5", "llama2")
-any_text = st.lists(st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(ODD)).map("".join)
+any_text = st.lists(st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(ODD_TEXTS)).map(
+    "".join
+)
 File = dict[str, Any]
 
 
@@ -84,7 +86,7 @@ def test_sentinels_of_t5_descend(pairs: dict[str, tuple[Tokenizer, Any]]) -> Non
     assert list(ours.sentinels[:2]) == theirs.convert_tokens_to_ids(["<extra_id_0>", "<extra_id_1>"])
 
 
-def test_which_ids_begin_a_word(pairs: dict[str, tuple[Tokenizer, Any]], texts: list[str]) -> None:
+def test_ids_that_begin_a_word(pairs: dict[str, tuple[Tokenizer, Any]], texts: list[str]) -> None:
     """Against the words that the tokenizers library counts: what is cut at white space."""
     small = pairs["t5"][0]  # it lacks some signs, and one unknown id may stand for several
     text = " ".join(word for word in texts[0].split() if small.unk not in small.encode(word))

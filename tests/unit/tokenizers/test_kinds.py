@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from megatfm.errors import MegatfmError
 from megatfm.inference.text import IncrementalDetokenizer
 from megatfm.tokenizers import Tokenizer
-from tests.unit.tokenizers.conftest import LOSSLESS, ODD, OWN
+from tests.support.tokenizer_cases import LOSSLESS_KINDS, ODD_TEXTS, OWN_KINDS
 
 characters = st.characters(exclude_categories=["Cs"])
-any_text = st.lists(st.text(characters) | st.sampled_from(ODD)).map("".join)
+any_text = st.lists(st.text(characters) | st.sampled_from(ODD_TEXTS)).map("".join)
 Own = dict[str, Tokenizer]
 
 
-@pytest.mark.parametrize("kind", LOSSLESS)
+@pytest.mark.parametrize("kind", LOSSLESS_KINDS)
 @settings(max_examples=150, deadline=None)
 @given(text=any_text)
 def test_decoding_gives_back_any_text(own: Own, kind: str, text: str) -> None:
@@ -32,14 +32,14 @@ def test_decoding_gives_back_any_text(own: Own, kind: str, text: str) -> None:
     assert lengths[ids].sum() == len(text.encode())
 
 
-@pytest.mark.parametrize("kind", LOSSLESS)
+@pytest.mark.parametrize("kind", LOSSLESS_KINDS)
 def test_characters_of_all_planes(own: Own, kind: str) -> None:
     some = (*range(0x3000), *range(0x3000, 0x110000, 17))
     everything = "".join(chr(code) for code in some if not 0xD800 <= code < 0xE000)
     assert own[kind].decode(own[kind].encode(everything)) == everything
 
 
-@pytest.mark.parametrize("kind", OWN)
+@pytest.mark.parametrize("kind", OWN_KINDS)
 @settings(max_examples=150, deadline=None)
 @given(text=any_text)
 def test_reserved_ids_never_come_from_text(own: Own, kind: str, text: str) -> None:
@@ -48,7 +48,7 @@ def test_reserved_ids_never_come_from_text(own: Own, kind: str, text: str) -> No
     assert not set(tokenizer.encode(text).tolist()) & (tokenizer.special.reserved - unknown)
 
 
-@pytest.mark.parametrize("kind", OWN)
+@pytest.mark.parametrize("kind", OWN_KINDS)
 def test_not_even_where_text_spells_their_names(own: Own, kind: str) -> None:
     tokenizer = own[kind]
     reserved = sorted(tokenizer.special.reserved - {tokenizer.unk})
@@ -58,7 +58,7 @@ def test_not_even_where_text_spells_their_names(own: Own, kind: str) -> None:
     assert "".join(tokenizer.decode(ids).split()) == "".join(spelled.split()).lower() or tokenizer.lossless
 
 
-@pytest.mark.parametrize("kind", OWN)
+@pytest.mark.parametrize("kind", OWN_KINDS)
 def test_reserved_ids_are_where_they_are_said_to_be(own: Own, kind: str) -> None:
     tokenizer = own[kind]
     names = {"sentencepiece": ("<s>", "</s>", "<pad>", "<mask>", "<cls>", "<sep>")}
@@ -71,13 +71,13 @@ def test_reserved_ids_are_where_they_are_said_to_be(own: Own, kind: str) -> None
     ]
     modes = {} if kind == "sentencepiece" else {"R": "<R>", "S": "<S>", "X": "<X>"}
     assert {letter: tokenizer.id_to_piece(token) for letter, token in tokenizer.modes.items()} == modes
-    assert tokenizer.special.others == ()
+    assert tokenizer.special.unused == ()
     has_unknown = kind not in ("byte-bpe", "llama3")
     assert (tokenizer.unk is not None) == has_unknown
     assert len(tokenizer.special.reserved) == 6 + 8 + len(modes) + has_unknown
 
 
-@pytest.mark.parametrize("kind", OWN)
+@pytest.mark.parametrize("kind", OWN_KINDS)
 def test_reserved_ids_decode_to_nothing(own: Own, kind: str) -> None:
     tokenizer = own[kind]
     ids = tokenizer.encode("text").tolist()
@@ -89,10 +89,10 @@ def test_reserved_ids_decode_to_nothing(own: Own, kind: str) -> None:
         )
 
 
-@pytest.mark.parametrize("kind", OWN)
+@pytest.mark.parametrize("kind", OWN_KINDS)
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_a_batch_gives_the_ids_of_each_text(own: Own, kind: str, threads: int, texts: list[str]) -> None:
-    tokenizer, batch = own[kind], [*texts, *ODD, "", "a\u2581\u2581b\u2581", "end"]
+    tokenizer, batch = own[kind], [*texts, *ODD_TEXTS, "", "a\u2581\u2581b\u2581", "end"]
     encoded = tokenizer.encode_batch(batch, threads)
     assert len(encoded) == len(batch)
     for text, ids in zip(batch, encoded, strict=True):
@@ -104,14 +104,14 @@ def test_a_batch_gives_the_ids_of_each_text(own: Own, kind: str, threads: int, t
         tokenizer.encode_batch([*texts, "abc\ud800"], threads)
 
 
-@pytest.mark.parametrize("kind", OWN)
+@pytest.mark.parametrize("kind", OWN_KINDS)
 @pytest.mark.parametrize("token", [-1, 900])
 def test_an_id_beyond_the_vocabulary_is_refused(own: Own, kind: str, token: int) -> None:
     with pytest.raises(MegatfmError, match=f"id {token} is not in this tokenizer's vocabulary of 900"):
         own[kind].decode([20, token])
 
 
-@pytest.mark.parametrize("kind", OWN)
+@pytest.mark.parametrize("kind", OWN_KINDS)
 @settings(max_examples=100, deadline=None)
 @given(text=any_text, cuts=st.lists(st.integers(1, 5), max_size=5))
 def test_streamed_text_is_decoded_text(own: Own, kind: str, text: str, cuts: list[int]) -> None:
@@ -126,7 +126,7 @@ def test_streamed_text_is_decoded_text(own: Own, kind: str, text: str, cuts: lis
     assert shown + stream.end() == tokenizer.decode(tokenizer.encode(text))
 
 
-@pytest.mark.parametrize("kind", OWN)
+@pytest.mark.parametrize("kind", OWN_KINDS)
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_streamed_ids_of_a_model_are_decoded_too(own: Own, kind: str, data: st.DataObject) -> None:
@@ -143,7 +143,7 @@ def marked(text: str) -> str:
     return re.sub("\ufffd+", "\ufffd", text)
 
 
-@pytest.mark.parametrize("kind", OWN)
+@pytest.mark.parametrize("kind", OWN_KINDS)
 def test_a_continuation_is_decoded_as_part_of_its_text(own: Own, kind: str, texts: list[str]) -> None:
     """Its first id may go on with the last word of the prompt, or stand apart from it."""
     tokenizer = own[kind]
@@ -163,8 +163,8 @@ WORDS = {
 }
 
 
-@pytest.mark.parametrize("kind", OWN)
-def test_which_ids_begin_a_word(own: Own, kind: str) -> None:
+@pytest.mark.parametrize("kind", OWN_KINDS)
+def test_ids_that_begin_a_word(own: Own, kind: str) -> None:
     tokenizer = own[kind]
     starts = tokenizer.word_starts()
     assert starts is not None

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from megatfm.errors import UsageError
 from megatfm.inference.text import IncrementalDetokenizer
 from megatfm.tokenizers import SentencePieceTokenizer
-from tests.unit.tokenizers.conftest import LLAMA2, ODD, T5
+from tests.support.tokenizer_cases import LLAMA2_PIECES, ODD_TEXTS, T5_PIECES
 
 Foreign = Callable[..., bytes]
 characters = st.characters(exclude_categories=["Cs"])
 KINDS = {
-    "t5": T5,
-    "llama2": LLAMA2,
+    "t5": T5_PIECES,
+    "llama2": LLAMA2_PIECES,
     "no byte fallback": {"model_type": "bpe"},
     "spaces as suffix": {"model_type": "unigram", "treat_whitespace_as_suffix": True},
     "characters": {"model_type": "char", "vocab_size": 80, "hard_vocab_limit": False},
@@ -55,7 +55,7 @@ def other(request: pytest.FixtureRequest, foreign: Foreign) -> tuple[str, bytes]
 def test_models_of_others_are_read_as_they_are(other: tuple[str, bytes], texts: list[str]) -> None:
     _, model = other
     ours, plain = SentencePieceTokenizer(model), sentencepiece.SentencePieceProcessor(model_proto=model)
-    for text in (*(text[:3000] for text in texts), *ODD, "  two  spaces ", ""):
+    for text in (*(text[:3000] for text in texts), *ODD_TEXTS, "  two  spaces ", ""):
         ids = plain.encode(text)
         assert ours.encode(text).tolist() == ids
         assert ours.decode(ids) == plain.decode(ids)
@@ -101,7 +101,7 @@ def test_each_way_to_lose_text_is_noticed(foreign: Foreign, setting: str) -> Non
 def test_roles_are_found_among_control_and_user_defined_pieces(foreign: Foreign) -> None:
     """ALBERT's and XLNet's files name their tokens so; user-defined ones would be found in text."""
     model = foreign(
-        **T5,
+        **T5_PIECES,
         control_symbols=["[CLS]", "[SEP]"],
         user_defined_symbols=["[MASK]", "<extra_id_1>", "<extra_id_0>"],
     )
@@ -111,7 +111,7 @@ def test_roles_are_found_among_control_and_user_defined_pieces(foreign: Foreign)
     assert ours.sentinels == (pieces["<extra_id_0>"], pieces["<extra_id_1>"])
     plain = sentencepiece.SentencePieceProcessor(model_proto=model)
     defined = {ours.mask, *ours.sentinels}
-    for text in ("a [MASK] b", "[MASK]", "x<extra_id_0>[MASK]</s>[CLS]", *ODD):
+    for text in ("a [MASK] b", "[MASK]", "x<extra_id_0>[MASK]</s>[CLS]", *ODD_TEXTS):
         expected: list[int] = []
         for token in plain.encode(text):
             spelled = [plain.piece_to_id(each) for each in plain.id_to_piece(token)]

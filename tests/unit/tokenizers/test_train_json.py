@@ -11,6 +11,7 @@ import tokenizers
 
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.tokenizers import HuggingFaceTokenizer, train_byte_bpe, train_wordpiece
+from tests.support.tokenizer_cases import check_fitting_size
 
 TRAIN: dict[str, Callable[..., bytes]] = {
     "byte-bpe": train_byte_bpe,
@@ -36,7 +37,9 @@ def test_every_process_trains_the_same(tmp_path: object) -> None:
 
 
 @pytest.mark.parametrize("kind", TRAIN)
-def test_it_is_silent(texts: list[str], kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_training_a_json_tokenizer_is_silent(
+    texts: list[str], kind: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     TRAIN[kind](texts[:1], vocab_size=500)
     assert capfd.readouterr() == ("", "")
 
@@ -82,23 +85,18 @@ def test_rare_characters_take_no_piece() -> None:
 
 
 @pytest.mark.parametrize("kind", TRAIN)
-def test_a_vocabulary_too_large_names_one_that_fits(kind: str) -> None:
-    text = "too little text for so many pieces\n" * 5
-    with pytest.raises(UsageError, match="too large for this little text") as caught:
-        TRAIN[kind]([text], vocab_size=5000)
-    fitting = int(str(caught.value).split("vocab_size=")[1].split()[0])
-    assert HuggingFaceTokenizer(TRAIN[kind]([text], vocab_size=fitting)).vocab_size == fitting
-    with pytest.raises(UsageError):
-        TRAIN[kind]([text], vocab_size=fitting + 1)
-
-
-@pytest.mark.parametrize("kind", TRAIN)
-def test_a_vocabulary_too_small_names_one_that_fits(kind: str) -> None:
-    text = "the reserved ids alone need some pieces\n" * 5
-    with pytest.raises(UsageError, match="too small for the characters") as caught:
-        TRAIN[kind]([text], vocab_size=20)
-    fitting = int(str(caught.value).split("vocab_size=")[1].split()[0])
-    assert HuggingFaceTokenizer(TRAIN[kind]([text], vocab_size=fitting)).vocab_size == fitting
+@pytest.mark.parametrize(
+    ("text", "size", "message", "is_largest"),
+    [
+        ("too little text for so many pieces\n", 5000, "too large for this little text", True),
+        ("the reserved ids alone need some pieces\n", 20, "too small for the characters", False),
+    ],
+    ids=["too large", "too small"],
+)
+def test_a_vocabulary_that_does_not_fit_names_one_that_does(
+    kind: str, text: str, size: int, message: str, is_largest: bool
+) -> None:
+    check_fitting_size(TRAIN[kind], HuggingFaceTokenizer, text, size, message, is_largest=is_largest)
 
 
 @pytest.mark.parametrize("kind", TRAIN)

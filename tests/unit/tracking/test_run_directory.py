@@ -332,9 +332,10 @@ def test_a_line_tells_the_utilization_and_the_time_that_is_left(
     assert lines[2].endswith("grad norm 0.50")
 
 
-def test_the_logger_is_as_it_was_after_a_run_and_after_one_whose_log_cannot_be_written(
+def test_the_logger_is_as_it_was_after_a_run(
     tmp_path: Path,
 ) -> None:
+    """A run whose log cannot be written leaves it so, too."""
     log.setLevel(logging.WARNING)
     try:
         before = log.level, list(log.handlers)

@@ -12,7 +12,7 @@ from megatfm.config import load_config
 from megatfm.describe.description import describe, flops_per_token
 from megatfm.tracking import hardware
 from megatfm.tracking.hardware import Peak, Utilization, from_data_sheet, get_peak_flops
-from tests.unit.test_api import corpus, file, run, texts
+from tests.support.small_runs import corpus, file, run, texts
 
 __all__ = ["corpus", "file", "run", "texts"]  # fixtures
 

@@ -75,7 +75,7 @@ def test_what_can_not_fit_is_said(settings: dict[str, object], world_size: int, 
         fit_layout(config(**settings), world_size)
 
 
-def test_it_is_done_only_where_it_is_asked_for() -> None:
+def test_a_run_is_elastic_only_where_it_is_asked_to() -> None:
     assert elastic_config(config(), 4) == config()
     assert elastic_config(config(**{"resilience.elastic": "true"}), 4).train.micro_batch == 3
 

@@ -222,7 +222,12 @@ def evaluated_terms(folder: Path, name: str, classes: int = 0) -> dict[str, Any]
     values["objective"] = {"name": name}
     heads = {"sentence": {"classes": classes}} if classes else {}
     values["model"] |= {"family": "encoder", "extra_heads": heads}
-    settings, tokenizer = open_tokenizer(Config.model_validate(values))
+    return evaluated_zeros(Config.model_validate(values))
+
+
+def evaluated_zeros(settings: Config) -> dict[str, Any]:
+    """The evaluation of a model whose weights are all zero."""
+    settings, tokenizer = open_tokenizer(settings)
     corpora = open_corpora(settings, tokenizer)
     engine = build_engine(settings, build_mesh(settings.parallel, 1, "cpu"), torch.device("cpu"), "fp64")
     for tensor in engine.local.values():
@@ -245,13 +250,7 @@ def test_other_objectives_give_their_terms_and_no_bits_per_byte(workers: Workers
 
 
 def evaluated_uniform(folder: Path) -> dict[str, Any]:
-    settings, tokenizer = open_tokenizer(config(folder))
-    corpora = open_corpora(settings, tokenizer)
-    engine = build_engine(settings, build_mesh(settings.parallel, 1, "cpu"), torch.device("cpu"), "fp64")
-    for tensor in engine.local.values():
-        tensor.zero_()
-    rows = corpora.validation["all"]
-    return evaluate(engine, rows, corpora.objective, tokenizer.byte_lengths(), micro_batch=4)
+    return evaluated_zeros(config(folder))
 
 
 def chosen(wanted: str) -> str:

@@ -13,7 +13,9 @@ from megatfm.config import ParallelConfig
 from megatfm.engines.interface import Batch
 from megatfm.errors import MegatfmError
 from megatfm.train.resilience import compare_replicas, forward_backward_with_replay
-from tests.parity.test_layouts import ADAMW, CAUSAL, MODEL, global_batch, make_engine
+from tests.support.batches import CAUSAL, global_batch
+from tests.support.models import ADAMW, UNTIED_MODEL
+from tests.support.parity import build_engine
 from tests.support.workers import Workers
 
 HOST = re.escape(socket.gethostname())
@@ -26,7 +28,7 @@ NAME = "decoder.layers.1.attn.wo.weight"
 
 def flipped(parallel: ParallelConfig, kind: str, precision: str) -> str:
     """What is said after a bit has flipped on rank 1; nothing must be said before."""
-    engine = make_engine(MODEL, parallel, ADAMW, precision=precision)
+    engine = build_engine(UNTIED_MODEL, parallel, ADAMW, precision=precision)
     rows = {key: value[2 * dist.get_rank() :][:2] for key, value in global_batch(seed=1).items()}
     engine.forward_backward([rows], CAUSAL)
     engine.step(1e-2, clip=1.0)
@@ -72,7 +74,7 @@ class Drawing:
 
 def replayed_with_draws() -> list[float]:
     random.seed(3), np.random.seed(3), torch.manual_seed(3)
-    engine = make_engine(MODEL, ParallelConfig(dp_shard=2), ADAMW)
+    engine = build_engine(UNTIED_MODEL, ParallelConfig(dp_shard=2), ADAMW)
     rows = {key: value[2 * dist.get_rank() :][:2] for key, value in global_batch(seed=1).items()}
     losses = []
     for step in (1, 2, 3):
@@ -90,7 +92,7 @@ def test_a_plugin_that_draws_from_global_generators_can_be_replayed(workers: Wor
 
 def shards_differ() -> None:
     for zero in (1, 2, 3):
-        engine = make_engine(MODEL, ParallelConfig(dp_shard=3, zero=zero), ADAMW)
+        engine = build_engine(UNTIED_MODEL, ParallelConfig(dp_shard=3, zero=zero), ADAMW)
         compare_replicas(engine, step=2, every=2)
 
 

@@ -68,7 +68,7 @@ def test_stacks_are_recorded_on_request_and_once_memory_ran_out(
     assert should_record_allocations(tmp_path, asked=False)
 
 
-def test_other_errors_pass(tmp_path: Path) -> None:
+def test_errors_that_are_not_of_memory_pass(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="shapes don't match"), explain_out_of_memory(tmp_path, 0, CPU):
         raise RuntimeError("shapes don't match")
 

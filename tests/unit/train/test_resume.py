@@ -68,7 +68,7 @@ def state(values: dict[str, Any] = VALUES, **facts: Any) -> dict[str, Any]:
     return json.loads(json.dumps(made))  # as it comes back from a checkpoint
 
 
-def test_the_same_run_goes_on() -> None:
+def test_a_run_goes_on_with_the_same_config() -> None:
     assert resume.check_compatible(resume.ResumePoint(PATH, state()), state(), []) == []
 
 
@@ -132,7 +132,7 @@ def test_a_branch_is_not_told_to_take_another_name() -> None:
         ),
     ):
         with pytest.raises(UsageError, match=wanted) as caught:
-            resume.check_compatible(found, now, [], own=False)
+            resume.check_compatible(found, now, [], same_run=False)
         assert "another name" not in str(caught.value)
 
 
@@ -236,7 +236,7 @@ def test_a_key_that_an_older_version_did_not_have_counts_as_its_default(key: str
     assert line == "optimizer.max_grad_norm: 1.0 → 2.0"
 
 
-def test_a_config_that_this_version_can_not_read_is_compared_as_it_was_stored() -> None:
+def test_an_unreadable_config_is_compared_as_it_was_stored() -> None:
     other = change(state(), "config.optimizer.gone", 3)
     with pytest.raises(UsageError, match=r"optimizer\.gone: 3 → None\. .*resume\.allow=optimizer$"):
         resume.check_compatible(resume.ResumePoint(PATH, other), state(), [])

@@ -9,18 +9,19 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatfm.config import ModelConfig, load_config
-from megatfm.engines.native.compile import (
-    RECOMPILE_LIMIT,
-    compile_all,
-    keeps_attention_eager,
-    should_compile,
-)
+from megatfm.engines.native.compile import RECOMPILE_LIMIT, compile_all, keeps_attention_eager, should_compile
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
 from megatfm.ops.attention import kernels, reference
+from tests.support.packed_rows import (
+    ROW_LENGTH,
+    SCORE_MODELS,
+    SCORE_SIZES,
+    loss_gradients,
+    packed_batch,
+    score_inputs,
+)
 from tests.support.workers import Workers
-from tests.unit.models import test_rows_of_scores
-from tests.unit.models.test_patterns_compose import LENGTH, batch, gradients
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -69,8 +70,8 @@ def test_attention_that_is_left_goes_by_blocks(monkeypatch: pytest.MonkeyPatch, 
     sizes = {"vocab_size": 20, "d_model": 16, "n_layers": 1, "attention.n_heads": 4, "ffn.d_ff": 24}
     model = build(ModelConfig.from_dotted({**sizes, **LEFT[name]})).double().train()
     initialise(model, 3)
-    inputs = batch("decoder", prefix=False)
-    by_mask, served, real = gradients(model, inputs), [], nn.Module.compile
+    inputs = packed_batch("decoder", prefix=False)
+    by_mask, served, real = loss_gradients(model, inputs), [], nn.Module.compile
     blocked = kernels.KERNELS[1]
     assert blocked.name == "blocks"
     run = replace(blocked, run=lambda *given: (served.append(True), blocked.run(*given))[1])
@@ -80,7 +81,7 @@ def test_attention_that_is_left_goes_by_blocks(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(kernels, "LONG", 1)
     monkeypatch.setattr(nn.Module, "compile", lambda self, **given: real(self, **given, backend="eager"))
     compile_all(model.decoder.layers.values(), autotune=False, fullgraph=False)
-    for name, gradient in gradients(model, inputs).items():
+    for name, gradient in loss_gradients(model, inputs).items():
         torch.testing.assert_close(gradient, by_mask[name], rtol=1e-10, atol=1e-12)
     assert served
     torch._dynamo.reset()
@@ -91,11 +92,11 @@ def test_attention_that_is_left_goes_by_blocks(monkeypatch: pytest.MonkeyPatch, 
 def test_attention_that_is_left_goes_by_some_queries(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """With the gradients of all at once."""
     torch._dynamo.reset()
-    config = ModelConfig.from_dotted({**test_rows_of_scores.SIZES, **test_rows_of_scores.MODELS[name]})
-    inputs = test_rows_of_scores.inputs_of(config.family, prefix=False)
+    config = ModelConfig.from_dotted({**SCORE_SIZES, **SCORE_MODELS[name]})
+    inputs = score_inputs(config.family, prefix=False)
     model = build(config).double().train()
     initialise(model, 3)
-    eager, real, pieces = gradients(model, inputs), nn.Module.compile, []
+    eager, real, pieces = loss_gradients(model, inputs), nn.Module.compile, []
     monkeypatch.setattr(
         reference, "checkpoint", lambda *given, **how: (pieces.append(given), checkpoint(*given, **how))[1]
     )
@@ -103,9 +104,9 @@ def test_attention_that_is_left_goes_by_some_queries(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(nn.Module, "compile", lambda self, **given: real(self, **given, backend="eager"))
     stack = model.decoder if config.family == "decoder" else model.encoder
     compile_all(stack.layers.values(), autotune=False, fullgraph=False)
-    for key, gradient in gradients(model, inputs).items():
+    for key, gradient in loss_gradients(model, inputs).items():
         torch.testing.assert_close(gradient, eager[key], rtol=1e-10, atol=1e-12)
-    assert len(pieces) > LENGTH
+    assert len(pieces) > ROW_LENGTH
     torch._dynamo.reset()
 
 

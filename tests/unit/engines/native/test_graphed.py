@@ -20,9 +20,11 @@ from megatfm.models import build
 from megatfm.optim.parameters import optimizer_groups
 from megatfm.parallel.mesh import build_mesh
 from megatfm.parallel.parallelize import parallelize
-from tests.parity.test_layouts import ADAMW, CAUSAL, MODEL, TIED, global_batch, make_engine, microbatches
+from tests.support.batches import CAUSAL, global_batch
+from tests.support.host_reads import HostWaits
+from tests.support.models import ADAMW, TIED_MODEL, UNTIED_MODEL
+from tests.support.parity import build_engine, microbatches
 from tests.support.workers import Workers
-from tests.unit.engines.native.test_host_reads import Waits
 
 
 class Tape(TorchDispatchMode):
@@ -56,7 +58,7 @@ class Taped:
         self.recorded = self.replayed = 0
 
     def warm_up(self, run: Run) -> None:
-        with Waits() as waits:
+        with HostWaits() as waits:
             run()
         assert waits.found == []
 
@@ -117,14 +119,14 @@ def steps(engine: NativeEngine) -> list[dict[str, Any]]:
     return found
 
 
-DROPPED = TIED.with_changes({"dropout": 0.1, "attention.dropout": 0.1})
+DROPPED = TIED_MODEL.with_changes({"dropout": 0.1, "attention.dropout": 0.1})
 
 
 def compare() -> None:
-    for config, precision in ((MODEL, "fp32"), (DROPPED, "bf16"), (TIED, "fp16")):
+    for config, precision in ((UNTIED_MODEL, "fp32"), (DROPPED, "bf16"), (TIED_MODEL, "fp16")):
         taped = Taped()
         engine = graphed(config, precision, taped)
-        wanted = steps(make_engine(config, ParallelConfig(), ADAMW, precision=precision))
+        wanted = steps(build_engine(config, ParallelConfig(), ADAMW, precision=precision))
         found = steps(engine)
         for a, b in zip(wanted, found, strict=True):
             assert a.keys() == b.keys()
@@ -143,7 +145,7 @@ def record_too_many() -> str:
     """What the line says at the third shape, where two are kept."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megatfm.engines.native.cuda_graphs.SHAPES", 2)
-        engine = graphed(MODEL, "fp32", Taped())
+        engine = graphed(UNTIED_MODEL, "fp32", Taped())
         for length in (8, 12, 8, 12):
             engine.forward_backward(microbatches(engine, global_batch(seed=0, length=length)), CAUSAL)
             engine.zero_grad()

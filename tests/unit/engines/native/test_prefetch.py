@@ -14,18 +14,20 @@ from megatfm.config import ParallelConfig
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.native.zero import ZeroOptions
 from megatfm.parallel.layout import transformer_blocks
-from tests.parity.test_layouts import ADAMW, CAUSAL, MODEL, global_batch, make_engine, microbatches
+from tests.support.batches import CAUSAL, global_batch
+from tests.support.models import ADAMW, UNTIED_MODEL
+from tests.support.parity import build_engine, microbatches
 from tests.support.workers import Workers
 
 LAYERS = 5
-DEEP = MODEL.with_changes({"n_layers": LAYERS})
+DEEP = UNTIED_MODEL.with_changes({"n_layers": LAYERS})
 
 
 def order(prefetch: int, recomputed: str) -> tuple[list[str], dict[str, Tensor], float]:
     """What a micro-batch asks for and runs, in order: g2 gathers block 2, f2 runs it forward, b2 backward; the step's
     gradients, and an evaluation after it."""
     parallel = ParallelConfig(dp_shard=2, fsdp_prefetch=prefetch, grad_accumulation="sharded")
-    engine = make_engine(DEEP, parallel, ADAMW, recomputed=recomputed)
+    engine = build_engine(DEEP, parallel, ADAMW, recomputed=recomputed)
     found: list[str] = []
     gather = _fsdp_param_group.foreach_all_gather
 
@@ -93,7 +95,7 @@ def allocated(able: bool) -> tuple[set[str], list[str]]:
             patch.setattr(type(backend), "supports_tensor_alloc", lambda *_: True)
             unset = lambda _, size, **kind: torch.full((size,), torch.nan, **kind)  # noqa: E731
             patch.setattr(type(backend), "allocate_tensor", unset)
-        engine: NativeEngine = make_engine(
+        engine: NativeEngine = build_engine(
             DEEP, ParallelConfig(dp_shard=2, comm_buffers="process_group"), ADAMW
         )
         engine.forward_backward(microbatches(engine, global_batch(seed=4)), CAUSAL)

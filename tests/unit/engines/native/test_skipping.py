@@ -11,15 +11,9 @@ from megatfm.config import AdamWConfig, OptimizerSection, ParallelConfig
 from megatfm.engines.losses import DeferredReads
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.optimizers import ElementwiseOptimizer
-from tests.parity.test_layouts import (
-    ADAMW,
-    CAUSAL,
-    MUON,
-    TIED,
-    global_batch,
-    make_engine,
-    microbatches,
-)
+from tests.support.batches import CAUSAL, global_batch
+from tests.support.models import ADAMW, MUON, TIED_MODEL
+from tests.support.parity import build_engine, microbatches
 from tests.support.workers import Workers
 
 SHORT = AdamWConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.3, moments_dtype="bf16")
@@ -56,15 +50,15 @@ def bits(engine: NativeEngine) -> dict[str, Tensor]:
 
 def compare(parallel: ParallelConfig, optimizer: OptimizerSection, precision: str, folder: Path) -> int:
     """The number of optimizers that decide on the device."""
-    host = make_engine(TIED, parallel, optimizer, precision=precision)
-    device = early(make_engine(TIED, parallel, optimizer, precision=precision))
+    host = build_engine(TIED_MODEL, parallel, optimizer, precision=precision)
+    device = early(build_engine(TIED_MODEL, parallel, optimizer, precision=precision))
     norms = take(host, STEPS)
     assert torch.equal(torch.tensor(take(device, STEPS)).nan_to_num(), torch.tensor(norms).nan_to_num())
     assert [torch.tensor(n).isfinite().item() for n in norms] == [kind not in SPOILED for kind in STEPS]
     if host.loss_scale:
         assert host.loss_scale.value == device.loss_scale.value  # type: ignore[union-attr]
     path = checkpoint.save(folder / f"{optimizer.name}-{precision}", 1, device.state_dict(), {})
-    resumed = early(make_engine(TIED, parallel, optimizer, precision=precision))
+    resumed = early(build_engine(TIED_MODEL, parallel, optimizer, precision=precision))
     state = resumed.empty_state_dict(checkpoint.names(path))
     checkpoint.load(path, state)
     resumed.load_state_dict(state)
@@ -95,7 +89,7 @@ def test_steps_skipped_on_the_device_leave_the_same_bits(workers: Workers, tmp_p
 
 def order_of_a_step() -> list[str]:
     """Who did what, of a step whose gradients are clipped."""
-    engine = early(make_engine(TIED, ParallelConfig(), MUON))
+    engine = early(build_engine(TIED_MODEL, ParallelConfig(), MUON))
     said: list[str] = []
     take(engine, ("",))
     engine.forward_backward(microbatches(engine, global_batch(seed=1)), CAUSAL)

@@ -1,0 +1,157 @@
+"""Devices, links and nodes: small tables with sources (`devices.toml`), to which a user's file may add."""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from megatfm.errors import UsageError
+from megatfm.registry import did_you_mean
+
+GIB = 2**30
+EXAMPLE = 'a table [device.NAME] with the keys of those in megatfm/estimate/devices.toml, or extends = "h100"'
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU. flops: peak by precision, dense. Efficiencies are shares of a peak that large operations reach.
+
+    tile: rows and columns of a product that one multiprocessor makes at a time. launch_seconds: least time of a kernel.
+    host_seconds: time that the host takes to ask for a kernel. reserved_gib: what CUDA, its libraries, NCCL and
+    fragments take of the memory.
+    """
+
+    key: str
+    name: str
+    memory_gib: float
+    flops: Mapping[str, float]
+    memory_bandwidth: float
+    multiprocessors: int
+    tile: tuple[int, int]
+    matmul_efficiency: float
+    attention_efficiency: float
+    memory_efficiency: float
+    launch_seconds: float
+    host_seconds: float
+    reserved_gib: float
+    source: str
+
+    @property
+    def memory_bytes(self) -> float:
+        """Bytes that the driver offers."""
+        return self.memory_gib * GIB
+
+    def peak(self, precision: str) -> float:
+        """Dense FLOP/s in a precision of `train.precision`; raises UsageError for one that the device lacks."""
+        key = "fp8" if precision.startswith("fp8") else precision
+        if key not in self.flops:
+            raise UsageError(
+                f"train.precision = {precision!r}: {self.name} has no {key} (devices.toml): set "
+                f"train.precision = {'bf16' if 'bf16' in self.flops else next(iter(self.flops))!r}"
+            )
+        return self.flops[key]
+
+
+@dataclass(frozen=True)
+class Link:
+    """Connection of a GPU to others, in one direction. efficiency: share of the bandwidth that collectives reach.
+    latency: seconds of one step of a ring."""
+
+    name: str
+    bandwidth: float
+    efficiency: float
+    latency: float
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second that collectives reach."""
+        return self.bandwidth * self.efficiency
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine: its GPUs, the link among them, each GPU's network to other machines, and its share of the disk."""
+
+    key: str
+    gpus: int
+    within: Link
+    between: Link
+    disk_bandwidth: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """So many GPUs of one kind in nodes of one kind."""
+
+    device: Device
+    node: Node
+    gpus: int
+
+    @property
+    def nodes(self) -> int:
+        """Nodes, the last perhaps not full."""
+        return -(-self.gpus // self.node.gpus)
+
+    def __str__(self) -> str:
+        return f"{self.gpus:,} × {self.device.name} on {self.nodes:,} node{'s' * (self.nodes > 1)} of {self.node.gpus}"
+
+
+def load_cluster(
+    device: str, gpus: int, node: str | None = None, gpus_per_node: int | None = None, own: Path | None = None
+) -> Cluster:
+    """Look a cluster up by names. own: a user's file, whose tables come before ours. Raises UsageError."""
+    tables = _tables(own)
+    if gpus < 1:
+        raise UsageError(f"--gpus {gpus}: choose 1 or more")
+    found = _device(tables["device"], device)
+    node = node or tables["default_node"].get(device) or next(iter(tables["node"]))
+    section = _get(tables["node"], node, "--node")
+    try:
+        within, between = Link(**section.pop("within")), Link(**section.pop("between"))
+        made = Node(key=node, within=within, between=between, **section)
+    except TypeError as error:
+        raise UsageError(f"[node.{node}]: {error}: see megatfm/estimate/devices.toml") from None
+    if gpus_per_node:
+        made = Node(node, gpus_per_node, made.within, made.between, made.disk_bandwidth, made.source)
+    return Cluster(found, made, gpus)
+
+
+def device_names(own: Path | None = None) -> list[str]:
+    """Return the names of all devices."""
+    return sorted(_tables(own)["device"])
+
+
+def _device(table: Mapping[str, Any], key: str) -> Device:
+    section = _get(table, key, "--device")
+    if base := section.pop("extends", None):
+        section = {**_get(table, base, f"[device.{key}] extends"), **section}
+    try:
+        return Device(key=key, **{**section, "tile": tuple(section.get("tile", ()))})
+    except TypeError as error:
+        raise UsageError(f"[device.{key}]: {error}: give {EXAMPLE}") from None
+
+
+def _get(table: Mapping[str, Any], key: str, flag: str) -> dict[str, Any]:
+    if key not in table:
+        raise UsageError(
+            f"{flag} {key!r}: unknown{did_you_mean(key, table)}; there are: {', '.join(sorted(table))}; "
+            "others can be added by a file of yours (--hardware)"
+        )
+    return dict(table[key])
+
+
+def _tables(own: Path | None) -> dict[str, dict[str, Any]]:
+    text = files("megatfm.estimate").joinpath("devices.toml").read_text(encoding="utf-8")
+    tables: dict[str, dict[str, Any]] = tomllib.loads(text)
+    if own is None:
+        return tables
+    try:
+        added = tomllib.loads(own.read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"--hardware {own}: can't be read: {error}") from None
+    if unknown := sorted(set(added) - set(tables)):
+        raise UsageError(f"--hardware {own}: no table {unknown[0]!r}: there are {', '.join(sorted(tables))}")
+    return {name: {**table, **added.get(name, {})} for name, table in tables.items()}

@@ -1,0 +1,223 @@
+"""Estimate of a config on a cluster: memory of each rank, time of a step by cause, traffic by axis."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import lcm
+from typing import cast
+
+import torch
+
+from megatfm.config import Config
+from megatfm.data.loader import check_global_batch
+from megatfm.describe.description import Description, describe
+from megatfm.errors import UsageError
+from megatfm.estimate.devices import Cluster
+from megatfm.estimate.memory import RankMemory, rank_memory
+from megatfm.estimate.profile import LocalModel, ModelProfile, fake_ranks
+from megatfm.estimate.schedule import Timeline
+from megatfm.estimate.step_time import StepTime, step_time
+from megatfm.estimate.traffic import Flows
+from megatfm.estimate.weights import LocalWeight, local_weights
+from megatfm.parallel.mesh import SHARD, axis_sizes
+from megatfm.parallel.pipeline_stages import Pipeline
+from megatfm.registry import import_plugins
+from megatfm.split_points import Splittable
+from megatfm.train.build import build_model, plan_pipeline_split
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a run would take. config: resolved, with `dp_shard` filled in. memory: by pipeline rank."""
+
+    config: Config
+    cluster: Cluster
+    description: Description
+    memory: Sequence[RankMemory]
+    time: StepTime
+    flows: Flows
+    timeline: Timeline | None
+    microbatches: int
+    compiled: bool
+
+    @property
+    def worst(self) -> RankMemory:
+        """The fullest rank."""
+        return max(self.memory, key=lambda rank: rank.total)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest rank fits the device."""
+        return self.worst.total <= self.cluster.device.memory_bytes
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all GPUs together."""
+        return self.description.tokens_per_step / self.time.step
+
+    @property
+    def mfu(self) -> tuple[float, float]:
+        """Model FLOPs utilization: attention in full, and only its causal half."""
+        peak = self.cluster.device.peak(self.config.train.precision) * self.cluster.gpus
+        per_second = self.tokens_per_second / peak
+        return self.description.flops_full * per_second, self.description.flops_causal * per_second
+
+    @property
+    def days(self) -> float:
+        """Days of computing, without failures."""
+        return self.time.step * self.config.train.steps / 86400
+
+    @property
+    def gpu_hours(self) -> float:
+        """GPU hours of the run."""
+        return self.days * 24 * self.cluster.gpus
+
+
+@dataclass
+class Estimator:
+    """Estimates of layouts of one model on one cluster; what layouts share is computed once. See `estimator`."""
+
+    base: Config
+    cluster: Cluster
+    _models: dict[object, LocalModel] = field(default_factory=dict)
+    _profiles: dict[object, ModelProfile] = field(default_factory=dict)
+    _weights: dict[object, list[LocalWeight]] = field(default_factory=dict)
+    _pipelines: dict[object, Pipeline] = field(default_factory=dict)
+
+    @cached_property
+    def description(self) -> Description:
+        """Parameters and FLOPs, the same under every layout."""
+        return describe(self.base)
+
+    @cached_property
+    def _whole(self) -> torch.nn.Module:
+        with torch.device("meta"):
+            return build_model(self.base)
+
+    def estimate(self, config: Config) -> Estimate:
+        """Estimate a layout. Raises UsageError where it does not fit the model, the batch or the number of GPUs."""
+        parallel = config.parallel
+        sizes = axis_sizes(parallel, self.cluster.gpus)
+        parallel = parallel.model_copy(update={"dp_shard": sizes[SHARD]})
+        config = config.model_copy(update={"parallel": parallel})
+        microbatches = microbatches_of(config)
+        compiled = compiles(config)
+        model, profile = self._model(config), self._profile(config)
+        weights = self._local_weights(config, model)
+        parts_of_rank, rank_of, stages = self._stages(config, profile)
+        time, flows, timeline, in_flight = step_time(
+            config, self.cluster, profile, weights, stages, rank_of, microbatches, compiled=compiled
+        )
+        reserved = int(self.cluster.device.reserved_gib * 2**30)
+        memory = [
+            rank_memory(
+                config,
+                weights,
+                parts,
+                profile.parts,
+                in_flight,
+                rank,
+                microbatches,
+                compiled=compiled,
+                reserved=reserved,
+            )
+            for rank, parts in enumerate(parts_of_rank)
+        ]
+        return Estimate(
+            config, self.cluster, self.description, memory, time, flows, timeline, microbatches, compiled
+        )
+
+    def _model(self, config: Config) -> LocalModel:
+        parallel = config.parallel
+        key = (
+            parallel.tp,
+            parallel.sequence_parallel,
+            parallel.expert_tp == "by_channel",
+            config.train.precision,
+        )
+        if key not in self._models:
+            self._models[key] = LocalModel(config)
+        return self._models[key]
+
+    def _profile(self, config: Config) -> ModelProfile:
+        model = self._model(config)
+        key = id(model), config.train.micro_batch, config.parallel.cp
+        if key not in self._profiles:
+            self._profiles[key] = model.profile(config.train.micro_batch, config.parallel.cp)
+        return self._profiles[key]
+
+    def _local_weights(self, config: Config, model: LocalModel) -> list[LocalWeight]:
+        parallel = config.parallel
+        shards = parallel.expert_mesh_size // parallel.ep if parallel.ep > 1 else parallel.dp_shard
+        key = id(model), parallel.ep, parallel.expert_tp, shards, parallel.zero >= 2
+        if key not in self._weights:
+            points = cast(Splittable, model.model).split_points
+            self._weights[key] = local_weights(config, self._whole, model.layout, points, model.model)
+        return self._weights[key]
+
+    def _stages(
+        self, config: Config, profile: ModelProfile
+    ) -> tuple[list[dict[int, Sequence[int]]], list[int], list[Sequence[int]]]:
+        """Return the split points of each stage by pipeline rank, each stage's rank, and each stage's split points."""
+        parallel = config.parallel
+        if parallel.pp == 1:
+            everything = range(len(profile.parts))
+            return [{0: everything}], [0], [everything]
+        pipeline = self._pipeline(config)
+        indices, start = list[Sequence[int]](), 0
+        for stage in pipeline.stages:
+            indices.append(range(start, start + len(stage.split_points)))
+            start += len(stage.split_points)
+        rank_of = pipeline.stage_to_rank
+        by_rank: list[dict[int, Sequence[int]]] = [{} for _ in range(parallel.pp)]
+        for stage_index, rank in enumerate(rank_of):
+            by_rank[rank][stage_index] = indices[stage_index]
+        return by_rank, rank_of, indices
+
+    def _pipeline(self, config: Config) -> Pipeline:
+        parallel = config.parallel
+        shape = parallel.pp_schedule in ("zbv", "dualpipev")
+        key = parallel.pp, parallel.stages_per_rank, shape, tuple(parallel.pp_split_points)
+        if key not in self._pipelines:
+            self._pipelines[key] = plan_pipeline_split(config, self._whole)
+        return self._pipelines[key]
+
+
+@contextmanager
+def estimator(config: Config, cluster: Cluster, tp_sizes: Sequence[int] = ()) -> Iterator[Estimator]:
+    """Open an estimator for layouts with the tensor-parallel sizes `tp_sizes` beside the config's own."""
+    import_plugins(config.plugins)
+    if config.parallel.engine != "native":
+        raise UsageError(
+            f"parallel.engine = {config.parallel.engine!r}: estimates are of the native engine: set "
+            "parallel.engine = 'native'"
+        )
+    resolved = _resolved(describe(config).config)
+    ranks = 1
+    for size in {config.parallel.tp, *tp_sizes}:
+        ranks = lcm(ranks, size)
+    with fake_ranks(ranks):
+        yield Estimator(resolved, cluster)
+
+
+def _resolved(config: Config) -> Config:
+    """Take the precision that "auto" is on GPUs."""
+    if config.train.precision != "auto":
+        return config
+    return config.model_copy(update={"train": config.train.model_copy(update={"precision": "bf16"})})
+
+
+def microbatches_of(config: Config) -> int:
+    """Micro-batches of a rank in a step. Raises UsageError where data ranks do not divide the global batch."""
+    train, parallel = config.train, config.parallel
+    data_ranks = parallel.dp_shard * parallel.dp_replicate
+    check_global_batch(train.global_batch, train.micro_batch, data_ranks)
+    return train.global_batch // (train.micro_batch * data_ranks)
+
+
+def compiles(config: Config) -> bool:
+    """Whether blocks are compiled on GPUs (see `engines.native.compile.should_compile`)."""
+    if config.train.compile == "auto":
+        return config.refuses_compile() is None and config.parallel.cp == 1
+    return bool(config.train.compile)

@@ -1,0 +1,129 @@
+"""Memory of each pipeline rank: state, gathered weights, activations in flight, and what a pass has live besides."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatfm.config import Config
+from megatfm.estimate.profile import PartProfile
+from megatfm.estimate.weights import LocalWeight, RankBytes, rank_bytes
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on the ranks of one pipeline rank, when a step holds most of them.
+
+    weights: as the optimizer moves them; copies: those that the model computes with. workspace: what passes and
+    reductions have live besides what is kept. reserved: CUDA, its libraries and fragments.
+    """
+
+    pipeline_rank: int
+    weights: int
+    copies: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    activations: int
+    workspace: int
+    reserved: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        state = self.weights + self.copies + self.gradients + self.optimizer
+        return state + self.gathered + self.activations + self.workspace + self.reserved
+
+    @property
+    def largest(self) -> str:
+        """The part that takes most."""
+        sizes = {
+            "gradients": self.gradients,
+            "optimizer state": self.optimizer,
+            "weights": self.weights + self.copies,
+            "gathered weights": self.gathered,
+            "activations": self.activations,
+            "workspace": self.workspace,
+        }
+        return max(sizes, key=lambda name: sizes[name])
+
+
+@dataclass(frozen=True)
+class _Peak:
+    """A moment of a step: activations and workspace, and gradients that are there already."""
+
+    activations: int
+    workspace: int
+    gradients: int
+
+
+def rank_memory(
+    config: Config,
+    weights: Sequence[LocalWeight],
+    parts_by_stage: Mapping[int, Sequence[int]],
+    profiles: Sequence[PartProfile],
+    in_flight: Mapping[int, int],
+    pipeline_rank: int,
+    microbatches: int,
+    *,
+    compiled: bool,
+    reserved: int,
+) -> RankMemory:
+    """Find the fullest moment of a rank's step. parts_by_stage: of this rank; in_flight: by stage."""
+    parts = [index for indices in parts_by_stage.values() for index in indices]
+    state = rank_bytes(config, weights, parts)
+    mode = config.train.recompute
+    kept = {index: profiles[index].kept_bytes(mode, compiled) for index in parts}
+    elsewhere = sum(
+        max(0, in_flight.get(stage, 1) - (place == 0)) * sum(kept[i] for i in indices)
+        for place, (stage, indices) in enumerate(parts_by_stage.items())
+    )
+    running = next(iter(parts_by_stage.values()), ())
+    one_pass = config.parallel.pp == 1 and microbatches == 1
+    peak = max(
+        _moments(config, weights, running, profiles, kept, state, one_pass, compiled),
+        key=lambda moment: moment.activations + moment.workspace + moment.gradients,
+    )
+    return RankMemory(
+        pipeline_rank,
+        state.weights,
+        state.copies,
+        peak.gradients,
+        state.optimizer,
+        state.gathered,
+        elsewhere + peak.activations,
+        peak.workspace,
+        reserved,
+    )
+
+
+def _moments(
+    config: Config,
+    weights: Sequence[LocalWeight],
+    parts: Sequence[int],
+    profiles: Sequence[PartProfile],
+    kept: Mapping[int, int],
+    state: RankBytes,
+    one_pass: bool,
+    compiled: bool,
+) -> list[_Peak]:
+    """List the moments of a stage's two passes at which memory may be fullest.
+
+    In a step of one micro-batch gradients come as activations go; else those of earlier ones are there.
+    """
+    moments, held = [], 0
+    none_yet = 0 if one_pass else state.gradients
+    for index in parts:
+        moments.append(_Peak(held + kept[index], profiles[index].forward_peak, none_yet))
+        held += kept[index]
+    trained = sum(w.local for w in weights if w.is_trained and set(w.parts) & set(parts)) or 1
+    done = 0
+    for index in reversed(parts):
+        own = sum(w.local for w in weights if w.is_trained and index == w.parts[-1])
+        done += own
+        gradients = state.gradients if not one_pass else state.gradients * min(done, trained) // trained
+        again = 0
+        if profiles[index].is_block and config.train.recompute != "none":
+            again = profiles[index].kept_bytes("none", compiled) - kept[index]
+        workspace = profiles[index].backward_peak + max(0, again) + state.unreduced
+        moments.append(_Peak(held, workspace, gradients))
+        held -= kept[index]
+    return moments

@@ -1,0 +1,345 @@
+"""Profile of a model's parts under tensor parallelism: the operators of each part's two passes and what it keeps.
+
+The real parts run with the real plan on tensors that have shapes alone, over a process group that sends nothing; one
+block of a kind stands for the others. Attention is recorded as one fused kernel, experts as grouped products.
+"""
+
+import logging
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
+
+from megatfm.config import Config
+from megatfm.cost import TokenCounts
+from megatfm.errors import UsageError
+from megatfm.estimate.operators import Operator, OperatorRecorder, tensor_bytes
+from megatfm.estimate.stand_ins import AttentionStandIn, CrossEntropyStandIn, experts_by_shapes
+from megatfm.layers.attention.dot_product import DotProductAttention
+from megatfm.layers.embedding import InputEmbedding
+from megatfm.layers.output_head import CrossEntropy, LMHead
+from megatfm.objectives import target_fraction
+from megatfm.parallel.layout import ModelLayout, replace_forward, transformer_blocks
+from megatfm.parallel.mesh import Mesh, build_mesh
+from megatfm.parallel.parallelize import parallelize
+from megatfm.split_points import CarrySpec, SplitPoint, Splittable
+from megatfm.train.build import build_model
+
+ACTIVATION_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16}
+"""Type of activations by `train.precision`; of the others bfloat16."""
+KEPT_BY_SELECTIVE = ("mm", "addmm", "_scaled_mm", "attention")
+"""Operators whose outputs selective recomputation keeps, beside sums over tensor-parallel ranks."""
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A storage that a pass keeps for its backward pass. number: see `OperatorRecorder.number`."""
+
+    number: int
+    n_bytes: int
+
+
+@dataclass(frozen=True)
+class PartProfile:
+    """A split point's passes. input_bytes: of the activations that come in; output_bytes: of those that go out.
+
+    forward_peak, backward_peak: most bytes that a pass has live beside what is kept. is_block: it lies in a stack.
+    """
+
+    name: str
+    forward: Sequence[Operator]
+    backward: Sequence[Operator]
+    saved: Sequence[SavedTensor]
+    input_bytes: int
+    output_bytes: int
+    forward_peak: int
+    backward_peak: int
+    is_block: bool
+    weight_numbers: frozenset[int] = frozenset()
+
+    def kept_bytes(self, recompute: str, compiled: bool) -> int:
+        """Bytes that the part keeps between its passes. Parts that are no blocks keep all in every mode."""
+        everything = sum(tensor.n_bytes for tensor in self.saved)
+        if not self.is_block:
+            return everything
+        if recompute == "full":
+            return self.input_bytes
+        if recompute == "selective":
+            made = {
+                number: n_bytes
+                for operator in self.forward
+                if operator.name in KEPT_BY_SELECTIVE
+                or operator.collective in ("all_reduce", "reduce_scatter")
+                for number, n_bytes in operator.writes.items()
+            }
+            return self.input_bytes + sum(made.values())
+        if recompute.endswith("%"):
+            return int(self.compiled_bytes() * int(recompute[:-1].strip()) / 100)
+        return self.compiled_bytes() if compiled else everything
+
+    def compiled_bytes(self) -> int:
+        """Bytes that a compiled block keeps: what is made elementwise is made again from what that reads."""
+        producers = {n: op for op in self.forward for n in op.writes}
+        kept: dict[int, int] = {}
+        waiting = [(tensor.number, tensor.n_bytes) for tensor in self.saved]
+        seen: set[int] = set()
+        while waiting:
+            number, n_bytes = waiting.pop()
+            if number in seen:
+                continue
+            seen.add(number)
+            maker = producers.get(number)
+            if maker is None or maker.kind != "pointwise" or n_bytes <= self.input_bytes // 64:
+                kept[number] = n_bytes
+                continue
+            waiting += [(n, size) for n, size in maker.reads.items() if n not in self.weight_numbers]
+        return min(sum(kept.values()), sum(tensor.n_bytes for tensor in self.saved))
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """Profiles of all split points, in their order; equal ones are the same object. layout: of the weights."""
+
+    parts: Sequence[PartProfile]
+    points: Sequence[SplitPoint]
+
+
+class LocalModel:
+    """A config's model as tensor-parallel rank 0 has it, ready to be profiled at any micro-batch.
+
+    To be used within `fake_ranks`, of a number that `parallel.tp` divides.
+    """
+
+    def __init__(self, config: Config) -> None:
+        parallel = config.parallel
+        self.config, self.tp = config, parallel.tp
+        alone = parallel.model_copy(
+            update={
+                "pp": 1,
+                "cp": 1,
+                "ep": 1,
+                "dp_replicate": 1,
+                "dp_shard": -1,
+                "expert_tp": _expert_tp(config),
+            }
+        )
+        self._mode = FakeTensorMode()
+        self._dtype = ACTIVATION_DTYPES.get(config.train.precision, torch.bfloat16)
+        with quiet():
+            self._build(build_mesh(alone, dist.get_world_size(), "cpu"))
+
+    def _build(self, mesh: Mesh) -> None:
+        config, parallel = self.config, self.config.parallel
+        with self._mode, default_dtype(self._dtype):
+            self.model = build_model(config).train()
+            if not hasattr(self.model, "split_points"):
+                raise UsageError(
+                    f"model.family = {config.model.family!r} has no split points, so its parts can't be profiled"
+                )
+            for module in self.model.modules():
+                if isinstance(module, LMHead) and module.sparse:
+                    replace_forward(module, partial(_predicted_alone, module, self._fraction))
+            self.layout: ModelLayout = parallelize(
+                self.model, mesh, sequence_parallel=parallel.sequence_parallel
+            )
+            for module in self.model.modules():
+                if isinstance(module, DotProductAttention):
+                    module.of_heads = partial(self._attend, module)  # type: ignore[method-assign]
+                elif isinstance(module, CrossEntropy):
+                    replace_forward(module, self._cross_entropy)
+
+    @property
+    def _fraction(self) -> float:
+        return target_fraction(self.config.objective) or 1.0
+
+    def profile(self, micro_batch: int, cp: int) -> ModelProfile:
+        """Run each kind of part once, forward and backward. cp: ranks that rows are cut over."""
+        self._rows, self._cp = micro_batch, cp
+        splittable = cast(Splittable, self.model)
+        blocks = {id(block) for block in transformer_blocks(self.model)}
+        parts: dict[Hashable, PartProfile] = {}
+        order: list[PartProfile] = []
+        with quiet(), self._mode, experts_by_shapes(self._note):
+            fields, lengths = self._inputs(splittable.split_points, micro_batch, cp)
+            for point in splittable.split_points:
+                own = self.model.get_submodule(point.modules[0]) if point.modules else None
+                is_block = id(own) in blocks
+                name = point.name.rpartition(".")[0] if is_block else point.name
+                key = name, type(own), getattr(own, "kind", None), repr(getattr(own, "pattern", None))
+                if key not in parts:
+                    parts[key] = self._run(splittable, point, fields, lengths, is_block)
+                order.append(parts[key])
+        return ModelProfile(order, splittable.split_points)
+
+    def _run(
+        self,
+        model: Splittable,
+        point: SplitPoint,
+        fields: Mapping[str, Tensor],
+        lengths: Mapping[str, int],
+        is_block: bool,
+    ) -> PartProfile:
+        self._recorder = recorder = OperatorRecorder()
+        weights = frozenset(recorder.number(p) for p in self.model.parameters())
+        specs = {n: spec for p in model.split_points for n, spec in p.writes.items() if n in point.reads}
+        sides = {n: p.token_field for p in reversed(model.split_points) for n in p.writes}
+        parts = self.tp if self.config.parallel.sequence_parallel else 1
+        carry = {n: self._carried(spec, lengths[sides[n]], parts) for n, spec in specs.items()}
+        saved: dict[int, SavedTensor] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            number = recorder.number(tensor)
+            if number not in weights:
+                saved.setdefault(number, SavedTensor(number, tensor.untyped_storage().nbytes()))
+            return tensor
+
+        with recorder.fresh() as forward, saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = model.stage({point.name}).forward(**fields, **carry)
+        results = [*(output.losses or {}).values()]
+        handed_on = {n: t for n, t in output.carried().items() if n in point.writes} if point.writes else {}
+        results += handed_on.values()
+        roots = [x for x in results if x.requires_grad]
+        with recorder.fresh() as backward:
+            if roots:
+                torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+        gradients = [recorder.number(p.grad) for p in self.model.parameters() if p.grad is not None]
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        return PartProfile(
+            point.name,
+            forward.operators,
+            [replace(op, is_backward=True) for op in backward.operators],
+            list(saved.values()),
+            sum(tensor.nbytes for tensor in carry.values()),
+            sum(tensor.nbytes for tensor in handed_on.values()),
+            max(0, forward.peak() - forward.left),
+            backward.peak(gradients),
+            is_block,
+            weight_numbers=weights,
+        )
+
+    def _carried(self, spec: CarrySpec, length: int, parts: int) -> Tensor:
+        if spec.d_model is None:
+            return torch.zeros(self._rows, length, dtype=torch.int64)
+        return torch.zeros(self._rows, length // parts, spec.d_model, dtype=self._dtype, requires_grad=True)
+
+    def _inputs(
+        self, points: Sequence[SplitPoint], rows: int, cp: int
+    ) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """Return a batch's fields, and the tokens of a rank by the field that goes through a split point."""
+        data, model = self.config.data, self.model
+        lengths = {point.token_field: data.sequence_length for point in points}
+        if len(lengths) > 1:
+            lengths["tokens"] = data.target_length or data.sequence_length
+        lengths = {name: max(1, length // cp) for name, length in lengths.items()}
+        read = {module.reads for module in model.modules() if isinstance(module, InputEmbedding)}
+        accepted = getattr(model, "accepted", frozenset(lengths) | read | {"targets"})
+        read |= {"tokens", "targets", "positions"} | ({"original"} & accepted)
+        names = {side.removesuffix("tokens") + name: n for side, n in lengths.items() for name in read}
+        zeros = {n: torch.zeros(rows, size, dtype=torch.int64) for n, size in names.items() if n in accepted}
+        return {**zeros, "keys": torch.zeros(rows, dtype=torch.int64)}, lengths
+
+    def _attend(
+        self, core: DotProductAttention, part: int, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Stand for `DotProductAttention.of_heads`."""
+        rows, heads, queries, _ = q.shape
+        tokens = TokenCounts(queries * self._cp, k.shape[2] * self._cp)
+        with _disable_current_modes():  # patterns may count pairs with tensors
+            macs = core.cost(tokens).visible_attention_macs
+        macs *= rows * heads / core.n_heads / self._cp
+        bias = args[1] if len(args) > 1 else kwargs.get("bias")
+        bias = bias if isinstance(bias, Tensor) and bias.requires_grad else None
+        output: Tensor = AttentionStandIn.apply(partial(self._note_attention, 2 * macs), q, k, v, bias)
+        return output
+
+    def _cross_entropy(self, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> Tensor:
+        """Stand for `CrossEntropy.forward`."""
+        loss: Tensor = CrossEntropyStandIn.apply(self._note, hidden, weight, bias)
+        return loss
+
+    def _note_attention(
+        self, flops: float, is_backward: bool, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+    ) -> None:
+        """Record a fused kernel: backward has five products for the forward's two (Dao 2023)."""
+        self._note("attention", "attention", flops * (2.5 if is_backward else 1), inputs, outputs)
+
+    def _note(
+        self,
+        name: str,
+        kind: Any,
+        flops: float,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        dims: tuple[int, int, int, int] | None = None,
+    ) -> None:
+        number = self._recorder.number
+        reads, writes = ({number(x): tensor_bytes(x) for x in tensors} for tensors in (inputs, outputs))
+        if name == "_grouped_mm" and dims:
+            ffn = self.config.model.ffn
+            rows = inputs[0].shape[0] * dims[0] / max(getattr(ffn, "n_experts", dims[0]), 1)
+            dims = (dims[0], max(1, round(rows / dims[0])), *dims[2:])
+            flops = 2 * rows * dims[2] * dims[3]
+        operator = Operator(name, kind, flops, reads, writes, dims, inputs[0].element_size())
+        self._recorder.recording.operators.append(operator)
+
+
+def _expert_tp(config: Config) -> str:
+    """With rows of their own, ranks of "folded" experts compute what those without tensor parallelism do."""
+    return "by_expert" if config.parallel.expert_tp == "folded" else config.parallel.expert_tp
+
+
+def _predicted_alone(
+    head: LMHead, fraction: float, hidden_BTD: Tensor, targets_BT: Tensor, **_: Any
+) -> Tensor:
+    """Stand for a sparse head's forward: so many tokens have a target."""
+    tokens = max(1, round(fraction * targets_BT.shape[1]))
+    last = head._last(hidden_BTD[:, :tokens].flatten(0, 1))
+    loss: Tensor = head.loss(last, head.weight, targets_BT[:, :tokens].flatten(), head.bias)
+    return loss
+
+
+@contextmanager
+def fake_ranks(size: int) -> Iterator[None]:
+    """Be rank 0 of so many that don't exist. Raises UsageError in a process that has a process group."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    if dist.is_initialized():
+        raise UsageError(
+            "an estimate needs a process without a process group: run `megatfm estimate` by itself"
+        )
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make weights in a dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence torch's own account of fake tensors."""
+    library = logging.getLogger("torch._subclasses.fake_tensor")
+    before, library.disabled = library.disabled, True
+    try:
+        yield
+    finally:
+        library.disabled = before

@@ -1,0 +1,114 @@
+"""Time of operators on a device: a roofline (Williams et al. 2009) of products, attention and what memory bounds.
+
+A product takes its FLOPs at the rate that its shape reaches: tiles of the device's multiprocessors that are only partly
+filled, and a last wave of them that is, take as long as full ones. What is compiled reads and writes a region of
+elementwise operators once.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from megatfm.estimate.devices import Device
+from megatfm.estimate.operators import Operator
+
+SMALLER_TILES = ((1, 1.0), (2, 0.8), (4, 0.55))
+"""Divisors of a device's tile, and the share of the rate that tiles of this size reach."""
+ATTENTION_BACKWARD = 0.85
+"""Rate of attention's backward pass over its forward pass (FlashAttention 2; Dao 2023, figures 5 and 6)."""
+KERNELS_PER_REGION = 1.5
+"""Kernels that a compiled region becomes, on average."""
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Time by kind of operator; host: what the host takes to ask for the kernels."""
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    pointwise: float = 0.0
+    host: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Time of the pass: the device's, or the host's where that is longer."""
+        return max(self.matmul + self.attention + self.pointwise, self.host)
+
+    def __add__(self, other: "Seconds") -> "Seconds":
+        return Seconds(
+            self.matmul + other.matmul,
+            self.attention + other.attention,
+            self.pointwise + other.pointwise,
+            self.host + other.host,
+        )
+
+    def __mul__(self, times: float) -> "Seconds":
+        return Seconds(self.matmul * times, self.attention * times, self.pointwise * times, self.host * times)
+
+
+def pass_seconds(
+    device: Device, operators: Sequence[Operator], *, compiled: bool, fp8: bool = False
+) -> Seconds:
+    """Time of a pass's kernels, without collectives."""
+    matmul = sum(matmul_seconds(device, op, fp8) for op in operators if op.kind == "matmul")
+    attention = sum(attention_seconds(device, op) for op in operators if op.kind == "attention")
+    elementwise = [op for op in operators if op.kind == "pointwise"]
+    rate = device.memory_bandwidth * device.memory_efficiency
+    if compiled:
+        regions = list(fused_regions(operators))
+        n_kernels = KERNELS_PER_REGION * len(regions)
+        pointwise = sum(max(n_bytes / rate, device.launch_seconds) for n_bytes in regions)
+    else:
+        n_kernels = len(elementwise)
+        pointwise = sum(max(op.moved_bytes / rate, device.launch_seconds) for op in elementwise)
+    kernels = n_kernels + sum(op.kind != "pointwise" for op in operators)
+    return Seconds(matmul, attention, pointwise, kernels * device.host_seconds)
+
+
+def matmul_seconds(device: Device, operator: Operator, fp8: bool = False) -> float:
+    """Time of a matrix product, or of a group of equal ones."""
+    assert operator.dims is not None
+    products, m, n, k = operator.dims
+    peak = device.peak(_precision(operator.itemsize, fp8)) * device.matmul_efficiency
+    best = math.inf
+    for divisor, share in SMALLER_TILES:
+        rows, columns = device.tile[0] // divisor, device.tile[1] // divisor
+        tiles = products * math.ceil(m / rows) * math.ceil(n / columns)
+        at_once = device.multiprocessors * divisor**2
+        computed = math.ceil(tiles / at_once) * at_once * rows * columns * 2 * k
+        best = min(best, computed / (peak * share))
+    bound = operator.moved_bytes / (device.memory_bandwidth * device.memory_efficiency)
+    return max(best, bound, device.launch_seconds)
+
+
+def attention_seconds(device: Device, operator: Operator) -> float:
+    """Time of a fused attention kernel."""
+    share = ATTENTION_BACKWARD if operator.is_backward else 1.0
+    peak = device.peak(_precision(operator.itemsize, False)) * device.attention_efficiency * share
+    bound = operator.moved_bytes / (device.memory_bandwidth * device.memory_efficiency)
+    return max(operator.flops / peak, bound, device.launch_seconds)
+
+
+def fused_regions(operators: Iterable[Operator]) -> Iterable[int]:
+    """Yield the bytes that each region of elementwise operators between others reads and writes.
+
+    What a region makes for itself alone is neither read nor written.
+    """
+    listed = list(operators)
+    last_read = {number: i for i, op in enumerate(listed) for number in op.reads}
+    start = 0
+    for end in range(len(listed) + 1):
+        if end < len(listed) and listed[end].kind == "pointwise":
+            continue
+        if region := listed[start:end]:
+            made = {number: n_bytes for op in region for number, n_bytes in op.writes.items()}
+            read = {n: b for op in region for n, b in op.reads.items() if n not in made}
+            later = sum(b for n, b in made.items() if last_read.get(n, end) >= end)
+            yield sum(read.values()) + later
+        start = end + 1
+
+
+def _precision(itemsize: int, fp8: bool) -> str:
+    if fp8 and itemsize <= 2:
+        return "fp8"
+    return {1: "fp8", 2: "bf16", 4: "fp32", 8: "fp64"}[itemsize]

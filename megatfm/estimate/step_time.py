@@ -1,0 +1,361 @@
+"""Time of a step: passes by roofline, what is sent on its link, what overlaps, and the pipeline's schedule."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+
+from megatfm.config import Config
+from megatfm.estimate.devices import Cluster
+from megatfm.estimate.expert_traffic import context_flows, expert_flows
+from megatfm.estimate.operators import Operator
+from megatfm.estimate.profile import ModelProfile, PartProfile
+from megatfm.estimate.roofline import Seconds, pass_seconds
+from megatfm.estimate.schedule import Timeline, simulate
+from megatfm.estimate.traffic import (
+    Axis,
+    Flows,
+    all_gathers,
+    axes_of,
+    axis_seconds,
+    collective_seconds,
+    data_flows,
+)
+from megatfm.estimate.weights import LocalWeight, rank_bytes
+from megatfm.parallel.mesh import CONTEXT, EXPERT, EXPERT_SHARD, PIPELINE, REPLICATE, SHARD, TENSOR
+
+ASYNC_TP_EXPOSED = 0.35
+"""Share of tensor-parallel traffic that async TP leaves unhidden (assumed)."""
+OVERLAP = 0.9
+"""Share of a backward pass behind which reductions of gradients can hide: the first bucket comes late."""
+WEIGHT_SHARE = 0.5
+"""Share of a backward pass that the gradients of weights take, where nothing else is known."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step on the busiest rank, by cause; communication is what no computation hides."""
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    memory_bound: float = 0.0
+    host: float = 0.0
+    recompute: float = 0.0
+    tensor_parallel: float = 0.0
+    context_parallel: float = 0.0
+    expert_parallel: float = 0.0
+    data_parallel: float = 0.0
+    bubble: float = 0.0
+    optimizer: float = 0.0
+    checkpoint: float = 0.0
+
+    @property
+    def step(self) -> float:
+        """All of it."""
+        return float(sum(getattr(self, part.name) for part in fields(self)))
+
+
+@dataclass(frozen=True)
+class PartTime:
+    """Passes of a split point: computing, what it sends over tp, cp and ep, and ZeRO's gathers behind it."""
+
+    forward: Seconds
+    backward: Seconds
+    recompute: float
+    sent_forward: float
+    sent_backward: float
+    context: float
+    experts: float
+    gather: float
+    reduce: float
+    weight_share: float
+
+    def total(self, *, reduces: bool) -> tuple[float, float]:
+        """Forward and backward seconds, with what gathers and reductions leave unhidden."""
+        forward = self.forward.total + self.sent_forward + (self.context + self.experts) / 3
+        backward = (
+            self.backward.total + self.recompute + self.sent_backward + (self.context + self.experts) * 2 / 3
+        )
+        behind = self.gather + (self.reduce if reduces else 0.0)
+        return max(forward, self.gather), max(backward, behind)
+
+
+def step_time(
+    config: Config,
+    cluster: Cluster,
+    profile: ModelProfile,
+    weights: Sequence[LocalWeight],
+    stages: Sequence[Sequence[int]],
+    rank_of: Sequence[int],
+    microbatches: int,
+    *,
+    compiled: bool,
+) -> tuple[StepTime, Flows, Timeline | None, Mapping[int, int]]:
+    """Return the time of a step, the traffic of the busiest rank, the simulated schedule (with pipelines), and the most
+    micro-batches in flight by stage."""
+    parallel, node = config.parallel, cluster.node
+    axes, flows = axes_of(parallel), Flows()
+    cache: dict[int, PartTime] = {}
+    times = []
+    for index, part in enumerate(profile.parts):
+        if id(part) not in cache:
+            cache[id(part)] = part_time(config, cluster, part, index, weights, axes, compiled=compiled)
+        times.append(cache[id(part)])
+    busiest = max(
+        range(parallel.pp),
+        key=lambda rank: sum(sum(times[i].total(reduces=False)) for i in _parts(stages, rank_of, rank)),
+    )
+    own = _parts(stages, rank_of, busiest)
+    _tensor_flows(flows, axes[TENSOR], [profile.parts[i] for i in own], config, microbatches)
+    for index in own:
+        context_flows(flows, config, profile.parts[index], axes[CONTEXT], microbatches)
+        expert_flows(flows, config, profile.parts[index], axes[EXPERT], microbatches)
+    data_flows(flows, config, weights, own, microbatches)
+    boundary = max((profile.parts[stage[-1]].output_bytes for stage in stages[:-1]), default=0)
+    _pipeline_flows(
+        flows, axes[PIPELINE], [profile.parts[stage[-1]] for stage in stages], rank_of, microbatches
+    )
+    data = _exposed_data(config, cluster, flows, axes, [times[i] for i in own], microbatches)
+    optimizer = optimizer_seconds(config, cluster, weights, own)
+    sharded = parallel.grad_accumulation == "sharded"
+    computed = _sums(times, own, microbatches, sharded)
+    if parallel.pp == 1:
+        last = (
+            sum(sum(times[i].total(reduces=True)) for i in own) if parallel.zero >= 2 and not sharded else 0.0
+        )
+        data += max(0.0, last - sum(sum(times[i].total(reduces=False)) for i in own)) if last else 0.0
+        return _step(computed, 0.0, data, optimizer), flows, None, {0: 1}
+    transfer = collective_seconds(axes[PIPELINE], node, "send", boundary)
+    timeline = simulate(
+        parallel.pp_schedule,
+        parallel.pp,
+        parallel.stages_per_rank,
+        microbatches,
+        rank_of,
+        _stage_seconds(times, stages),
+        transfer,
+    )
+    bubble = timeline.seconds - sum(computed.values())
+    return _step(computed, bubble, data, optimizer), flows, timeline, timeline.in_flight
+
+
+def _pipeline_flows(
+    flows: Flows, axis: Axis, ends: Sequence[PartProfile], rank_of: Sequence[int], microbatches: int
+) -> None:
+    """Add what the rank that sends most hands on: activations forward, as many gradients back. ends: of the stages."""
+    sent = [0] * axis.size
+    calls = [0] * axis.size
+    for before, after in pairwise(range(len(rank_of))):
+        for rank in (rank_of[before], rank_of[after]) if rank_of[before] != rank_of[after] else ():
+            sent[rank] += ends[before].output_bytes
+            calls[rank] += 1
+    most = max(range(axis.size), key=lambda rank: sent[rank])
+    if calls[most]:
+        flows.add(axis, "send", sent[most] / calls[most], calls[most] * microbatches)
+
+
+def _parts(stages: Sequence[Sequence[int]], rank_of: Sequence[int], rank: int) -> list[int]:
+    return [index for stage, at in zip(stages, rank_of, strict=True) if at == rank for index in stage]
+
+
+def part_time(
+    config: Config,
+    cluster: Cluster,
+    part: PartProfile,
+    index: int,
+    weights: Sequence[LocalWeight],
+    axes: Mapping[str, Axis],
+    *,
+    compiled: bool,
+) -> PartTime:
+    """Time of a split point's two passes."""
+    parallel, device, node = config.parallel, cluster.device, cluster.node
+    fp8 = config.train.precision.startswith("fp8") and part.is_block
+    fused = compiled and part.is_block
+    forward = pass_seconds(device, part.forward, compiled=fused, fp8=fp8)
+    backward = pass_seconds(device, part.backward, compiled=fused, fp8=fp8)
+    tp = axes[TENSOR]
+    sent_forward, sent_backward = (_sent_seconds(ops, tp, cluster) for ops in (part.forward, part.backward))
+    again, sent_again = _recomputed(config, cluster, part, tp, compiled=fused, fp8=fp8)
+    exposed = ASYNC_TP_EXPOSED if parallel.async_tp else 1.0
+    flows = Flows()
+    context_flows(flows, config, part, axes[CONTEXT], 1)
+    expert_flows(flows, config, part, axes[EXPERT], 1)
+    gather, reduce = _zero_seconds(config, cluster, index, weights, axes)
+    weight_flops = _weight_gradient_flops(part)
+    total_flops = sum(op.flops for op in part.backward) or 1.0
+    return PartTime(
+        forward,
+        backward,
+        again + sent_again * exposed,
+        sent_forward * exposed,
+        sent_backward * exposed,
+        axis_seconds(flows, axes, node, (CONTEXT,)),
+        axis_seconds(flows, axes, node, (EXPERT,)),
+        gather,
+        reduce,
+        weight_flops / total_flops if part.backward else WEIGHT_SHARE,
+    )
+
+
+def _sent_seconds(operators: Sequence[Operator], axis: Axis, cluster: Cluster) -> float:
+    return sum(
+        collective_seconds(axis, cluster.node, op.collective, op.sent_bytes)
+        for op in operators
+        if op.kind == "collective"
+    )
+
+
+def _recomputed(
+    config: Config, cluster: Cluster, part: PartProfile, tp: Axis, *, compiled: bool, fp8: bool
+) -> tuple[float, float]:
+    """Time of what the backward pass computes again, and sends again."""
+    mode = config.train.recompute
+    if mode == "none" or not part.is_block or mode.endswith("%"):
+        return 0.0, 0.0
+    operators = recomputed_operators(part, mode)
+    seconds = pass_seconds(cluster.device, operators, compiled=compiled, fp8=fp8).total
+    return seconds, _sent_seconds(operators, tp, cluster)
+
+
+def recomputed_operators(part: PartProfile, mode: str) -> list[Operator]:
+    """Operators of a block that a backward pass repeats: all but the last sum with "full", which stops after what is
+    kept; with "selective" what is cheap, and gathers."""
+    if mode == "selective":
+        return [
+            op
+            for op in part.forward
+            if op.kind == "pointwise" or op.collective == "all_gather" or op.name == "_grouped_mm"
+        ]
+    kept = {tensor.number for tensor in part.saved}
+    last = max((i for i, op in enumerate(part.forward) if kept & op.writes.keys()), default=-1)
+    return list(part.forward[: last + 1])
+
+
+def _zero_seconds(
+    config: Config, cluster: Cluster, index: int, weights: Sequence[LocalWeight], axes: Mapping[str, Axis]
+) -> tuple[float, float]:
+    """Time of one gather of a part's weights, and of one reduction of their gradients, under ZeRO 3."""
+    parallel, node = config.parallel, cluster.node
+    if parallel.zero < 2 or parallel.dp_shard * parallel.dp_replicate == 1:
+        return 0.0, 0.0
+    gather = reduce = 0.0
+    compute = 4 if config.train.precision == "fp32" else 8 if config.train.precision == "fp64" else 2
+    size = 2 if parallel.reduce_dtype == "bf16" else max(4, compute)
+    for is_expert in (False, True):
+        axis = axes[EXPERT_SHARD] if is_expert else axes[SHARD]
+        own = [w for w in weights if w.is_expert == is_expert and w.parts[:1] == (index,)]
+        each = sum(w.shard(axis.size) for w in own)
+        if each and all_gathers(config, True, 1) > 1:
+            gather += collective_seconds(axis, node, "all_gather", each * compute * (axis.size - 1))
+        if each and parallel.pp == 1:
+            reduce += collective_seconds(axis, node, "reduce_scatter", each * size * (axis.size - 1))
+    return gather, reduce
+
+
+def _weight_gradient_flops(part: PartProfile) -> float:
+    """FLOPs of the products whose results are gradients of weights: those that sum over tokens."""
+    return sum(
+        op.flops for op in part.backward if op.kind == "matmul" and op.dims and op.dims[3] > max(op.dims[1:3])
+    ) or WEIGHT_SHARE * sum(op.flops for op in part.backward)
+
+
+def _tensor_flows(
+    flows: Flows, axis: Axis, parts: Sequence[PartProfile], config: Config, microbatches: int
+) -> None:
+    mode = config.train.recompute
+    for part in parts:
+        again = recomputed_operators(part, mode) if part.is_block and mode in ("full", "selective") else []
+        for op in (*part.forward, *part.backward, *again):
+            if op.kind == "collective":
+                flows.add(axis, op.collective, op.sent_bytes, microbatches)
+
+
+def _exposed_data(
+    config: Config,
+    cluster: Cluster,
+    flows: Flows,
+    axes: Mapping[str, Axis],
+    times: Sequence[PartTime],
+    microbatches: int,
+) -> float:
+    """Time of what ZeRO 0 and 1 send that the last backward pass does not hide; in pipelines all of the reductions."""
+    parallel = config.parallel
+    data = (SHARD, REPLICATE, EXPERT_SHARD)
+    if parallel.zero >= 2 and parallel.dp_shard * parallel.dp_replicate > 1:
+        if parallel.pp == 1:
+            return 0.0
+        reductions = Flows()
+        for key, n_bytes in flows.sent.items():
+            if key[1] != "all_gather":
+                reductions.sent[key], reductions.calls[key] = n_bytes, flows.calls[key]
+        return axis_seconds(reductions, axes, cluster.node, data)
+    seconds = axis_seconds(flows, axes, cluster.node, data)
+    if parallel.pp > 1:
+        return seconds
+    backward = sum(time.total(reduces=False)[1] for time in times)
+    return max(0.0, seconds - OVERLAP * backward)
+
+
+def _sums(
+    times: Sequence[PartTime], own: Sequence[int], microbatches: int, sharded: bool
+) -> dict[str, float]:
+    """Seconds of a rank's passes by cause."""
+    sums = dict.fromkeys(
+        (
+            "matmul",
+            "attention",
+            "memory_bound",
+            "host",
+            "recompute",
+            "tensor_parallel",
+            "context_parallel",
+            "expert_parallel",
+            "data_parallel",
+        ),
+        0.0,
+    )
+    for index in own:
+        time = times[index]
+        for passed in (time.forward, time.backward):
+            sums["matmul"] += passed.matmul
+            sums["attention"] += passed.attention
+            sums["memory_bound"] += passed.pointwise
+            sums["host"] += passed.total - passed.matmul - passed.attention - passed.pointwise
+        sums["recompute"] += time.recompute
+        sums["tensor_parallel"] += time.sent_forward + time.sent_backward
+        sums["context_parallel"] += time.context
+        sums["expert_parallel"] += time.experts
+        everything = sum(time.total(reduces=sharded))
+        hidden = time.forward.total + time.backward.total + time.recompute + time.sent_forward
+        sums["data_parallel"] += everything - hidden - time.sent_backward - time.context - time.experts
+    return {cause: seconds * microbatches for cause, seconds in sums.items()}
+
+
+def _stage_seconds(times: Sequence[PartTime], stages: Sequence[Sequence[int]]) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {kind: [] for kind in "FBIW"}
+    for stage in stages:
+        forward = backward = weight = 0.0
+        for index in stage:
+            passes = times[index].total(reduces=False)
+            forward, backward = forward + passes[0], backward + passes[1]
+            weight += times[index].backward.total * times[index].weight_share
+        for kind, value in zip("FBIW", (forward, backward, backward - weight, weight), strict=True):
+            seconds[kind].append(value)
+    return seconds
+
+
+def _step(computed: Mapping[str, float], bubble: float, data: float, optimizer: float) -> StepTime:
+    parts = dict(computed)
+    parts["data_parallel"] += data
+    return StepTime(**parts, bubble=bubble, optimizer=optimizer)
+
+
+def optimizer_seconds(
+    config: Config, cluster: Cluster, weights: Sequence[LocalWeight], parts: Sequence[int]
+) -> float:
+    """Time of the optimizer: it reads and writes state and weights, and reads gradients (and clips them)."""
+    state = rank_bytes(config, weights, parts)
+    gradients = min(state.gradients, state.weights)
+    moved = 2 * state.optimizer + 2 * state.weights + 3 * gradients + state.copies
+    rate = cluster.device.memory_bandwidth * cluster.device.memory_efficiency
+    return moved / rate

@@ -1,0 +1,194 @@
+"""An estimate as text: what fits, memory by rank, where a step's time goes, and what is sent."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megatfm.estimate.devices import GIB
+from megatfm.estimate.estimator import Estimate
+from megatfm.estimate.memory import RankMemory
+from megatfm.estimate.step_time import StepTime
+from megatfm.estimate.traffic import axes_of, in_node
+from megatfm.parallel.mesh import EXPERT, EXPERT_SHARD, SHARD, describe_sizes
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+CAUSES = {
+    "matmul": "matrix products",
+    "attention": "attention",
+    "memory_bound": "memory-bound operators",
+    "host": "waiting for the host to ask for kernels",
+    "recompute": "recomputation",
+    "tensor_parallel": "tensor-parallel traffic",
+    "context_parallel": "context-parallel traffic",
+    "expert_parallel": "expert-parallel traffic",
+    "data_parallel": "data-parallel traffic that nothing hides",
+    "bubble": "pipeline bubble",
+    "optimizer": "optimizer",
+    "checkpoint": "checkpoints",
+}
+
+
+def heading(estimate: Estimate) -> list[str]:
+    """Lines of what is estimated."""
+    config, found = estimate.config, estimate.description
+    return [
+        f"{config.name}: {found.parameters:,} parameters, on {estimate.cluster}",
+        f"layout: {layout_text(estimate)}",
+    ]
+
+
+def layout_text(estimate: Estimate) -> str:
+    """The layout in words."""
+    parallel, train = estimate.config.parallel, estimate.config.train
+    sizes = {
+        axis.name: axis.size for axis in axes_of(parallel).values() if axis.name not in (EXPERT, EXPERT_SHARD)
+    }
+    words = [describe_sizes({name: size for name, size in sizes.items() if size > 1} or {SHARD: 1})]
+    words += [f"ep {parallel.ep}"] if parallel.ep > 1 else []
+    words.append(f"ZeRO {parallel.zero}")
+    if parallel.pp > 1:
+        words.append(parallel.pp_schedule)
+    words.append(
+        f"{estimate.microbatches} micro-batch{'es' * (estimate.microbatches > 1)} of {train.micro_batch}"
+    )
+    words.append(f'recompute "{train.recompute}"')
+    words.append("compiled" if estimate.compiled else "not compiled")
+    return ", ".join(words)
+
+
+def verdict(estimate: Estimate) -> str:
+    """Whether it fits, and on which rank it is tightest."""
+    worst, device = estimate.worst, estimate.cluster.device
+    where = f"pipeline rank {worst.pipeline_rank}" if len(estimate.memory) > 1 else "every rank"
+    share = worst.total / device.memory_bytes
+    if estimate.fits:
+        return f"fits: {_gib(worst.total)} of {device.memory_gib:.1f} GiB ({100 * share:.0f} %) on {where}"
+    over = worst.total - device.memory_bytes
+    return (
+        f"DOES NOT FIT: {where} needs {_gib(worst.total)} GiB and has {device.memory_gib:.1f}: {_gib(over)} too many, "
+        f"most of them {worst.largest}"
+    )
+
+
+def speed(estimate: Estimate) -> list[str]:
+    """Lines of how fast it is."""
+    full, causal = estimate.mfu
+    steps = estimate.config.train.steps
+    return [
+        f"step {estimate.time.step:.3g} s: {estimate.tokens_per_second:,.0f} tokens a second, "
+        f"{estimate.tokens_per_second / estimate.cluster.gpus:,.0f} a GPU; MFU {100 * full:.1f} %"
+        + (f" ({100 * causal:.1f} % counting the causal half of attention)" if causal < full else ""),
+        f"{steps:,} steps: {estimate.days:.3g} days, {estimate.gpu_hours:,.0f} GPU hours, without failures",
+    ]
+
+
+def memory_table(estimate: Estimate) -> "Table":
+    """Memory by pipeline rank; of many the first, the last and the worst."""
+    from rich.table import Table
+
+    table = Table(title="Memory of a rank, GiB", title_justify="left")
+    names = (
+        "pipeline rank",
+        "weights",
+        "gradients",
+        "optimizer",
+        "gathered",
+        "activations",
+        "workspace",
+        "reserved",
+        "sum",
+    )
+    for name in names:
+        table.add_column(name, justify="right")
+    for rank in _shown(estimate.memory):
+        numbers = (
+            rank.weights + rank.copies,
+            rank.gradients,
+            rank.optimizer,
+            rank.gathered,
+            rank.activations,
+            rank.workspace,
+            rank.reserved,
+            rank.total,
+        )
+        mark = " (worst)" if rank is estimate.worst and len(estimate.memory) > 1 else ""
+        table.add_row(f"{rank.pipeline_rank}{mark}", *map(_gib, numbers))
+    return table
+
+
+def _shown(ranks: Sequence[RankMemory]) -> list[RankMemory]:
+    if len(ranks) <= 8:
+        return list(ranks)
+    worst = max(ranks, key=lambda rank: rank.total)
+    chosen = {0: ranks[0], worst.pipeline_rank: worst, len(ranks) - 1: ranks[-1]}
+    return [chosen[index] for index in sorted(chosen)]
+
+
+def time_table(estimate: Estimate) -> "Table":
+    """Where a step's time goes."""
+    from rich.table import Table
+
+    table = Table(title="Time of a step", title_justify="left")
+    table.add_column("cause")
+    table.add_column("seconds", justify="right")
+    table.add_column("share", justify="right")
+    for cause, seconds in causes(estimate.time):
+        table.add_row(cause, f"{seconds:.3g}", f"{100 * seconds / estimate.time.step:.1f} %")
+    return table
+
+
+def causes(time: StepTime) -> list[tuple[str, float]]:
+    """What a step's time goes to, the most first; what takes no thousandth of it is left out."""
+    pairs = [(text, getattr(time, key)) for key, text in CAUSES.items()]
+    return sorted((pair for pair in pairs if pair[1] >= time.step / 1000), key=lambda pair: -pair[1])
+
+
+def traffic_table(estimate: Estimate) -> "Table":
+    """What the busiest rank sends in a step."""
+    from rich.table import Table
+
+    node, axes = estimate.cluster.node, axes_of(estimate.config.parallel)
+    table = Table(title="Sent in a step by the busiest rank", title_justify="left")
+    for name in ("axis", "collective", "calls", "GB", "link"):
+        table.add_column(name, justify="right" if name in ("calls", "GB") else "left")
+    for (name, collective), n_bytes in sorted(estimate.flows.sent.items()):
+        last = axes[name.split(" × ")[0]]
+        link = node.within if in_node(last, node) == last.size and "×" not in name else node.between
+        table.add_row(
+            name,
+            collective,
+            f"{estimate.flows.calls[name, collective]:,}",
+            f"{n_bytes / 1e9:,.2f}",
+            link.name,
+        )
+    return table
+
+
+def as_dict(estimate: Estimate) -> dict[str, object]:
+    """The estimate for programs."""
+    full, causal = estimate.mfu
+    return {
+        "config": estimate.config.name,
+        "device": estimate.cluster.device.key,
+        "node": estimate.cluster.node.key,
+        "gpus": estimate.cluster.gpus,
+        "layout": layout_text(estimate),
+        "parallel": estimate.config.parallel.model_dump(exclude_defaults=True),
+        "micro_batch": estimate.config.train.micro_batch,
+        "recompute": estimate.config.train.recompute,
+        "fits": estimate.fits,
+        "memory": [{**vars(rank), "total": rank.total} for rank in estimate.memory],
+        "step_seconds": estimate.time.step,
+        "causes": vars(estimate.time),
+        "tokens_per_second": estimate.tokens_per_second,
+        "mfu": full,
+        "mfu_causal": causal,
+        "days": estimate.days,
+        "gpu_hours": estimate.gpu_hours,
+        "sent": {f"{axis} {name}": n_bytes for (axis, name), n_bytes in sorted(estimate.flows.sent.items())},
+    }
+
+
+def _gib(n_bytes: float) -> str:
+    return f"{n_bytes / GIB:,.2f}"

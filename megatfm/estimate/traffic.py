@@ -1,0 +1,222 @@
+"""What one rank sends in a step, by axis and collective, in closed forms; and how long that takes on its link.
+
+By a ring of n ranks, for x bytes on each: all-gather of shards x: (n − 1)·x; reduce-scatter of x: (n − 1)/n·x;
+all-reduce of x: 2(n − 1)/n·x. `tests/unit/estimate` holds these flows against executed ranks.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megatfm.config import Config, ParallelConfig
+from megatfm.estimate.devices import Link, Node
+from megatfm.estimate.weights import LocalWeight
+from megatfm.parallel.mesh import CONTEXT, EXPERT, EXPERT_SHARD, PIPELINE, REPLICATE, SHARD, TENSOR
+
+BUCKET = 2**24
+"""Elements that ZeRO 0 and 1 send in one message (`engines/native/replicated.py`)."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A mesh axis: ranks, and how far neighbours on it are apart in rank numbers."""
+
+    name: str
+    size: int
+    stride: int
+
+
+@dataclass
+class Flows:
+    """Bytes that a rank sends, and calls, by (axis, collective)."""
+
+    sent: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
+    calls: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
+
+    def add(self, axis: Axis, collective: str, n_bytes: float, times: int = 1) -> None:
+        """Add so many collectives, each of which has this rank send so much."""
+        if axis.size > 1 and times and n_bytes:
+            self.sent[axis.name, collective] += int(n_bytes) * times
+            self.calls[axis.name, collective] += times
+
+    def total(self, axis: str) -> int:
+        """Bytes that are sent over an axis."""
+        return sum(n_bytes for (name, _), n_bytes in self.sent.items() if name == axis)
+
+
+def axes_of(parallel: ParallelConfig) -> dict[str, Axis]:
+    """Return the axes of a layout, whose `dp_shard` is known, with their strides (see `parallel.mesh.AXES`)."""
+    tp, cp, shard = parallel.tp, parallel.cp, parallel.dp_shard
+    ep_stride = 1 if parallel.expert_tp == "folded" else tp
+    edp = max(1, parallel.expert_mesh_size // parallel.ep)
+    return {
+        TENSOR: Axis(TENSOR, tp, 1),
+        CONTEXT: Axis(CONTEXT, cp, tp),
+        SHARD: Axis(SHARD, shard, tp * cp),
+        REPLICATE: Axis(REPLICATE, parallel.dp_replicate, tp * cp * shard),
+        PIPELINE: Axis(PIPELINE, parallel.pp, tp * cp * shard * parallel.dp_replicate),
+        EXPERT: Axis(EXPERT, parallel.ep, ep_stride),
+        EXPERT_SHARD: Axis(EXPERT_SHARD, edp if parallel.ep > 1 else 1, ep_stride * parallel.ep),
+    }
+
+
+def in_node(axis: Axis, node: Node) -> int:
+    """Ranks of a group of the axis that share a node."""
+    return max(1, min(axis.size, node.gpus // axis.stride)) if axis.stride < node.gpus else 1
+
+
+def collective_seconds(axis: Axis, node: Node, collective: str, n_bytes: float, calls: float = 1) -> float:
+    """Time of collectives that have each rank send so many bytes in all.
+
+    A ring over nodes passes the network once for each byte that a rank sends; a node's ranks of the group share that
+    among their network cards. An all-to-all sends most bytes to other nodes, each rank by its own card.
+    """
+    if axis.size == 1 or not n_bytes:
+        return 0.0
+    here = in_node(axis, node)
+    within, between = node.within, node.between
+    latency = calls * _latency(axis.size, here, within, between) * (2 if collective == "all_reduce" else 1)
+    if here == axis.size:
+        return n_bytes / within.rate + latency
+    if collective == "all_to_all":
+        share = (here - 1) / (axis.size - 1)
+        return max(n_bytes * share / within.rate, n_bytes * (1 - share) / between.rate) + latency
+    if collective == "send":
+        return n_bytes / between.rate + calls * between.latency
+    return n_bytes / min(within.rate, here * between.rate) + latency
+
+
+def _latency(size: int, here: int, within: Link, between: Link) -> float:
+    """Latency of one collective: steps within nodes, and a tree over them."""
+    nodes = -(-size // here)
+    return (
+        (min(here - 1, 7)) * within.latency + math.ceil(math.log2(nodes)) * between.latency
+        if nodes > 1
+        else ((here - 1) * within.latency)
+    )
+
+
+def data_flows(
+    flows: Flows, config: Config, weights: Sequence[LocalWeight], parts: Sequence[int], microbatches: int
+) -> None:
+    """Add what ZeRO sends for the parameters of a rank's split points."""
+    parallel, axes = config.parallel, axes_of(config.parallel)
+    size, compute = _sizes(config)
+    held = [w for w in weights if any(index in parts for index in w.parts)]
+    data_ranks = parallel.dp_shard * parallel.dp_replicate
+    for is_expert in (False, True):
+        own = [w for w in held if w.is_expert == is_expert]
+        shard = axes[EXPERT_SHARD] if is_expert else axes[SHARD]
+        copies = [axes[REPLICATE], *([] if is_expert else [axes[CONTEXT]])]
+        if data_ranks == 1 or parallel.zero == 0:
+            _replicated_flows(flows, own, [shard, *copies], size, config)
+        elif parallel.zero == 1:
+            _sharded_optimizer_flows(flows, own, shard, copies, size, compute)
+        else:
+            _fully_sharded_flows(flows, config, own, shard, copies, microbatches)
+
+
+def _sizes(config: Config) -> tuple[int, int]:
+    """Return bytes of a stored and of a computed number."""
+    size = 8 if config.train.precision == "fp64" else 4
+    return size, size if config.train.precision in ("fp32", "fp64") else 2
+
+
+def _replicated_flows(
+    flows: Flows, weights: Sequence[LocalWeight], axes: Sequence[Axis], size: int, config: Config
+) -> None:
+    several = [axis for axis in axes if axis.size > 1]
+    if not several:
+        return
+    ranks = math.prod(axis.size for axis in several)
+    reduced = 2 if config.parallel.reduce_dtype == "bf16" else size
+    order = (PIPELINE, REPLICATE, SHARD, EXPERT_SHARD, EXPERT, CONTEXT, TENSOR)
+    name = " × ".join(sorted((axis.name for axis in several), key=order.index))
+    joined = Axis(name, ranks, min(axis.stride for axis in several))
+    for bucket in _buckets([w for w in weights if w.is_trained]):
+        n_bytes = sum(w.local for w in bucket) * reduced
+        flows.add(joined, "all_reduce", 2 * n_bytes * (ranks - 1) // ranks)
+
+
+def _sharded_optimizer_flows(
+    flows: Flows,
+    weights: Sequence[LocalWeight],
+    shard: Axis,
+    copies: Sequence[Axis],
+    size: int,
+    compute: int,
+) -> None:
+    n = shard.size
+    for bucket in _buckets([w for w in weights if w.is_trained]):
+        each = sum(w.shard(n) for w in bucket)
+        flows.add(shard, "reduce_scatter", each * n * size * (n - 1) // n)
+        for axis in copies:
+            flows.add(axis, "all_reduce", 2 * each * size * (axis.size - 1) // axis.size)
+        flows.add(shard, "all_gather", each * compute * (n - 1))
+
+
+def _fully_sharded_flows(
+    flows: Flows,
+    config: Config,
+    weights: Sequence[LocalWeight],
+    shard: Axis,
+    copies: Sequence[Axis],
+    microbatches: int,
+) -> None:
+    parallel, n = config.parallel, shard.size
+    size, compute = _sizes(config)
+    reduced = 2 if parallel.reduce_dtype == "bf16" else size
+    groups: dict[object, list[LocalWeight]] = defaultdict(list)
+    for weight in weights:
+        groups[weight.parts if weight.in_block else ()].append(weight)
+    ranks = math.prod(axis.size for axis in copies)
+    joined = Axis(
+        " × ".join(axis.name for axis in copies if axis.size > 1) or REPLICATE,
+        ranks,
+        min((axis.stride for axis in copies if axis.size > 1), default=1),
+    )
+    for parts, group in groups.items():
+        each = sum(w.shard(n) for w in group)
+        trained = sum(w.shard(n) for w in group if w.is_trained)
+        gathers = all_gathers(config, parts != (), microbatches)
+        flows.add(shard, "all_gather", each * compute * (n - 1), gathers)
+        times = microbatches if parallel.grad_accumulation == "sharded" else 1
+        flows.add(shard, "reduce_scatter", trained * n * reduced * (n - 1) // n, times)
+        if ranks > 1:
+            flows.add(joined, "all_reduce", 2 * trained * reduced * (ranks - 1) // ranks, times)
+
+
+def all_gathers(config: Config, in_block: bool, microbatches: int) -> int:
+    """How often a step gathers a block's weights under ZeRO 2 and 3, or those that lie in no block."""
+    parallel = config.parallel
+    if parallel.zero == 2 or (parallel.pp > 1 and parallel.splits_backward):
+        return 1
+    if in_block:
+        return 2 * microbatches
+    return microbatches if parallel.pp == 1 else microbatches + 1
+
+
+def _buckets(weights: Sequence[LocalWeight]) -> list[list[LocalWeight]]:
+    """Neighbours that go in one message."""
+    buckets: list[list[LocalWeight]] = []
+    filled = BUCKET
+    for weight in weights:
+        if filled + weight.local > BUCKET or not buckets:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(weight)
+        filled += weight.local
+    return buckets
+
+
+def axis_seconds(flows: Flows, axes: Mapping[str, Axis], node: Node, names: Sequence[str]) -> float:
+    """Time of all that is sent over some axes."""
+    seconds = 0.0
+    for (name, collective), n_bytes in flows.sent.items():
+        first = name.split(" × ")[0]
+        if name in names or first in names:
+            several = [axes[part] for part in name.split(" × ")]
+            axis = Axis(name, math.prod(a.size for a in several), min(a.stride for a in several))
+            seconds += collective_seconds(axis, node, collective, n_bytes, flows.calls[name, collective])
+    return seconds

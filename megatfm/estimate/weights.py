@@ -1,0 +1,165 @@
+"""Weights, gradients and optimizer state of each rank, from the sizes that tensor and expert parallelism leave."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from megatfm.config import Config, ParallelConfig
+from megatfm.describe.description import optimizer_state_bytes
+from megatfm.layers.moe.experts import Experts
+from megatfm.parallel.layout import ModelLayout
+from megatfm.split_points import SplitPoint
+
+
+@dataclass(frozen=True)
+class LocalWeight:
+    """A parameter as one rank has it before ZeRO. rows: along the dim that ZeRO cuts; optimizer_bytes: of the whole
+    parameter's state; parts: indices of the split points that use it; numel: of the whole."""
+
+    name: str
+    numel: int
+    rows: int
+    row_numel: int
+    is_expert: bool
+    is_trained: bool
+    optimizer_bytes: int
+    parts: tuple[int, ...]
+    in_block: bool
+
+    @property
+    def local(self) -> int:
+        """Elements on a rank before ZeRO."""
+        return self.rows * self.row_numel
+
+    def shard(self, ranks: int) -> int:
+        """Elements of the fullest of so many ZeRO ranks."""
+        return -(-self.rows // ranks) * self.row_numel
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """Bytes on a rank between steps, and of a step's gradients. gathered: what ZeRO 2 and 3 gather beside the stored
+    shards, at most at once. block: bytes of the largest block's gradients before they are reduced."""
+
+    weights: int
+    copies: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    unreduced: int
+
+    @property
+    def at_rest(self) -> int:
+        """Bytes between steps."""
+        return self.weights + self.copies + self.optimizer
+
+
+def local_weights(
+    config: Config, whole: nn.Module, layout: ModelLayout, points: Sequence[SplitPoint], local: nn.Module
+) -> list[LocalWeight]:
+    """List the parameters as a rank of `layout` (tensor parallelism alone) has them, experts divided by `parallel.ep`.
+
+    whole: the model on the meta device, without a plan. local: the model that `layout` was laid over.
+    """
+    weight_bytes = 8 if config.train.precision == "fp64" else 4
+    optimizer = optimizer_state_bytes(config, whole, weight_bytes)
+    experts = {
+        f"{path}.{key}"
+        for path, module in local.named_modules()
+        if isinstance(module, Experts)
+        for key, _ in module.named_parameters(recurse=False)
+    }
+    holders: dict[int, list[int]] = {}
+    for index, point in enumerate(points):
+        for parameter in {p for path in point.modules for p in local.get_submodule(path).parameters()}:
+            holders.setdefault(id(parameter), []).append(index)
+    found = []
+    for name, parameter in local.named_parameters():
+        sizes, shape = list(layout[name].region[1]), layout[name].shape
+        is_expert = name in experts and config.parallel.ep > 1
+        if name in experts:
+            sizes = _expert_sizes(sizes, shape, config.parallel)
+        dim = _cut_dim(sizes, name in experts, _expert_shards(config.parallel), config.parallel.zero)
+        rows = sizes[dim] if sizes else 1
+        found.append(
+            LocalWeight(
+                name,
+                math.prod(shape),
+                rows,
+                math.prod(sizes) // max(rows, 1),
+                is_expert,
+                parameter.requires_grad,
+                optimizer.get(name, 0),
+                tuple(holders.get(id(parameter), ())),
+                ".layers." in name,
+            )
+        )
+    return found
+
+
+def _expert_sizes(sizes: list[int], shape: Sequence[int], parallel: ParallelConfig) -> list[int]:
+    """Sizes on a rank of experts' stacked matrices; with "folded", tensor-parallel ranks are among those of `ep`."""
+    if parallel.expert_tp == "folded":
+        return [shape[0] // parallel.ep, *shape[1:]]
+    return [sizes[0] // parallel.ep, *sizes[1:]]
+
+
+def _expert_shards(parallel: ParallelConfig) -> int:
+    """Ranks over which ZeRO cuts experts."""
+    return max(1, parallel.expert_mesh_size // parallel.ep) if parallel.ep > 1 else parallel.dp_shard
+
+
+def _cut_dim(sizes: Sequence[int], is_expert: bool, ranks: int, zero: int) -> int:
+    """Dim that ZeRO cuts: within experts where their number does not divide."""
+    within = is_expert and zero >= 2 and len(sizes) > 1 and sizes[0] % ranks and sizes[1] % ranks == 0
+    return 1 if within else 0
+
+
+def rank_bytes(
+    config: Config, weights: Sequence[LocalWeight], parts: Sequence[int], ahead: int = 1
+) -> RankBytes:
+    """Add up what the fullest rank holds of some split points. ahead: blocks that are prefetched."""
+    parallel, train = config.parallel, config.train
+    held = [w for w in weights if any(index in parts for index in w.parts)]
+    data_ranks = parallel.dp_shard * parallel.dp_replicate
+    zero = parallel.zero if data_ranks > 1 else 0
+    size = 8 if train.precision == "fp64" else 4
+    is_mixed = train.precision not in ("fp32", "fp64")
+    shards = {w.name: _shards(w, parallel) if zero else 1 for w in held}
+    stored = {w.name: w.shard(shards[w.name]) for w in held}
+    whole = sum(w.local for w in held)
+    # ZeRO 1 without a precision of its own moves the model's weights themselves, whole on each rank.
+    weight_bytes = (whole if zero == 1 and not is_mixed else sum(stored.values())) * size
+    several = train.global_batch > train.micro_batch * data_ranks
+    unsharded = zero < 2 or parallel.pp > 1 or (several and parallel.grad_accumulation == "unsharded")
+    trained = [w for w in held if w.is_trained]
+    gradients = sum(w.local if unsharded else stored[w.name] for w in trained) * size
+    optimizer = sum(w.optimizer_bytes * stored[w.name] // w.numel for w in trained)
+    compute = 2 if is_mixed else size
+    blocks = _by_block(held)
+    largest = sorted(blocks.values(), reverse=True)
+    outside = sum(w.local for w in held if not w.in_block)
+    gathered = unreduced = 0
+    if zero == 3 and not parallel.splits_backward:
+        gathered = (outside + sum(largest[: 1 + ahead])) * compute
+    elif zero >= 2:
+        gathered = sum(stored[w.name] * shards[w.name] for w in held) * compute
+    if zero >= 2 and not unsharded:
+        unreduced = (largest[0] if largest else outside) * (compute + size)
+    copies = whole * 2 if zero < 2 and is_mixed else 0
+    return RankBytes(weight_bytes, copies, gradients, optimizer, gathered, unreduced)
+
+
+def _shards(weight: LocalWeight, parallel: ParallelConfig) -> int:
+    return _expert_shards(parallel) if weight.is_expert else parallel.dp_shard
+
+
+def _by_block(weights: Sequence[LocalWeight]) -> Mapping[tuple[int, ...], int]:
+    """Block (the split points that run it) → its elements."""
+    sums: dict[tuple[int, ...], int] = {}
+    for weight in weights:
+        if weight.in_block:
+            sums[weight.parts] = sums.get(weight.parts, 0) + weight.local
+    return sums

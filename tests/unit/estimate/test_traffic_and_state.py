@@ -1,0 +1,95 @@
+"""Traffic and state of estimated ranks, against executed ranks and against what `describe` counts."""
+
+import pytest
+
+from megatfm.config import Config, ParallelConfig, load_config
+from megatfm.describe.per_rank import rank_state
+from megatfm.estimate.devices import load_cluster
+from megatfm.estimate.estimator import Estimate, estimator
+from megatfm.verify.rank_processes import _step
+from megatfm.verify.shrink import random_batch, shrink
+from tests.support.workers import Workers
+
+LEAST = 1024
+"""Smaller flows are sums of losses, norms and counts, which an estimate leaves out."""
+LAYOUTS = {
+    "zero0": ParallelConfig(dp_shard=2, zero=0),
+    "zero1 × tp2": ParallelConfig(dp_shard=2, tp=2, zero=1),
+    "zero2 sharded": ParallelConfig(dp_shard=2, zero=2, grad_accumulation="sharded"),
+    "zero3 × tp2": ParallelConfig(dp_shard=2, tp=2),
+    "hsdp": ParallelConfig(dp_replicate=2, dp_shard=2),
+    "pp2 × zero1": ParallelConfig(pp=2, dp_shard=2, zero=1),
+    "pp3 × zero3": ParallelConfig(pp=3, dp_shard=1),
+    "interleaved": ParallelConfig(pp=2, dp_shard=1, pp_schedule="interleaved"),
+}
+
+
+def small(preset: str, parallel: ParallelConfig, **train: object) -> Config:
+    config = load_config(preset, ["data.tokenizer=t", "data.train=d"])
+    config, _ = shrink(config.model_copy(update={"parallel": parallel}))
+    return config.model_copy(update={"train": config.train.model_copy(update=train)})
+
+
+def ranks_of(parallel: ParallelConfig) -> int:
+    return parallel.pp * parallel.dp_replicate * parallel.dp_shard * parallel.cp * parallel.tp
+
+
+def estimated(config: Config) -> Estimate:
+    with estimator(config, load_cluster("h100", ranks_of(config.parallel))) as opened:
+        return opened.estimate(opened.base)
+
+
+def executed(config: Config, world_size: int) -> dict[tuple[str, str], int]:
+    result = _step(config, random_batch(config, "one"), world_size)
+    return {(flow.axis, flow.collective): flow.sent_bytes for flow in result.flows}
+
+
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    [*((name, "none") for name in LAYOUTS), ("zero3 × tp2", "full"), ("zero3 × tp2", "selective")],
+)
+def test_a_step_sends_what_executed_ranks_send(workers: Workers, name: str, recompute: str) -> None:
+    config = small("llama3-8b", LAYOUTS[name], recompute=recompute)
+    by_rank = workers.run(executed, ranks_of(config.parallel), config, ranks_of(config.parallel))
+    estimate = estimated(config)
+    most: dict[tuple[str, str], int] = {}
+    for flows in by_rank:
+        for key, n_bytes in flows.items():
+            most[key] = max(n_bytes, most.get(key, 0))
+    large = {key: n_bytes for key, n_bytes in most.items() if n_bytes >= LEAST * 8}
+    assert large
+    for key, n_bytes in large.items():
+        assert estimate.flows.sent.get(key, 0) == pytest.approx(n_bytes, rel=0.02), key
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ParallelConfig(dp_shard=3, zero=0),
+        ParallelConfig(dp_shard=3, zero=1),
+        ParallelConfig(dp_shard=3, zero=2, grad_accumulation="sharded"),
+        ParallelConfig(dp_shard=3),
+        ParallelConfig(dp_shard=2, tp=2),
+        ParallelConfig(dp_shard=2, tp=2, pp=2, pp_schedule="interleaved"),
+        ParallelConfig(dp_shard=1, tp=4),
+    ],
+    ids=lambda parallel: str(parallel.model_dump(exclude_defaults=True)),
+)
+def test_the_state_is_that_which_describe_counts(parallel: ParallelConfig) -> None:
+    config = small("gpt2-124m", parallel, precision="bf16")
+    state, estimate = rank_state(config), estimated(config)
+    assert state is not None
+    sums = [(rank.weights + rank.copies + rank.optimizer, rank) for rank in estimate.memory]
+    fullest, rank = max(sums, key=lambda pair: pair[0])
+    expected = state.weight_bytes + state.optimizer_bytes
+    if parallel.zero == 2:  # gathered for a step, and counted so here
+        fullest += rank.gathered
+    assert fullest == expected
+
+
+def test_experts_state() -> None:
+    config = small("mixtral-8x7b", ParallelConfig(dp_shard=4, ep=2), precision="bf16")
+    state, estimate = rank_state(config), estimated(config)
+    assert state is not None
+    rank = estimate.worst
+    assert rank.weights + rank.copies + rank.optimizer == state.weight_bytes + state.optimizer_bytes
