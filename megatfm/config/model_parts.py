@@ -275,6 +275,26 @@ class GeneratorConfig(Section):
         return {"n_heads": self.n_heads, "d_ff": self.d_ff}
 
 
+class PixelDecoderConfig(Section):
+    """The decoder of a masked autoencoder; everything else is as in the encoder (He et al. 2022, section 3)."""
+
+    d_model: PositiveInt = Field(default=512, le=MAX_WIDTH)
+    """Width of the decoder."""
+    n_layers: PositiveInt = Field(default=8, le=MAX_LAYERS)
+    """Number of blocks."""
+    n_heads: PositiveInt = Field(default=16, le=MAX_WIDTH)
+    """Attention heads of the decoder."""
+    d_ff: PositiveInt = Field(default=2048, le=MAX_WIDTH)
+    """Inner width of the decoder's feed-forward network."""
+    normalize_targets: bool = True
+    """Each patch's pixels are predicted relative to their mean and deviation."""
+
+    @property
+    def tp_dims(self) -> dict[str, int]:
+        """Sizes that tensor parallelism divides, by key."""
+        return {"n_heads": self.n_heads, "d_ff": self.d_ff}
+
+
 class MuPConfig(Section):
     """Maximal update parametrisation (Yang et al. 2022, table 8): hyperparameters tuned at a base width carry over."""
 
@@ -292,10 +312,10 @@ class SentenceHeadConfig(Section):
     """How many."""
 
 
-class SequenceClassifierHeadConfig(Section):
+class TextClassifierHeadConfig(Section):
     """Classes of labelled texts, told from one token of each."""
 
-    name: Literal["sequence_classifier"] = "sequence_classifier"
+    name: Literal["text_classifier"] = "text_classifier"
     classes: PositiveInt = Field(default=2, le=MAX_WIDTH)
     """How many."""
     pooler: Literal["tanh", "none"] = "tanh"
@@ -355,7 +375,7 @@ HeadSection = Annotated[
     SentenceHeadConfig
     | BoundaryHeadConfig
     | ClassifierHeadConfig
-    | SequenceClassifierHeadConfig
+    | TextClassifierHeadConfig
     | PluginHeadConfig,
     ByName(),
 ]

@@ -165,6 +165,14 @@ class ClassificationObjective(ImageObjective):
     name: Literal["classification"] = "classification"
 
 
+class MaskedImageObjective(ImageObjective):
+    """Predict the pixels of masked patches from the others (MAE; He et al. 2022)."""
+
+    name: Literal["masked_image"] = "masked_image"
+    mask_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.75
+    """Share of the patches that is masked."""
+
+
 class PluginObjective(Section):
     """An objective that a package in `plugins` registers, with keys of its own."""
 
@@ -186,6 +194,7 @@ ObjectiveConfig = Annotated[
     | ReplacedTokenObjective
     | TextClassificationObjective
     | ClassificationObjective
+    | MaskedImageObjective
     | PluginObjective,
     ByName(),
 ]

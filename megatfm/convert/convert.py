@@ -43,6 +43,7 @@ OBJECTIVES = {
     "xlnet": "permutation",
     "electra": "replaced_token",
     "discriminator": "replaced_token",
+    "hierarchical": "classification",
 }
 """The usual objective of each family."""
 DEFAULT_SEQUENCE_LENGTH = 512
@@ -52,7 +53,7 @@ DEFAULT_SEQUENCE_LENGTH = 512
 def starting_config(target: Path, model: ModelConfig, tokenizer: str | None, length: int | None) -> Config:
     """Build the config of a converted model. tokenizer: its file in `target`. length: tokens in a row."""
     target = target.absolute()
-    values = {
+    values: dict[str, Any] = {
         "name": re.sub(r"[^A-Za-z0-9._-]", "-", target.name).lstrip("._-")[:100] or "converted",
         "model": model,
         "objective": {"name": OBJECTIVES.get(model.family, "causal")},
@@ -64,6 +65,9 @@ def starting_config(target: Path, model: ModelConfig, tokenizer: str | None, len
         "optimizer": {"name": "adamw", "lr": 1e-4},
         "train": {"steps": 1000, "global_batch": 32, "micro_batch": 1, "init_from": str(target)},
     }
+    if model.stages is not None:
+        (rows, columns), side = model.stages.grid, getattr(model.embedding, "patch_size", 1)
+        values["data"] |= {"sequence_length": rows * columns, "images": {"size": rows * side}}
     return _checked(values, target)
 
 

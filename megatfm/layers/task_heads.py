@@ -24,8 +24,8 @@ OnLogits = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 DROPOUT_SITE = zlib.crc32(b"task head")
 
 
-@HEADS.register("sequence_classifier")
-class SequenceClassifier(nn.Module):
+@HEADS.register("text_classifier")
+class TextClassifier(nn.Module):
     """Logits [B, C] of one token of each row, or, given targets, the summed loss of all tokens with a label.
 
     targets: classes [B, T], −100 where there is none; with other losses numbers [B, T, C] at the tokens with a label,

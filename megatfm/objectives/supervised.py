@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatfm.config import ModelConfig, SequenceClassifierHeadConfig, TextClassificationObjective
+from megatfm.config import ModelConfig, TextClassificationObjective, TextClassifierHeadConfig
 from megatfm.data.sequences import DocumentChunk, Field
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.objectives.base import OBJECTIVES, Batch, Example, Objective, SpecialTokens
@@ -52,13 +52,11 @@ class TextClassification(Objective):
         model: ModelConfig,
         row_lengths: tuple[int, ...],
     ) -> None:
-        heads = [
-            head for head in model.extra_heads.values() if isinstance(head, SequenceClassifierHeadConfig)
-        ]
+        heads = [head for head in model.extra_heads.values() if isinstance(head, TextClassifierHeadConfig)]
         if not heads:
             raise UsageError(
                 f"objective.name = {config.name!r} needs a model with a head of that name: add "
-                "[model.extra_heads.sentence] with name = 'sequence_classifier'"
+                "[model.extra_heads.sentence] with name = 'text_classifier'"
             )
         self.special, self.head = special, heads[0]
         self.predicts_classes = self.head.loss == "cross_entropy"

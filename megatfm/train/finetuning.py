@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megatfm import checkpoint, tokenizers
-from megatfm.config import Config, SequenceClassifierHeadConfig, TaskConfig
+from megatfm.config import Config, TaskConfig, TextClassifierHeadConfig
 from megatfm.errors import UsageError
 from megatfm.tasks.corpus import check_files_exist, prepare_corpus, read_labels
 from megatfm.tokenizers import Tokenizer
@@ -81,7 +81,7 @@ def _model_changes(config: Config, task: TaskConfig, tokenizer: Tokenizer) -> di
     """Return the changes of the model: the task's head in place of all others."""
     head = HEAD_OF_FAMILY[config.model.family]
     given = config.model.extra_heads.get(head)
-    options = given.model_dump() if given is not None and given.name == "sequence_classifier" else {}
+    options = given.model_dump() if given is not None and given.name == "text_classifier" else {}
     is_pooled = config.model.family == "encoder" and task.form != "tagging"
     usual = {
         "pooler": "tanh" if is_pooled else "none",
@@ -90,7 +90,7 @@ def _model_changes(config: Config, task: TaskConfig, tokenizer: Tokenizer) -> di
     section = {
         **usual,
         **options,
-        "name": "sequence_classifier",
+        "name": "text_classifier",
         "classes": max(1, len(task.labels)),
         "loss": LOSSES[task.form],
     }
@@ -111,7 +111,7 @@ def weights_to_load(config: Config) -> list[str]:
     head = HEAD_OF_FAMILY[config.model.family]
     pooler = f"{head}.pooler.*"
     section = config.model.extra_heads[head]
-    is_pooled = isinstance(section, SequenceClassifierHeadConfig) and section.pooler != "none"
+    is_pooled = isinstance(section, TextClassifierHeadConfig) and section.pooler != "none"
     has_pooler = is_pooled and any(name.startswith(f"model.{head}.pooler.") for name in stored)
     has_lm_head = config.task and config.task.lm_weight and any(n.startswith("model.head.") for n in stored)
     return [f"{config.model.family}.*", *[pooler] * has_pooler, *["head.*"] * bool(has_lm_head)]

@@ -47,6 +47,7 @@ KINDS: Mapping[str, ModuleCut] = {
     "gather_input": ModuleCut(sends=GATHERED),
     "gather_input_shard_heads": ModuleCut(dim=-2, sends=GATHERED),
     "gather_output": ModuleCut(sends=("output gathered",)),
+    "gather_output_for_tokens": ModuleCut(sends=("output gathered for tokens",)),
     "sequence_parallel": ModuleCut(gradient="partial_with_sp"),
     "split_output": OWN_OUTPUT,
     "gather_output_replicated": ModuleCut(gradient="partial_with_sp", sends=WHOLE_OUTPUT),
@@ -182,6 +183,13 @@ ROWS: Mapping[str, Rows] = {
     ),
     "TwoStreamStack": (*NORM, ("query", "split_output")),
     "EncoderDecoder": (("memory", "gather_output"),),
+    "MaskedAutoencoder": (("memory", "gather_output_for_tokens"),),
+    "VisibleTokens": (
+        ("", "split_output"),
+        ("projection", "sequence_parallel"),
+        ("positions", "sequence_parallel"),
+    ),
+    "PixelHead": (("", "gather_input_replicated"), ("*", "replicated")),
 }
 """Class → modules in it ("" for itself) and how they are cut."""
 

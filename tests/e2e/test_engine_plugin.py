@@ -37,12 +37,12 @@ def test_a_plugin_s_engine_trains_as_native_and_engines_can_change(
     for ranks, name, overrides in ((2, "ddp", DDP), (2, "native", native)):
         assert workers.run(train_with_plugins, ranks, make_config(*overrides, run=name)) == [EXIT_OK] * ranks
     assert losses(tmp_path / "ddp") == pytest.approx(losses(tmp_path / "native"), rel=1e-4)
-    whole = weights(tmp_path / "ddp")
+    full = weights(tmp_path / "ddp")
     forget_the_end(tmp_path / "ddp")
     assert workers.run(train_with_plugins, 2, make_config(*DDP, run="ddp")) == [EXIT_OK] * 2
     again = weights(tmp_path / "ddp")
-    assert again.keys() == whole.keys()
-    assert all(torch.equal(again[name], whole[name]) for name in whole)
+    assert again.keys() == full.keys()
+    assert all(torch.equal(again[name], full[name]) for name in full)
     (tmp_path / "ddp" / "later").rename(tmp_path / "ddp" / "later still")
     forget_the_end(tmp_path / "ddp")
     other = ["parallel.engine=native", "parallel.zero=3", "train.steps=8"]

@@ -91,19 +91,19 @@ def compare(model: str, dtype: torch.dtype) -> Figures:
     both = pair(config, dtype)
     assert type(both.theirs).__name__ == MODELS[model][0]
     batch, sentences = padded_batch(config), sentence_labels(config)
-    theirs = both.theirs(**batch, **sentences)
+    expected = both.theirs(**batch, **sentences)
     inputs = our_inputs(batch, sentences, config.family)
     where = {key: inputs[key] for key in ("documents", "segments")}
-    ours = both.ours(batch["input_ids"], **where)
-    their_tokens, their_sentences = their_logits(theirs)
+    actual = both.ours(batch["input_ids"], **where)
+    their_tokens, their_sentences = their_logits(expected)
     counted = batch["attention_mask"] == 1
-    figures.see_logits(ours.logits[counted], their_tokens[counted], dtype)
+    figures.see_logits(actual.logits[counted], their_tokens[counted], dtype)
     if their_sentences is not None:
-        figures.see_logits(ours.predictions["sentence"], their_sentences, dtype)
+        figures.see_logits(actual.predictions["sentence"], their_sentences, dtype)
     loss = our_loss(both.ours(batch["input_ids"], **inputs).losses, batch, config.family)
-    figures.see_logits(loss, theirs.loss, dtype)
+    figures.see_logits(loss, expected.loss, dtype)
     loss.backward()
-    theirs.loss.backward()
+    expected.loss.backward()
     figures.see_gradients(both, dtype)
     return figures
 
@@ -147,7 +147,7 @@ def test_packed_documents_are_each_document_alone(model: str, dtype: torch.dtype
     row = {"input_ids": draw_tokens(VOCABULARY, 1, 15, seed=4, low=PAD + 1)}
     if config.embedding.n_segments:
         row["token_type_ids"] = draw_tokens(config.embedding.n_segments, 1, 15, seed=5)
-    ours = both.ours(
+    actual = both.ours(
         row["input_ids"],
         documents=documents[None],
         positions=positions[None],
@@ -156,9 +156,9 @@ def test_packed_documents_are_each_document_alone(model: str, dtype: torch.dtype
     start = 0
     for length in lengths:
         piece = slice(start, start + length)
-        figures.see_logits(ours.logits[:, piece], lone(both, row, piece)[0], dtype)
+        figures.see_logits(actual.logits[:, piece], lone(both, row, piece)[0], dtype)
         start += length
-    assert ours.logits.isfinite().all()
+    assert actual.logits.isfinite().all()
 
 
 @pytest.mark.parametrize("model", ["bert", "albert"])

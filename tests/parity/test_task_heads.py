@@ -20,7 +20,7 @@ from tests.support.parity import (
 from tests.support.reference_gradients import Figures, doubled, pair
 from tests.support.workers import Workers
 
-HEAD = {"name": "sequence_classifier", "classes": 3, "dropout": 0.0}
+HEAD = {"name": "text_classifier", "classes": 3, "dropout": 0.0}
 BARE = {"lm_head.name": "none", "lm_head.bias": False, "extra_heads": {"sentence": HEAD}}
 CLASSES = {
     "BertForSequenceClassification": {},

@@ -41,12 +41,12 @@ def test_no_file_of_ours_knows_it() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_gradient_is_one_process_s(layout: str) -> None:
-    found = verify(config(**LAYOUTS[layout]))
-    assert found.gradients
-    assert not found.wrong
-    assert not found.traffic_mismatches
+    actual = verify(config(**LAYOUTS[layout]))
+    assert actual.gradients
+    assert not actual.wrong
+    assert not actual.traffic_mismatches
     ranks = [size for size in LAYOUTS[layout].values() if size > 1]
-    assert bool(found.axes_without_closed_form) == bool(ranks), (
+    assert bool(actual.axes_without_closed_form) == bool(ranks), (
         "what a plugin's engine sends, only its author knows"
     )
 

@@ -60,8 +60,8 @@ class Cluster:
         self.jobs: list[Job] = []
         self.environment = {key: value for key, value in os.environ.items() if key != "GLOO_SOCKET_IFNAME"}
         self.environment["TESTCLUSTER"] = name
-        said = run(TESTCLUSTER / "up", "--until", os.getpid(), *words, env=self.environment)
-        self.environment.update(re.findall(r"(\w+)=(\S+)", said))
+        output = run(TESTCLUSTER / "up", "--until", os.getpid(), *words, env=self.environment)
+        self.environment.update(re.findall(r"(\w+)=(\S+)", output))
         self.has_namespaces = "MASTER_ADDR" not in self.environment
 
     @property
@@ -107,8 +107,8 @@ class Job:
 
     def record(self) -> dict[str, str]:
         """What `scontrol show job` says now, by field."""
-        said = self.cluster.slurm("scontrol", "show", "job", "-o", self.number)
-        return dict(re.findall(r"([A-Za-z/:]+)=(\S*)", said.splitlines()[0]))
+        output = self.cluster.slurm("scontrol", "show", "job", "-o", self.number)
+        return dict(re.findall(r"([A-Za-z/:]+)=(\S*)", output.splitlines()[0]))
 
     @property
     def state(self) -> str:
@@ -163,8 +163,8 @@ class Job:
         return self.state != state
 
     def report(self, what: str) -> str:
-        said = self.cluster.slurm("scontrol", "show", "job", self.number)
-        return f"job {self.number}: {what}; seen: {' → '.join(self.seen)}\n{said}\n{self.log}"
+        output = self.cluster.slurm("scontrol", "show", "job", self.number)
+        return f"job {self.number}: {what}; seen: {' → '.join(self.seen)}\n{output}\n{self.log}"
 
 
 def metrics(run_dir: Path) -> list[dict[str, object]]:

@@ -191,6 +191,7 @@ def convolution(theirs: str, embedding: PatchEmbeddingConfig) -> list[WeightMapp
 
 
 def vision_rules(names: VisionNames, config: ModelConfig) -> list[WeightMapping]:
+    """Table of a vision transformer's tensors, under names of one class."""
     embedding = require_variant(config.embedding, PatchEmbeddingConfig, "model.embedding")
     if registers := embedding.n_register_tokens:
         names = replace(names, special=[*names.special, ("embeddings.register_tokens", registers)])

@@ -10,7 +10,6 @@ import pytest
 from PIL import Image, ImageOps
 
 from megatfm.data import images
-from megatfm.data.image_transforms import Target
 from megatfm.data.images import decode, patchify, resize_and_crop
 from megatfm.errors import SampleError
 
@@ -141,9 +140,9 @@ def test_evaluation_cuts_out_the_centre(
     image = Image.fromarray(noise(*shape))
     left, top = corner
     expected = image.resize(grown, Image.Resampling.BILINEAR).crop((left, top, left + 14, top + 14))
-    found = resize_and_crop(image, Target(14, "bilinear"), 0.875)
+    found = resize_and_crop(image, 14, 0.875, Image.Resampling.BILINEAR)
     np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
-    assert resize_and_crop(Image.fromarray(noise(1, 90)), Target(9), 1.0).size == (9, 9)
+    assert resize_and_crop(Image.fromarray(noise(1, 90)), 9, 1.0, Image.Resampling.BICUBIC).size == (9, 9)
 
 
 def test_patches_are_those_of_a_convolution() -> None:

@@ -8,7 +8,7 @@ from PIL import Image, ImageEnhance, ImageOps
 
 from megatfm.config import ImagesConfig
 from megatfm.data.image_rand_augment import OPERATIONS
-from megatfm.data.image_transforms import TRANSFORMS, Target
+from megatfm.data.image_transforms import TRANSFORMS
 
 BICUBIC = Image.Resampling.BICUBIC
 
@@ -20,7 +20,8 @@ def picture(height: int = 40, width: int = 60, mode: str = "RGB", seed: int = 0)
 
 def transform(name: str, size: int = 24, **options: Any) -> Any:
     (section,) = ImagesConfig.model_validate({"transforms": [{"name": name, **options}]}).transforms
-    return TRANSFORMS.get(name)(section, Target(size))
+    made = TRANSFORMS.get(name)(section, BICUBIC)
+    return lambda image, key: made(image, key, (size, size))
 
 
 def coordinates(height: int, width: int) -> Image.Image:

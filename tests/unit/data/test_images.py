@@ -11,14 +11,17 @@ from PIL import Image
 from megatfm.config import ImagesConfig, ModelConfig
 from megatfm.config.objective import ClassificationObjective
 from megatfm.corpus.corpus import Corpus
+from megatfm.corpus.image_size import upright_size
 from megatfm.corpus.writer import ShardWriter
+from megatfm.data.contact_sheet import contact_sheet, images_of_rows
 from megatfm.data.dataset import PackedDataset, RowDataset
 from megatfm.data.documents import Quarantine
 from megatfm.data.image_mixing import MixedImages
 from megatfm.data.loader import DataLoader
 from megatfm.data.mixture import Mixture, Phase, source_seed
-from megatfm.data.sequences import Fields, join_rows
-from megatfm.errors import MegatfmError
+from megatfm.data.row_batches import join_rows
+from megatfm.data.sequences import Fields
+from megatfm.errors import MegatfmError, UsageError
 from megatfm.objectives import Objective, build_objective
 
 SIZE, PATCH, TOKENS, BATCH = 8, 4, 5, 30
@@ -51,7 +54,9 @@ def write(folder: Path, n: int, *, first: int = 0, damaged: int | None = None) -
             Image.fromarray(pixels).save(out, "PNG")
             data = out.getvalue() if number != damaged else out.getvalue()[:-60]
             files = {"png": data, "cls": b"%d" % (number % 100)}
-            writer.add(f"{number:06d}", np.zeros(0, np.uint16), "made", 0, files)
+            writer.add(
+                f"{number:06d}", np.zeros(0, np.uint16), "made", 0, files, image_size=upright_size(files)
+            )
         writer.finish({})
     return Corpus.open(folder)
 
@@ -241,3 +246,95 @@ def test_a_damaged_image_is_named_and_quarantined(tmp_path: Path) -> None:
     at = mixed["labels"] >= 0
     assert 41 not in mixed["mixed_labels"][at]
     assert (mixed["label_weights"][at] == 1).sum() >= 1  # its partner stays as it is
+
+
+def write_shapes(folder: Path, shapes: list[tuple[int, int]], compress: bool = True) -> Corpus:
+    with ShardWriter(
+        folder,
+        tokenizer_hash="none",
+        token_dtype="uint16",
+        frame_bytes=2**13,
+        shard_bytes=2**15,
+        compress=compress,
+    ) as writer:
+        for number, (height, width) in enumerate(shapes):
+            exif, out = Image.Exif(), io.BytesIO()
+            exif[0x0112] = 6 if number % 3 == 0 else 1  # every third lies on its side
+            pixels = np.random.default_rng(number).integers(0, 256, (height, width, 3), np.uint8)
+            Image.fromarray(pixels).save(out, "JPEG", exif=exif)
+            files = {"jpg": out.getvalue(), "cls": b"%d" % (number % 100)}
+            writer.add(
+                f"{number:06d}", np.zeros(0, np.uint16), "made", 0, files, image_size=upright_size(files)
+            )
+        writer.finish({})
+    return Corpus.open(folder)
+
+
+@pytest.mark.parametrize("compress", [True, False])
+def test_images_keep_their_shapes_in_packed_rows(tmp_path: Path, compress: bool) -> None:
+    """Rows are planned from the index; each image has the grid that its upright shape gives, by brute force."""
+    random = np.random.default_rng(5)
+    shapes = [tuple(map(int, random.integers(1, 60, 2))) for _ in range(60)]
+    corpus = write_shapes(tmp_path / "c", shapes, compress)
+    upright = [shape[::-1] if n % 3 == 0 else shape for n, shape in enumerate(shapes)]
+    assert len(corpus.manifest.shards) > 1
+    assert corpus.image_sizes(0, corpus.n_blocks).tolist() == [list(shape) for shape in upright]
+    assert corpus.image_sizes(1, 3).tolist() == [
+        list(s) for s in upright[corpus.blocks[1] : corpus.blocks[3]]
+    ]
+    limit, row = 20, 64
+    made = objective(row=row, max_patches=limit, transforms=["horizontal_flip", "random_resized_crop"])
+    rows = rows_of(corpus, made, row=row)
+    found: dict[int, tuple[int, int]] = {}
+    for position in range(len(rows)):  # type: ignore[arg-type]
+        batch = {name: values[0] for name, values in rows.rows([position]).items()}
+        for number in range(batch["documents"].max() + 1):
+            at = batch["documents"] == number
+            label, (_, _, height, width) = int(batch["labels"][at][0]), batch["grid"][at][0].tolist()
+            assert at.sum() == 1 + height * width
+            assert batch["grid"][at][1:, :2].tolist() == [[y, x] for y in range(height) for x in range(width)]
+            found[label] = (height, width)
+    assert sorted(found) == list(range(60))
+    for label, (height, width) in found.items():
+        h, w = upright[label]
+        assert height * width <= limit
+        if (h // PATCH) * (w // PATCH) <= limit and min(h, w) >= PATCH and h * w <= limit * PATCH**2:
+            assert (height, width) == (h // PATCH, w // PATCH)
+        elif min(height, width) > 1:
+            assert abs(np.log(height / width) - np.log(h / w)) < 1.0
+            assert (height + 1) * (width + 1) > limit * 0.8
+    assert 0 < rows.padding_fraction < 0.2  # type: ignore[attr-defined]
+    again = rows_of(corpus, made, row=row, quarantine=Quarantine.parse(["7"], 60))
+    everything = again.rows(range(len(again)))["labels"]  # type: ignore[arg-type]
+    assert sorted(everything[everything >= 0]) == [n for n in range(60) if n != 7]
+
+
+def test_native_resolution_needs_sizes_in_the_index(tmp_path: Path) -> None:
+    with ShardWriter(tmp_path, tokenizer_hash="none", token_dtype="uint16") as writer:
+        writer.add("0", np.zeros(0, np.uint16), "made", 0, {"png": b"", "cls": b"0"})
+        writer.finish({})
+    made = objective(row=64, max_patches=20)
+    with pytest.raises(UsageError, match=r"its index lacks the sizes of images.*prepare the corpus again"):
+        rows_of(Corpus.open(tmp_path), made, row=64)
+    with pytest.raises(ValueError, match="mixup and cutmix need images of one size"):
+        objective(max_patches=20, mixup=0.2)
+    with pytest.raises(UsageError, match=r"max_patches = 80, which takes 81 tokens"):
+        objective(row=64, max_patches=80)
+
+
+def test_contact_sheets_show_pixels_of_rows(corpus: Corpus) -> None:
+    made = objective(row=4 * TOKENS, transforms=[], crop_pct=1.0, mixup=0.5, mix_probability=0.5)
+    rows = made.prepare_rows(rows_of(corpus, made, row=4 * TOKENS, quarantine=Quarantine.parse(["3"], 70)), 1)
+    batch = rows.rows(range(18))
+    seen = list(images_of_rows(batch, PATCH, [f"kind {n}" for n in range(70)]))
+    assert len(seen) == 69
+    labels = batch["labels"][batch["labels"] >= 0]
+    weights = batch["label_weights"][batch["labels"] >= 0]
+    assert {0.0, 1.0} & set(weights.tolist()) == {1.0}
+    for image, label, weight in zip(seen, labels.tolist(), weights.tolist(), strict=True):
+        assert image.caption.startswith(f"kind {label}" if weight == 1 else f"{weight:.2f} kind {label} + ")
+    tokens = np.flatnonzero(batch["documents"][0] == 2)
+    np.testing.assert_array_equal(seen[2].pixels, unpatched(batch["patches"][0, tokens[1:]]))
+    sheet = contact_sheet(seen[:5], columns=2)
+    assert sheet.size == (2 * 134 + 6, 3 * 152 + 6)
+    assert sheet.getpixel((6, 6)) == tuple(seen[0].pixels[0, 0])

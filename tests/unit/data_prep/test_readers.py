@@ -131,7 +131,7 @@ FILES: dict[str, Callable[[], bytes]] = {
     "a.tar": tar,
     "json.tar.zst": lambda: zstd_frames(tar(json_=True)),
     "a.warc": warc,
-    "a.warc.gz": lambda: b"".join(gzip.compress(each) for each in warc_records()),
+    "a.warc.gz": lambda: b"".join(gzip.compress(record) for record in warc_records()),
     "a.xml": wiki,
     "a.xml.bz2": lambda: bz2.compress(wiki()),
 }
@@ -139,7 +139,7 @@ WITHOUT_URL = ("a.tar", "a.xml", "a.xml.bz2")
 
 
 def warc_records() -> list[bytes]:
-    return [b"WARC/1.0" + each for each in warc().split(b"WARC/1.0")[1:]]
+    return [b"WARC/1.0" + item for item in warc().split(b"WARC/1.0")[1:]]
 
 
 def documents(path: Path, limit: int = 2**20, **settings: Any) -> tuple[list[Document], DocumentReader]:
@@ -152,14 +152,14 @@ def test_every_text_comes_out(tmp_path: Path, name: str) -> None:
     path = tmp_path / "in" / name
     path.parent.mkdir()
     path.write_bytes(FILES[name]())
-    found, read = documents(path)
+    actual, read = documents(path)
     texts = (
         [f"Page {number}\n\n{text.strip()}" for number, text in enumerate(TEXTS)] if ".xml" in name else TEXTS
     )
-    assert [document.text for document in found] == texts
-    assert [document.url for document in found] == ([""] * 4 if name in WITHOUT_URL else URLS)
-    assert len({document.id for document in found}) == 4
-    assert {document.file for document in found} == {name}
+    assert [document.text for document in actual] == texts
+    assert [document.url for document in actual] == ([""] * 4 if name in WITHOUT_URL else URLS)
+    assert len({document.id for document in actual}) == 4
+    assert {document.file for document in actual} == {name}
     assert read.counts.documents_out == 4
     # What is too long is cut, without losing a byte.
     cut, _ = documents(path, limit=1024)
@@ -178,12 +178,12 @@ def test_folders_of_datasets(tmp_path: Path) -> None:
     rows.to_parquet(tmp_path / "others" / "a.parquet")
     rows.to_json(tmp_path / "others" / "b.jsonl")
     (tmp_path / "others" / "state.json").write_text("the state of some text")
-    found, read = documents(tmp_path / "one")
-    by_folder = {name: [each for each in found if each.id.startswith(name)] for name in ("one", "splits/te")}
-    assert [each.text for each in by_folder["one"]] == columns["text"]
-    assert [each.url for each in by_folder["one"]] == columns["url"]
-    assert [each.text for each in by_folder["splits/te"]] == columns["text"][:5]
-    assert len(found) == 4 * len(rows) + 5 + 1
+    actual, read = documents(tmp_path / "one")
+    by_folder = {name: [item for item in actual if item.id.startswith(name)] for name in ("one", "splits/te")}
+    assert [item.text for item in by_folder["one"]] == columns["text"]
+    assert [item.url for item in by_folder["one"]] == columns["url"]
+    assert [item.text for item in by_folder["splits/te"]] == columns["text"][:5]
+    assert len(actual) == 4 * len(rows) + 5 + 1
     assert read._listing.n_excluded == 2 + 1 + 1 + 2 * 2
 
 
@@ -201,7 +201,7 @@ def test_damage_is_named_and_what_came_before_it_can_be_used(tmp_path: Path, nam
     path = tmp_path / "in" / name
     path.parent.mkdir()
     path.write_bytes(data)
-    some, read = documents(path, on_error="skip")
+    selected, read = documents(path, on_error="skip")
     if bad := read._listing.bad:
         assert sum(dropped.documents for dropped in read.counts.dropped.values()) >= 1
         with pytest.raises(MegatfmError, match=r"read\.on_error=skip") as caught:
@@ -210,7 +210,7 @@ def test_damage_is_named_and_what_came_before_it_can_be_used(tmp_path: Path, nam
         assert "\n" not in str(caught.value)
     else:
         # Formats without checksums can't know of a changed byte; nothing else may pass, but an empty file.
-        assert damage == "empty" or (damage == "flip" and len(some) >= 3), (name, damage, len(some))
+        assert damage == "empty" or (damage == "flip" and len(selected) >= 3), (name, damage, len(selected))
 
 
 def test_bad_records_are_counted_and_the_rest_is_used(tmp_path: Path) -> None:
@@ -229,8 +229,8 @@ def test_bad_records_are_counted_and_the_rest_is_used(tmp_path: Path) -> None:
     path.write_text("\n".join(lines))
     with pytest.raises(MegatfmError, match=r"a\.jsonl: record 2 is not JSON; mend it, or skip"):
         documents(path)
-    found, read = documents(path, on_error="skip")
-    assert [(document.id, document.text) for document in found] == [
+    actual, read = documents(path, on_error="skip")
+    assert [(document.id, document.text) for document in actual] == [
         ("a.jsonl#1", "good"),
         ("a.jsonl#8", "\ufffd!"),
     ]
@@ -260,19 +260,19 @@ def test_what_is_wrong_with_a_record_is_said(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(table, path.with_name("a.parquet"))
     with pytest.raises(MegatfmError, match=there.replace("body;", "body, n;")):
         documents(path)
-    assert [each.id for each in documents(path, text_key="body")[0]] == ["a.parquet#1"]
+    assert [document.id for document in documents(path, text_key="body")[0]] == ["a.parquet#1"]
 
 
 def test_fields_can_lie_inside_others(tmp_path: Path) -> None:
     path = tmp_path / "in" / "a.jsonl"
     path.parent.mkdir()
     path.write_text('{"page": {"body": "inside", "at": "u"}}')
-    found, _ = documents(path, text_key="page.body", url_key="page.at")
-    assert [(each.text, each.url) for each in found] == [("inside", "u")]
+    actual, _ = documents(path, text_key="page.body", url_key="page.at")
+    assert [(item.text, item.url) for item in actual] == [("inside", "u")]
     nested = pyarrow.table({"page": [{"body": "inside", "at": "u"}]})
     pyarrow.parquet.write_table(nested, path.with_name("b.parquet"))
     path.unlink()
-    assert [each.text for each in documents(path, text_key="page.body")[0]] == ["inside"]
+    assert [document.text for document in documents(path, text_key="page.body")[0]] == ["inside"]
 
 
 def test_text_under_compression_and_json_that_is_text(tmp_path: Path) -> None:
@@ -280,15 +280,15 @@ def test_text_under_compression_and_json_that_is_text(tmp_path: Path) -> None:
     (tmp_path / "b.md.zst").write_bytes(zstd_frames(b"two"))
     (tmp_path / "c.json").write_text('{"name": "a package"}')
     (tmp_path / "d.json").write_text("[1, 2]")
-    found, _ = documents(tmp_path / "x")
-    assert [(each.id, each.text) for each in found] == [
+    actual, _ = documents(tmp_path / "x")
+    assert [(item.id, item.text) for item in actual] == [
         ("a.txt.gz", "one\n\n" * 300),
         ("b.md.zst", "two"),
         ("c.json", '{"name": "a package"}'),
         ("d.json", "[1, 2]"),
     ]
     parts, _ = documents(tmp_path / "x", limit=1024, include=["*.gz"])
-    assert [each.record for each in parts] == ["a.txt.gz"] * 2
+    assert [part.record for part in parts] == ["a.txt.gz"] * 2
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"one\n\n" * 300)[:-9])
     with pytest.raises(MegatfmError, match=r"a\.txt\.gz: is damaged or cut off"):
         documents(tmp_path / "x")
@@ -319,11 +319,11 @@ def test_halves_of_surrogate_pairs_go_from_names_and_addresses(tmp_path: Path) -
         link = tarfile.TarInfo(f"{name}.txt")
         link.type = tarfile.SYMTYPE
         archive.addfile(link)
-    found, read = documents(tmp_path / "x", on_error="skip")
-    assert [each.text for each in found] == ["one", "two"]
-    said = [*found[0].to_list(), *found[1].to_list(), read.counts.as_json(), read._listing.bad]
-    assert "\ufffd" in str(said)
-    json.dumps(said, ensure_ascii=False, default=str).encode()
+    actual, read = documents(tmp_path / "x", on_error="skip")
+    assert [item.text for item in actual] == ["one", "two"]
+    output = [*actual[0].to_list(), *actual[1].to_list(), read.counts.as_json(), read._listing.bad]
+    assert "\ufffd" in str(output)
+    json.dumps(output, ensure_ascii=False, default=str).encode()
 
 
 FOUND_BY_FUZZING = {
@@ -360,9 +360,9 @@ def test_tars_with_what_is_no_file(tmp_path: Path) -> None:
             member = tarfile.TarInfo(name)
             member.size = len(data)
             archive.addfile(member, io.BytesIO(data))
-    found = list(reader("webdataset")(path, ReadConfig(folder=str(path.parent))))
-    assert [each.text for each in found if not isinstance(each, Bad)] == ["good"]
-    assert {each.key: each.reason for each in found if isinstance(each, Bad)} == {
+    actual = list(reader("webdataset")(path, ReadConfig(folder=str(path.parent))))
+    assert [item.text for item in actual if not isinstance(item, Bad)] == ["good"]
+    assert {item.key: item.reason for item in actual if isinstance(item, Bad)} == {
         "../out": "has a link or device: ../out.txt",
         "dev": "has a link or device: dev.txt",
         "c": "has a member that is not valid UTF-8 at byte 0: c.txt",
@@ -374,8 +374,8 @@ def test_tars_with_what_is_no_file(tmp_path: Path) -> None:
 def test_tars_that_the_library_takes_for_whole(tmp_path: Path) -> None:
     path = tmp_path / "in" / "a.tar"
     path.parent.mkdir()
-    whole = tar()
-    path.write_bytes(whole.rstrip(b"\0") + bytes(-len(whole.rstrip(b"\0")) % 512))  # ends after a member
+    full = tar()
+    path.write_bytes(full.rstrip(b"\0") + bytes(-len(full.rstrip(b"\0")) % 512))  # ends after a member
     with pytest.raises(MegatfmError, match="the blocks that end it are missing"):
         documents(path)
     bomb = tarfile.TarInfo("x" * 10)
@@ -502,10 +502,10 @@ def test_bodies_of_answers_are_unpacked(tmp_path: Path, monkeypatch: pytest.Monk
             )
         with monkeypatch.context() as patch:
             patch.setattr("megatfm.data_prep.readers.web.MAX_RECORD_BYTES", 10_000)
-            found = list(reader("warc")(tmp_path / name, ReadConfig(folder=str(tmp_path))))
-        texts = [(each.url, each.text) for each in found if not isinstance(each, Bad)]
+            actual = list(reader("warc")(tmp_path / name, ReadConfig(folder=str(tmp_path))))
+        texts = [(item.url, item.text) for item in actual if not isinstance(item, Bad)]
         assert texts == [(f"https://example.org/{number}", text) for number in range(len(good))]
-        rubbish, bomb = (each.reason for each in found if isinstance(each, Bad))
+        rubbish, bomb = (item.reason for item in actual if isinstance(item, Bad))
         assert rubbish.startswith("can't be understood")
         assert bomb == "is longer than 10,000 bytes once unpacked"
 
@@ -534,9 +534,9 @@ def test_no_bytes_bring_a_reader_down(
 ) -> None:
     """Rubbish in the place of a part of a good file: records, or an error that is meant."""
     path = tmp_path_factory.mktemp("fuzz") / name
-    whole = FILES[name]()
-    cut = at % (len(whole) + 1)
-    path.write_bytes(whole[:cut] + data + whole[cut + len(data) :])
+    file_bytes = FILES[name]()
+    cut = at % (len(file_bytes) + 1)
+    path.write_bytes(file_bytes[:cut] + data + file_bytes[cut + len(data) :])
     with contextlib.suppress(BadFileError):
         kind = "json" if name == "a.json" else formatted(path, ReadConfig(folder="x"))
         list(reader(kind)(path, ReadConfig(folder="x")))

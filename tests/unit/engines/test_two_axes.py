@@ -53,10 +53,10 @@ class Experts(nn.Module):
         self.initial = {"up": Normal(0.5), "down": Normal(0.4), "scale": Normal(0.3)}
 
     def forward(self, x: Tensor) -> Tensor:
-        own = slice(0, self.up.shape[2])  # of the scales, those of the features that are here
+        local = slice(0, self.up.shape[2])  # of the scales, those of the features that are here
         if hasattr(self, "first"):
-            own = slice(self.first, self.first + self.up.shape[2])
-        inner = torch.tanh(torch.einsum("bd,edf->ebf", x, self.up) * self.scale[own])
+            local = slice(self.first, self.first + self.up.shape[2])
+        inner = torch.tanh(torch.einsum("bd,edf->ebf", x, self.up) * self.scale[local])
         return torch.einsum("ebf,efd->bd", inner, self.down)
 
 
@@ -101,7 +101,7 @@ def placed(placement: TensorLayout, mesh: Mesh) -> TensorLayout:
 GROUPS: dict[str, ProcessGroup] = {}
 
 
-def route(module: nn.Module, ranks: TensorParallelGroup, own: Layouts) -> None:
+def route(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
     """Every expert's ranks see the rows of all of them."""
     genuine, experts = module.forward, GROUPS[EXPERT_AXIS]
     module.first = ranks.rank * F // ranks.group.size()
@@ -167,10 +167,10 @@ def rows() -> Tensor:
 
 
 def forward_backward(engine: NativeEngine) -> float:
-    each = ROWS // engine.mesh.data_ranks
-    mine = rows()[engine.mesh.data_rank * each :][:each]
+    item = ROWS // engine.mesh.data_ranks
+    mine = rows()[engine.mesh.data_rank * item :][:item]
     return engine.forward_backward(
-        [{"x": mine[:1]}, {"x": mine[1:]}] if each > 1 else [{"x": mine}], Squares()
+        [{"x": mine[:1]}, {"x": mine[1:]}] if item > 1 else [{"x": mine}], Squares()
     ).loss
 
 
@@ -192,12 +192,12 @@ def compare(world: int, folder: Path) -> None:
         for name, gradient in gradients.items():
             error = (gradient - local_block(engine, name, expected[name])).norm()
             assert error <= 1e-9 * max(expected[name].norm(), floor), (layout, name, float(error))
-        found = engine.layer_statistics()["stack.layers.0"]
+        actual = engine.layer_statistics()["stack.layers.0"]
         for kind, tensors in (("weight", dict(model.named_parameters())), ("gradient", expected)):
-            whole = torch.cat(
+            full = torch.cat(
                 [t.detach().flatten() for n, t in tensors.items() if n.startswith("stack.layers.0.")]
             )
-            assert found[kind] == pytest.approx(float(whole.square().mean() ** 0.5), rel=1e-9), (layout, kind)
+            assert actual[kind] == pytest.approx(float(full.square().mean() ** 0.5), rel=1e-9), (layout, kind)
         norm = torch.cat([g.flatten() for g in expected.values()]).norm()
         assert engine.step(1e-2, clip=0.1) == pytest.approx(float(norm), rel=1e-12), layout
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -220,12 +220,12 @@ def test_gradients_norms_and_checkpoints_are_those_of_one_device(
 ) -> None:
     workers.run(compare, world, world, tmp_path)
     # The boxes fill every tensor, once, or a save would have said so.
-    found = {
+    actual = {
         layout: checkpoint.read_tensors(tmp_path / layout / "step-00000001") for layout in LAYOUTS[world]
     }
     shapes = {name: p.shape for name, p in Model().named_parameters()}
-    first = next(iter(found.values()))
-    for layout, tensors in found.items():
+    first = next(iter(actual.values()))
+    for layout, tensors in actual.items():
         assert {
             n.removeprefix("model."): t.shape for n, t in tensors.items() if n.startswith("model.")
         } == shapes
@@ -249,9 +249,9 @@ def flipped(kind: str) -> str:
 @pytest.mark.parametrize("kind", ["experts.up", "dense.weight"])
 def test_copies_are_compared_with_copies(workers: Workers, kind: str) -> None:
     """Two ranks hold the same experts: that they differ is seen, not who is right."""
-    said: list[Any] = workers.run(flipped, 4, kind)
+    messages: list[Any] = workers.run(flipped, 4, kind)
     for rank in (2, 3) if kind == "experts.up" else (3,):
-        assert f"rank {rank} on " in said[0], said[0]
-    assert f"model.stack.layers.0.{kind}" in said[0]
-    assert "rank 0" not in said[0]
-    assert "rank 1" not in said[0]
+        assert f"rank {rank} on " in messages[0], messages[0]
+    assert f"model.stack.layers.0.{kind}" in messages[0]
+    assert "rank 0" not in messages[0]
+    assert "rank 1" not in messages[0]

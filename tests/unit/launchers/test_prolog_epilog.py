@@ -78,9 +78,9 @@ def failures(run: Path, count: int, host: str | None = None) -> None:
 
 def test_an_attempt_gets_all_nodes_and_is_noted(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert prolog(run) == 0
-    said = capsys.readouterr()
-    assert said.out == "3 n1 n1,n2,n3\n", "what the script reads"
-    assert said.err == "megatfm job: attempt 1: job 7, from step 0, on n1, n2, n3\n"
+    captured = capsys.readouterr()
+    assert captured.out == "3 n1 n1,n2,n3\n", "what the script reads"
+    assert captured.err == "megatfm job: attempt 1: job 7, from step 0, on n1, n2, n3\n"
     (attempt,) = AttemptLog(run).attempts
     assert (attempt.job, attempt.submission, attempt.nodes, attempt.ended) == (
         "7",
@@ -95,9 +95,9 @@ def test_with_fewer_nodes_the_layout_that_fits(
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n1,n2,n3,n4,n5")
     assert prolog(run, least=2) == 0
-    said = capsys.readouterr()
-    assert said.out == "4 n1 n1,n2,n3,n4\n"
-    assert "trains on 4 of 5 nodes: train.global_batch = 24 is not a multiple of" in said.err
+    captured = capsys.readouterr()
+    assert captured.out == "4 n1 n1,n2,n3,n4\n"
+    assert "trains on 4 of 5 nodes: train.global_batch = 24 is not a multiple of" in captured.err
 
 
 def test_a_layout_that_fits_nowhere_is_a_usage_error(
@@ -105,9 +105,9 @@ def test_a_layout_that_fits_nowhere_is_a_usage_error(
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n1,n2,n3,n4,n5")
     assert prolog(run, least=5) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert "fits on none of 5 to 5 nodes: on the last, train.global_batch = 24" in said.err
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "fits on none of 5 to 5 nodes: on the last, train.global_batch = 24" in captured.err
     assert AttemptLog(run).attempts[-1].code == 2
 
 
@@ -117,26 +117,26 @@ def test_a_finished_run_is_not_started(
     checkpoint(100)
     finish(run)
     assert prolog(run) == 0
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert "the run is finished: all of its 100 steps are done" in said.err
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "the run is finished: all of its 100 steps are done" in captured.err
     assert AttemptLog(run).attempts == []
 
 
 def test_an_offender_is_left_out_where_it_can_be(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     failures(run, 2, host="n1")
     assert prolog(run) == 0
-    said = capsys.readouterr()
-    assert said.out == "2 n2 n2,n3\n"
-    assert "n1: left out, since the run failed there before" in said.err
+    captured = capsys.readouterr()
+    assert captured.out == "2 n2 n2,n3\n"
+    assert "n1: left out, since the run failed there before" in captured.err
 
 
 def test_an_offender_is_used_where_it_must_be(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     failures(run, 2, host="n1")
     assert prolog(run, least=3) == 0
-    said = capsys.readouterr()
-    assert said.out == "3 n1 n1,n2,n3\n"
-    assert "failed before but used again: too few other nodes are left" in said.err
+    captured = capsys.readouterr()
+    assert captured.out == "3 n1 n1,n2,n3\n"
+    assert "failed before but used again: too few other nodes are left" in captured.err
 
 
 def test_attempts_that_were_lost_with_their_script_are_counted_too(
@@ -146,9 +146,9 @@ def test_attempts_that_were_lost_with_their_script_are_counted_too(
     for _ in range(2):
         assert prolog(run, limit=1) == 0
     assert prolog(run, limit=1) == 76
-    said = capsys.readouterr()
-    assert said.out.count("\n") == 2
-    assert "no progress: 2 attempts in a row failed without a new checkpoint after step 0" in said.err
+    captured = capsys.readouterr()
+    assert captured.out.count("\n") == 2
+    assert "no progress: 2 attempts in a row failed without a new checkpoint after step 0" in captured.err
     assert AttemptLog(run).attempts[-1].code == 76
     assert not any(call.startswith("scontrol requeue") for call in fake_slurm.calls)
 
@@ -194,10 +194,10 @@ def test_a_failure_is_tried_again_until_it_gains_nothing(
         codes.append(epilog(run, 137))
     assert codes == [1, 1, 1, 76], "three restarts"
     assert fake_slurm.calls.count("scontrol requeue 7") == 3
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     assert (
         "no progress: 4 attempts in a row failed without a new checkpoint after step 0; the last: exit code 137"
-        in said
+        in output
     )
 
 
@@ -255,7 +255,7 @@ def test_a_rank_that_died_of_usr1_while_it_started_was_stopped(run: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("record", "said"),
+    ("record", "message"),
     [
         ("JobState=COMPLETING Restarts=0 RunTime=00:05:00 TimeLimit=01:00:00", "was cancelled"),
         ("JobState=CANCELLED Restarts=0 RunTime=00:05:00 TimeLimit=01:00:00", "was cancelled"),
@@ -264,13 +264,13 @@ def test_a_rank_that_died_of_usr1_while_it_started_was_stopped(run: Path) -> Non
     ],
 )
 def test_what_was_cancelled_or_requeued_already_is_left_alone(
-    run: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], record: str, said: str
+    run: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], record: str, message: str
 ) -> None:
     """A running job that is cancelled and one that is requeued both look COMPLETING; only one was restarted."""
     prolog(run)
     fake_slurm.answer("scontrol-show", f"JobId=7 {record} Partition=main NumNodes=2\n")
     assert epilog(run, 75, "--asked", "TERM") == 75
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert "scontrol requeue 7" not in fake_slurm.calls
 
 
@@ -380,7 +380,7 @@ def test_a_requeued_job_notes_the_end_of_each_start(run: Path, monkeypatch: pyte
     prolog(run)
     monkeypatch.delenv("SLURM_RESTART_COUNT")
     epilog(run, 143, "--asked", "TERM")
-    assert [each.ended is None for each in AttemptLog(run).attempts] == [False, True]
+    assert [attempt.ended is None for attempt in AttemptLog(run).attempts] == [False, True]
 
 
 def test_a_chain_that_gains_nothing_is_taken_out_of_the_queue(run: Path, fake_slurm: FakeSlurm) -> None:
@@ -476,8 +476,8 @@ srun: error: n3: task 0: Killed
 )
 def test_whom_the_log_names(run: Path, text: str, host: str | None, rank: int | None) -> None:
     log(run, f"srun: error: n9: task 9: Killed\nmegatfm job: attempt 2: job 7\n{text}")
-    found = find_failure_cause(run / "logs" / "slurm-7.log", run, 0.0)
-    assert (found.host, found.rank) == (host, rank), "and nobody of an earlier attempt"
+    cause = find_failure_cause(run / "logs" / "slurm-7.log", run, 0.0)
+    assert (cause.host, cause.rank) == (host, rank), "and nobody of an earlier attempt"
 
 
 def test_the_runs_own_word_counts_more_than_the_logs(run: Path) -> None:

@@ -79,12 +79,12 @@ def test_the_scripts_are_the_golden_ones(name: str, folder: Path) -> None:
     """MEGATFM_UPDATE_GOLDEN=1 writes them anew."""
     files = RENDERED[name]()
     script = next(iter(files.values()))
-    for found, shown in (
+    for actual, shown in (
         (snapshot.collect_code([]).dir_name, "code-0123456789ab"),
         (str(folder), "/home/ada/my-project"),
         (sys.executable, "/env/bin/python"),
     ):
-        script = script.replace(found, shown)
+        script = script.replace(actual, shown)
     if os.environ.get("MEGATFM_UPDATE_GOLDEN"):
         (GOLDEN / name).write_text(script)
     assert script == (GOLDEN / name).read_text()
@@ -96,7 +96,7 @@ def test_the_dry_run_prints_the_script_and_the_config(
     capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:
     assert launch(*CLUSTER, "--partition", "gpu", "--dry-run", "train.steps=77", *FITS) == 0
-    said = capsys.readouterr()
+    captured = capsys.readouterr()
     for line in (
         "--job-name=big-run",
         "--nodes=4",
@@ -105,9 +105,9 @@ def test_the_dry_run_prints_the_script_and_the_config(
         "--time=24:00:00",
         "--partition=gpu",
     ):
-        assert f"#SBATCH {line}\n" in said.out
-    assert "\nsteps = 77\n" in said.out
-    assert said.err == ""
+        assert f"#SBATCH {line}\n" in captured.out
+    assert "\nsteps = 77\n" in captured.out
+    assert captured.err == ""
     assert not (folder / "runs").exists()
 
 
@@ -361,11 +361,11 @@ def test_submit_writes_the_files_and_says_where_to_look(
 ) -> None:
     fake_slurm.answer("sbatch", "4711;cluster\n")
     assert launch(*CLUSTER, "train.steps=77", *FITS) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("job 4711 is queued: 32 processes on 4 nodes\n")
+    output = capsys.readouterr().out
+    assert output.startswith("job 4711 is queued: 32 processes on 4 nodes\n")
     run = folder / "runs" / "quickstart"
     for part in (f"{run}/logs/slurm-4711.log", f"megatfm status {run}", f"megatfm cancel {run}"):
-        assert part in said
+        assert part in output
     assert fake_slurm.calls[-1] == f"sbatch --parsable {run}/slurm/pretrain.sbatch"
     code = snapshot.collect_code([]).dir_name
     assert sorted(path.name for path in (run / "slurm").iterdir()) == [code, "config.toml", "pretrain.sbatch"]
@@ -664,9 +664,9 @@ def test_what_is_merely_worth_knowing_is_a_note(
 ) -> None:
     partition(fake_slurm, longest="UNLIMITED", state="DOWN")
     assert launch("--slurm", "--time", "6") == 0
-    said = capsys.readouterr().err
-    assert "note: partition gpu is closed (DOWN): the job waits until it opens" in said
-    assert "note: 60 s are left to start and to train before the job is told to save" in said
+    output = capsys.readouterr().err
+    assert "note: partition gpu is closed (DOWN): the job waits until it opens" in output
+    assert "note: 60 s are left to start and to train before the job is told to save" in output
     (folder / "site.toml").write_text("container = ['apptainer', 'exec', 'a.sif']\n")
     assert launch("--slurm", "--site", "site.toml", "name=other", "data.train=/in/the/image") == 0
     assert "note: data.train = '/in/the/image': there is no such file or folder; let it be in" in (

@@ -50,16 +50,16 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
 def megatfm(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     with pytest.raises(SystemExit) as left:
         cli.main(words)
-    said = capsys.readouterr()
-    return int(left.value.code or 0), said.out + said.err
+    captured = capsys.readouterr()
+    return int(left.value.code or 0), captured.out + captured.err
 
 
 def attempts(run: Path, *codes: int | None) -> None:
-    made = [
+    result = [
         Attempt(100.0, "7", job="7", code=code, ended=None if code is None else 101.0, reason="of a test")
         for code in codes
     ]
-    (run / "restarts.json").write_text(dump(made))
+    (run / "restarts.json").write_text(dump(result))
 
 
 # ------------------------------------------------------------------------------------------------------ status
@@ -71,9 +71,9 @@ def test_a_run_in_full(make: Make, fake_slurm: FakeSlurm, capsys: pytest.Capture
     (run / "checkpoints" / "step-00000030").mkdir(parents=True)
     (run / "events.jsonl").write_text('{"event": "resumed", "detail": "from step-00000030", "time": 1}\n')
     fake_slurm.answer("squeue", "RUNNING|None|n[1-2]\n")
-    code, said = megatfm("status", "runs/mine", capsys=capsys)
+    code, output = megatfm("status", "runs/mine", capsys=capsys)
     assert code == 0
-    assert said.splitlines() == [
+    assert output.splitlines() == [
         f"run         {run}",
         "state       RUNNING: job 7, n[1-2], 1 more in the chain",
         "step        40 of 100",
@@ -94,8 +94,8 @@ def test_several_runs_in_a_table(
     make("b", steps=0, launcher="slurm", jobs=["9"])
     (Path("runs") / "no-run").mkdir()
     fake_slurm.answer("squeue", "PENDING|Resources|\n")
-    _, said = megatfm("status", capsys=capsys)
-    heading, first, second = (line.split() for line in said.splitlines())
+    _, output = megatfm("status", capsys=capsys)
+    heading, first, second = (line.split() for line in output.splitlines())
     assert heading == ["run", "state", "step", "loss", "tokens/s", "left", "restarts"]
     assert " ".join(first) == "a PENDING 40 of 100 4.2000 1,000 2 min 00 s job 7, Resources"
     assert second == ["b", "PENDING", "0", "of", "100", "job", "9,", "Resources"]
@@ -104,10 +104,10 @@ def test_several_runs_in_a_table(
 def test_for_programs(make: Make, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
     run = make(launcher="slurm", jobs=["7"])
     fake_slurm.answer("squeue", "RUNNING|None|n1\n")
-    _, said = megatfm("status", "runs/mine", "--json", capsys=capsys)
-    found = json.loads(said)
-    assert (found["run"], found["state"], found["step"], found["steps"]) == (str(run), "RUNNING", 40, 100)
-    assert found["seconds_left"] == 120.0
+    _, output = megatfm("status", "runs/mine", "--json", capsys=capsys)
+    parsed = json.loads(output)
+    assert (parsed["run"], parsed["state"], parsed["step"], parsed["steps"]) == (str(run), "RUNNING", 40, 100)
+    assert parsed["seconds_left"] == 120.0
 
 
 @pytest.mark.parametrize(
@@ -133,10 +133,10 @@ def test_after_the_job_has_left_the_queue(
         fake_slurm.answer("scontrol-show", f"{record}\n")
     else:
         fake_slurm.fail("scontrol-show", "slurm_load_jobs error: Invalid job id specified\n")
-    found = run_status(run)
-    assert f"{found.state.name}: {found.state.reason}" == state
-    assert found.state.is_over
-    assert found.seconds_left is None
+    status = run_status(run)
+    assert f"{status.state.name}: {status.state.reason}" == state
+    assert status.state.is_over
+    assert status.seconds_left is None
 
 
 @pytest.mark.parametrize(
@@ -165,8 +165,8 @@ def test_what_no_waiting_mends_is_told_with_the_way_out(
 def test_who_died_of_the_signal_that_asked_it_to_stop_has_stopped(make: Make, fake_slurm: FakeSlurm) -> None:
     run = make(launcher="slurm", jobs=["7"])
     fake_slurm.answer("scontrol-show", "JobId=7 JobState=FAILED ExitCode=138:0\n")
-    made = Attempt(100.0, "7", job="7", code=138, asked=True, ended=101.0, reason="stopped by USR1")
-    (run / "restarts.json").write_text(dump([made]))
+    attempt = Attempt(100.0, "7", job="7", code=138, asked=True, ended=101.0, reason="stopped by USR1")
+    (run / "restarts.json").write_text(dump([attempt]))
     assert (run_status(run).state.name, run_status(run).state.reason) == ("STOPPED", "job 7: stopped by USR1")
 
 
@@ -179,13 +179,13 @@ def test_how_far_an_array_is(make: Make, fake_slurm: FakeSlurm, capsys: pytest.C
         (work / f"{part}.json").touch()
         os.utime(work / f"{part}.json", (1, 2 if part.startswith("encode") else 1))
     fake_slurm.answer("squeue", "RUNNING|None|n1\nRUNNING|None|n2\nPENDING|Resources|\nPENDING|Resources|\n")
-    _, said = megatfm("status", "runs/made.jobs", capsys=capsys)
-    assert "RUNNING: job 7, 2 of 8 tasks run on n1, n2; 2 wait (Resources); 4 are over\n" in said
-    assert "work        encode-train: 2 parts done\n" in said
+    _, output = megatfm("status", "runs/made.jobs", capsys=capsys)
+    assert "RUNNING: job 7, 2 of 8 tasks run on n1, n2; 2 wait (Resources); 4 are over\n" in output
+    assert "work        encode-train: 2 parts done\n" in output
     fake_slurm.answer("squeue", "")
     fake_slurm.answer("scontrol-show", "JobId=7 JobState=COMPLETED ExitCode=0:0\n")
-    found = run_status(run)
-    assert (found.state.name, "the corpus is not finished" in found.state.reason) == ("FAILED", True)
+    status = run_status(run)
+    assert (status.state.name, "the corpus is not finished" in status.state.reason) == ("FAILED", True)
     (run.with_name("made") / "prep.json").touch()
     assert (run_status(run).state.name, run_status(run).work) == ("DONE", "the corpus is finished")
 
@@ -204,9 +204,9 @@ def test_sacct_is_asked_where_there_is_one(make: Make, fake_slurm: FakeSlurm) ->
 def test_a_dead_scheduler_is_no_reason_to_say_nothing(make: Make, fake_slurm: FakeSlurm) -> None:
     run = make(launcher="slurm", jobs=["7"])
     fake_slurm.fail("squeue", "slurm_load_jobs error: Unable to contact slurm controller\n")
-    found = run_status(run)
-    assert (found.state.name, found.step) == ("UNKNOWN", 40)
-    assert "Unable to contact" in found.state.reason
+    status = run_status(run)
+    assert (status.state.name, status.step) == ("UNKNOWN", 40)
+    assert "Unable to contact" in status.state.reason
 
 
 def test_a_local_run_is_known_by_its_process(make: Make) -> None:
@@ -272,8 +272,8 @@ def test_what_others_write_badly_stops_no_look(
     (run / "events.jsonl").write_text('{"event": "finished", "detail": 3, "time": "then"}\n')
     for text in ('{"a": 1}', "[1]", "{", '[{"time": "x", "submission": 7}]'):
         (run / "restarts.json").write_text(text)
-        code, said = megatfm("status", "runs/mine", capsys=capsys)
-        assert (code, "state       DONE" in said, "restarts.json: left out" in said) == (0, True, True)
+        code, output = megatfm("status", "runs/mine", capsys=capsys)
+        assert (code, "state       DONE" in output, "restarts.json: left out" in output) == (0, True, True)
     launched = json.loads((run / "launch.json").read_text())
     for launcher in ("slurm", "by hand"):
         (run / "launch.json").write_text(json.dumps({**launched, "launcher": launcher}))
@@ -293,9 +293,9 @@ def test_a_number_of_a_process_that_is_used_again_is_no_run(make: Make) -> None:
 def test_a_loss_that_is_no_number_is_shown(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     run = make()
     (run / "metrics.jsonl").write_text('{"step": 1, "loss": "NaN"}\n{"step": 2')
-    _, said = megatfm("status", "runs/mine", capsys=capsys)
-    assert "loss        nan" in said
-    assert "step        1 of 100" in said
+    _, output = megatfm("status", "runs/mine", capsys=capsys)
+    assert "loss        nan" in output
+    assert "step        1 of 100" in output
 
 
 @pytest.mark.parametrize("command", ["status", "logs", "cancel"])
@@ -303,9 +303,9 @@ def test_what_is_no_run_is_refused(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code, said = megatfm(command, "nothing", capsys=capsys)
+    code, output = megatfm(command, "nothing", capsys=capsys)
     assert code == 2
-    assert said == "error: nothing: not a run directory: give one such as runs/quickstart\n"
+    assert output == "error: nothing: not a run directory: give one such as runs/quickstart\n"
 
 
 # -------------------------------------------------------------------------------------------------------- logs
@@ -320,8 +320,8 @@ def test_the_logs_that_matter(make: Make, capsys: pytest.CaptureFixture[str]) ->
     with (run / "logs" / "rank-10.log").open("a") as file:
         file.write("2026-11-21 15:00:00,000 ERROR the disk is full\n")
     assert list(select_logs(run).values()) == ["job", "rank 10"]
-    _, said = megatfm("logs", "runs/mine", "-n", "2", capsys=capsys)
-    assert said.splitlines() == [
+    _, output = megatfm("logs", "runs/mine", "-n", "2", capsys=capsys)
+    assert output.splitlines() == [
         f"==> {run}/logs/slurm-8.log <==",
         "of the second link",
         f"==> {run}/logs/rank-10.log <==",
@@ -374,9 +374,9 @@ def test_the_last_lines_are_those_of_the_whole_file(
     log.write_bytes(text.encode())
     monkeypatch.setattr("megatfm.launchers.record.BLOCK_BYTES", 3)
     for count in range(5):
-        _, said = megatfm("logs", "runs/mine", "-n", str(count), capsys=capsys)
+        _, output = megatfm("logs", "runs/mine", "-n", str(count), capsys=capsys)
         lines = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")] if text else []
-        assert said.split("\n") == [f"==> {log} <==", *lines[max(0, len(lines) - count) :], ""]
+        assert output.split("\n") == [f"==> {log} <==", *lines[max(0, len(lines) - count) :], ""]
 
 
 def test_following_ends_with_a_line_that_was_never_finished(make: Make) -> None:
@@ -417,9 +417,9 @@ def test_all_links_of_a_chain_are_cancelled(
     assert fake_slurm.calls[-1] == "scancel 7 8"
     fake_slurm.answer("squeue", "")
     fake_slurm.answer("scontrol-show", "JobId=7 JobState=COMPLETED\n")
-    code, said = megatfm("cancel", "runs/mine", capsys=capsys)
+    code, output = megatfm("cancel", "runs/mine", capsys=capsys)
     assert code == 2
-    assert "none of its jobs is in the queue" in said
+    assert "none of its jobs is in the queue" in output
 
 
 def test_a_job_is_cancelled_by_its_number_with_all_of_its_run(
@@ -440,11 +440,11 @@ def test_a_job_is_cancelled_by_its_number_with_all_of_its_run(
     assert megatfm("cancel", "9", capsys=capsys) == (0, "cancelled job 9\n")
     assert megatfm("cancel", "12", capsys=capsys) == (0, "cancelled job 12\n"), "of ours, and in no record"
     answer("../mine.sh")
-    code, said = megatfm("cancel", "5", capsys=capsys)
-    assert (code, said.startswith("error: 5: no job of `megatfm launch`: ")) == (2, True)
+    code, output = megatfm("cancel", "5", capsys=capsys)
+    assert (code, output.startswith("error: 5: no job of `megatfm launch`: ")) == (2, True)
     fake_slurm.fail("scontrol-show", "slurm_load_jobs error: Invalid job id specified\n")
-    code, said = megatfm("cancel", "5", capsys=capsys)
-    assert (code, said.startswith("error: 5: SLURM knows no such job: ")) == (2, True)
+    code, output = megatfm("cancel", "5", capsys=capsys)
+    assert (code, output.startswith("error: 5: SLURM knows no such job: ")) == (2, True)
 
 
 def test_everything_of_all_runs_is_cancelled(
@@ -454,17 +454,17 @@ def test_everything_of_all_runs_is_cancelled(
     make("b")
     make("c", evaluations=["9"])
     fake_slurm.answer("squeue", "RUNNING|None|n1\n")
-    code, said = megatfm("cancel", "--all", capsys=capsys)
+    code, output = megatfm("cancel", "--all", capsys=capsys)
     assert code == 0
-    assert "a: cancelled job 7\nc: cancelled job 9\n" in said
-    assert "b: was not started by `megatfm launch`" in said
+    assert "a: cancelled job 7\nc: cancelled job 9\n" in output
+    assert "b: was not started by `megatfm launch`" in output
     fake_slurm.answer("squeue", "")
     fake_slurm.answer("scontrol-show", "JobId=7 JobState=COMPLETED\n")
-    code, said = megatfm("cancel", "--all", capsys=capsys)
-    assert (code, said.splitlines()[-1]) == (2, "error: nothing of the runs under runs/ here waits or runs")
+    code, output = megatfm("cancel", "--all", capsys=capsys)
+    assert (code, output.splitlines()[-1]) == (2, "error: nothing of the runs under runs/ here waits or runs")
     for words in ([], ["runs/a", "--all"]):
-        code, said = megatfm("cancel", *words, capsys=capsys)
-        assert (code, "name what to end" in said) == (2, True)
+        code, output = megatfm("cancel", *words, capsys=capsys)
+        assert (code, "name what to end" in output) == (2, True)
 
 
 def test_a_local_run_is_told_to_save_and_stop(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
@@ -476,8 +476,8 @@ def test_a_local_run_is_told_to_save_and_stop(make: Make, capsys: pytest.Capture
         f"told process {process.pid} to save and stop\n",
     )
     assert process.wait(10) == -signal.SIGTERM
-    code, said = megatfm("cancel", "runs/mine", capsys=capsys)
-    assert (code, said.partition(": ")[2].partition("/mine")[2]) == (2, ": nothing runs\n")
+    code, output = megatfm("cancel", "runs/mine", capsys=capsys)
+    assert (code, output.partition(": ")[2].partition("/mine")[2]) == (2, ": nothing runs\n")
 
 
 def test_the_process_of_another_user_is_named_with_its_owner(
@@ -490,9 +490,9 @@ def test_the_process_of_another_user_is_named_with_its_owner(
         raise psutil.AccessDenied(process.pid)
 
     monkeypatch.setattr(psutil.Process, "send_signal", refuse)
-    code, said = megatfm("cancel", "runs/mine", capsys=capsys)
-    assert (code, said.count("\n")) == (2, 1)
-    assert f"process {me.pid} is of {me.username()}, who alone can end it" in said
+    code, output = megatfm("cancel", "runs/mine", capsys=capsys)
+    assert (code, output.count("\n")) == (2, 1)
+    assert f"process {me.pid} is of {me.username()}, who alone can end it" in output
 
 
 def test_watching_needs_no_torch(make: Make) -> None:
