@@ -125,7 +125,7 @@ def test_samples_of_evaluations_stand_beside_those_of_generate(run: Path) -> Non
     texts = {10: [{"prompt": "a", "text": "NaN"}], 20: [{"prompt": "a", "text": "<b>"}, "torn"]}
     replace_metrics(run, [{"step": step, "loss": 2.0, "samples": samples} for step, samples in texts.items()])
     (run / "samples.jsonl").write_text(json.dumps({"prompt": "a", "text": " of 15", "step": 15}) + "\n")
-    report(run)
+    report_page(run)
     html = (run / "report.html").read_text()
     places = [html.index(text) for text in ("<b>a</b>NaN", "<b>a</b> of 15", "<b>a</b>&lt;b&gt;")]
     assert places == sorted(places)
