@@ -37,14 +37,14 @@ def test_every_text_comes_out(tmp_path: Path, name: str) -> None:
     path = tmp_path / "in" / name
     path.parent.mkdir()
     path.write_bytes(FILES[name]())
-    actual, read = read_documents(path)
+    found, read = read_documents(path)
     texts = (
         [f"Page {number}\n\n{text.strip()}" for number, text in enumerate(TEXTS)] if ".xml" in name else TEXTS
     )
-    assert [document.text for document in actual] == texts
-    assert [document.url for document in actual] == ([""] * 4 if name in WITHOUT_URL else URLS)
-    assert len({document.id for document in actual}) == 4
-    assert {document.file for document in actual} == {name}
+    assert [document.text for document in found] == texts
+    assert [document.url for document in found] == ([""] * 4 if name in WITHOUT_URL else URLS)
+    assert len({document.id for document in found}) == 4
+    assert {document.file for document in found} == {name}
     assert read.counts.documents_out == 4
     # What is too long is cut, without losing a byte.
     cut, _ = read_documents(path, limit=1024)
@@ -63,12 +63,12 @@ def test_folders_of_datasets(tmp_path: Path) -> None:
     rows.to_parquet(tmp_path / "others" / "a.parquet")
     rows.to_json(tmp_path / "others" / "b.jsonl")
     (tmp_path / "others" / "state.json").write_text("the state of some text")
-    actual, read = read_documents(tmp_path / "one")
-    by_folder = {name: [item for item in actual if item.id.startswith(name)] for name in ("one", "splits/te")}
-    assert [item.text for item in by_folder["one"]] == columns["text"]
-    assert [item.url for item in by_folder["one"]] == columns["url"]
-    assert [item.text for item in by_folder["splits/te"]] == columns["text"][:5]
-    assert len(actual) == 4 * len(rows) + 5 + 1
+    found, read = read_documents(tmp_path / "one")
+    by_folder = {name: [each for each in found if each.id.startswith(name)] for name in ("one", "splits/te")}
+    assert [each.text for each in by_folder["one"]] == columns["text"]
+    assert [each.url for each in by_folder["one"]] == columns["url"]
+    assert [each.text for each in by_folder["splits/te"]] == columns["text"][:5]
+    assert len(found) == 4 * len(rows) + 5 + 1
     assert read._listing.n_excluded == 2 + 1 + 1 + 2 * 2
 
 
@@ -86,7 +86,7 @@ def test_damage_is_named_and_what_came_before_it_can_be_used(tmp_path: Path, nam
     path = tmp_path / "in" / name
     path.parent.mkdir()
     path.write_bytes(data)
-    selected, read = read_documents(path, on_error="skip")
+    some, read = read_documents(path, on_error="skip")
     if bad := read._listing.bad:
         assert sum(dropped.documents for dropped in read.counts.dropped.values()) >= 1
         with pytest.raises(MegatfmError, match=r"read\.on_error=skip") as caught:
@@ -95,7 +95,7 @@ def test_damage_is_named_and_what_came_before_it_can_be_used(tmp_path: Path, nam
         assert "\n" not in str(caught.value)
     else:
         # Formats without checksums can't know of a changed byte; nothing else may pass, but an empty file.
-        assert damage == "empty" or (damage == "flip" and len(selected) >= 3), (name, damage, len(selected))
+        assert damage == "empty" or (damage == "flip" and len(some) >= 3), (name, damage, len(some))
 
 
 def test_bad_records_are_counted_and_the_rest_is_used(tmp_path: Path) -> None:
@@ -114,8 +114,8 @@ def test_bad_records_are_counted_and_the_rest_is_used(tmp_path: Path) -> None:
     path.write_text("\n".join(lines))
     with pytest.raises(MegatfmError, match=r"a\.jsonl: record 2 is not JSON; mend it, or skip"):
         read_documents(path)
-    actual, read = read_documents(path, on_error="skip")
-    assert [(document.id, document.text) for document in actual] == [
+    found, read = read_documents(path, on_error="skip")
+    assert [(document.id, document.text) for document in found] == [
         ("a.jsonl#1", "good"),
         ("a.jsonl#8", "\ufffd!"),
     ]
@@ -145,19 +145,19 @@ def test_what_is_wrong_with_a_record_is_said(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(table, path.with_name("a.parquet"))
     with pytest.raises(MegatfmError, match=there.replace("body;", "body, n;")):
         read_documents(path)
-    assert [document.id for document in read_documents(path, text_key="body")[0]] == ["a.parquet#1"]
+    assert [each.id for each in read_documents(path, text_key="body")[0]] == ["a.parquet#1"]
 
 
 def test_fields_can_lie_inside_others(tmp_path: Path) -> None:
     path = tmp_path / "in" / "a.jsonl"
     path.parent.mkdir()
     path.write_text('{"page": {"body": "inside", "at": "u"}}')
-    actual, _ = read_documents(path, text_key="page.body", url_key="page.at")
-    assert [(item.text, item.url) for item in actual] == [("inside", "u")]
+    found, _ = read_documents(path, text_key="page.body", url_key="page.at")
+    assert [(each.text, each.url) for each in found] == [("inside", "u")]
     nested = pyarrow.table({"page": [{"body": "inside", "at": "u"}]})
     pyarrow.parquet.write_table(nested, path.with_name("b.parquet"))
     path.unlink()
-    assert [document.text for document in read_documents(path, text_key="page.body")[0]] == ["inside"]
+    assert [each.text for each in read_documents(path, text_key="page.body")[0]] == ["inside"]
 
 
 def test_text_under_compression_and_json_that_is_text(tmp_path: Path) -> None:
@@ -165,15 +165,15 @@ def test_text_under_compression_and_json_that_is_text(tmp_path: Path) -> None:
     (tmp_path / "b.md.zst").write_bytes(zstd_frames(b"two"))
     (tmp_path / "c.json").write_text('{"name": "a package"}')
     (tmp_path / "d.json").write_text("[1, 2]")
-    actual, _ = read_documents(tmp_path / "x")
-    assert [(item.id, item.text) for item in actual] == [
+    found, _ = read_documents(tmp_path / "x")
+    assert [(each.id, each.text) for each in found] == [
         ("a.txt.gz", "one\n\n" * 300),
         ("b.md.zst", "two"),
         ("c.json", '{"name": "a package"}'),
         ("d.json", "[1, 2]"),
     ]
     parts, _ = read_documents(tmp_path / "x", limit=1024, include=["*.gz"])
-    assert [part.record for part in parts] == ["a.txt.gz"] * 2
+    assert [each.record for each in parts] == ["a.txt.gz"] * 2
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"one\n\n" * 300)[:-9])
     with pytest.raises(MegatfmError, match=r"a\.txt\.gz: is damaged or cut off"):
         read_documents(tmp_path / "x")
@@ -204,11 +204,11 @@ def test_halves_of_surrogate_pairs_go_from_names_and_addresses(tmp_path: Path) -
         link = tarfile.TarInfo(f"{name}.txt")
         link.type = tarfile.SYMTYPE
         archive.addfile(link)
-    actual, read = read_documents(tmp_path / "x", on_error="skip")
-    assert [item.text for item in actual] == ["one", "two"]
-    output = [*actual[0].to_list(), *actual[1].to_list(), read.counts.as_json(), read._listing.bad]
-    assert "\ufffd" in str(output)
-    json.dumps(output, ensure_ascii=False, default=str).encode()
+    found, read = read_documents(tmp_path / "x", on_error="skip")
+    assert [each.text for each in found] == ["one", "two"]
+    said = [*found[0].to_list(), *found[1].to_list(), read.counts.as_json(), read._listing.bad]
+    assert "\ufffd" in str(said)
+    json.dumps(said, ensure_ascii=False, default=str).encode()
 
 
 def test_formats_by_name(tmp_path: Path) -> None:
@@ -266,10 +266,10 @@ def test_bodies_of_answers_are_unpacked(tmp_path: Path, monkeypatch: pytest.Monk
             )
         with monkeypatch.context() as patch:
             patch.setattr("megatfm.data_prep.readers.web.MAX_RECORD_BYTES", 10_000)
-            actual = list(reader("warc")(tmp_path / name, ReadConfig(folder=str(tmp_path))))
-        texts = [(item.url, item.text) for item in actual if not isinstance(item, Bad)]
+            found = list(reader("warc")(tmp_path / name, ReadConfig(folder=str(tmp_path))))
+        texts = [(each.url, each.text) for each in found if not isinstance(each, Bad)]
         assert texts == [(f"https://example.org/{number}", text) for number in range(len(good))]
-        rubbish, bomb = (item.reason for item in actual if isinstance(item, Bad))
+        rubbish, bomb = (each.reason for each in found if isinstance(each, Bad))
         assert rubbish.startswith("can't be understood")
         assert bomb == "is longer than 10,000 bytes once unpacked"
 

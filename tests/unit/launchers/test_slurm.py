@@ -24,7 +24,7 @@ def test_the_dry_run_prints_the_script_and_the_config(
     capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:
     assert launch(*CLUSTER_FLAGS, "--partition", "gpu", "--dry-run", "train.steps=77", *FITS) == 0
-    captured = capsys.readouterr()
+    said = capsys.readouterr()
     for line in (
         "--job-name=big-run",
         "--nodes=4",
@@ -33,9 +33,9 @@ def test_the_dry_run_prints_the_script_and_the_config(
         "--time=24:00:00",
         "--partition=gpu",
     ):
-        assert f"#SBATCH {line}\n" in captured.out
-    assert "\nsteps = 77\n" in captured.out
-    assert captured.err == ""
+        assert f"#SBATCH {line}\n" in said.out
+    assert "\nsteps = 77\n" in said.out
+    assert said.err == ""
     assert not (folder / "runs").exists()
 
 
@@ -44,11 +44,11 @@ def test_submit_writes_the_files_and_says_where_to_look(
 ) -> None:
     fake_slurm.answer("sbatch", "4711;cluster\n")
     assert launch(*CLUSTER_FLAGS, "train.steps=77", *FITS) == 0
-    output = capsys.readouterr().out
-    assert output.startswith("job 4711 is queued: 32 processes on 4 nodes\n")
+    said = capsys.readouterr().out
+    assert said.startswith("job 4711 is queued: 32 processes on 4 nodes\n")
     run = folder / "runs" / "quickstart"
     for part in (f"{run}/logs/slurm-4711.log", f"megatfm status {run}", f"megatfm cancel {run}"):
-        assert part in output
+        assert part in said
     assert fake_slurm.calls[-1] == f"sbatch --parsable {run}/slurm/pretrain.sbatch"
     code = snapshot.collect_code([]).dir_name
     assert sorted(path.name for path in (run / "slurm").iterdir()) == [code, "config.toml", "pretrain.sbatch"]

@@ -33,12 +33,12 @@ def test_the_scripts_are_the_golden_ones(name: str, folder: Path) -> None:
     """MEGATFM_UPDATE_GOLDEN=1 writes them anew."""
     files = RENDERED[name]()
     script = next(iter(files.values()))
-    for actual, shown in (
+    for found, shown in (
         (snapshot.collect_code([]).dir_name, "code-0123456789ab"),
         (str(folder), "/home/ada/my-project"),
         (sys.executable, "/env/bin/python"),
     ):
-        script = script.replace(actual, shown)
+        script = script.replace(found, shown)
     if os.environ.get("MEGATFM_UPDATE_GOLDEN"):
         (GOLDEN / name).write_text(script)
     assert script == (GOLDEN / name).read_text()
