@@ -4,15 +4,13 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.forked_commands import megatfm
+from tests.support.forked_commands import ForkedCommand, megatfm
 from tests.support.rank_processes import free_port
 
 STEPS = 30
@@ -47,27 +45,24 @@ class Node:
 
     def __init__(self, number: int, port: int, words: list[str], folder: Path) -> None:
         agent = [
-            "-m", "torch.distributed.run", "--nnodes=2:3", "--nproc-per-node=1", "--max-restarts=3",
+            "--nnodes=2:3", "--nproc-per-node=1", "--max-restarts=3",
             "--monitor-interval=0.1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=elastic",
             f"--rdzv-conf={RENDEZVOUS},is_host={int(number == 0)}", "--local-addr=127.0.0.1",
         ]  # fmt: skip
-        self.said = folder / f"node-{number}.log"
-        with self.said.open("w") as out:
-            self.process = subprocess.Popen(
-                [sys.executable, *agent, "-m", "megatfm", "train", *words],
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env={**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{Path.cwd()}"},
-            )
+        self.agent = ForkedCommand(
+            [*agent, "-m", "megatfm", "train", *words],
+            folder / f"node-{number}.log",
+            environment={**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{Path.cwd()}"},
+            program="torch.distributed.run",
+        )
 
     def is_lost(self) -> None:
         """All its processes die at once."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        for pid in (*children, self.process.pid):
+        children = Path(f"/proc/{self.agent.pid}/task/{self.agent.pid}/children").read_text().split()
+        for pid in (*children, self.agent.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
-        self.process.wait()
+        self.agent.process.join()
 
 
 def losses(run: Path) -> list[tuple[int, float]]:
@@ -84,7 +79,7 @@ def nodes(config_file: Path, tmp_path: Path) -> Iterator[list[Node]]:
     nodes = [Node(number, port, words, tmp_path) for number in range(3)]
     yield nodes
     for node in nodes:
-        if node.process.poll() is None:
+        if node.agent.process.is_alive():
             node.is_lost()
 
 
@@ -92,12 +87,12 @@ def nodes(config_file: Path, tmp_path: Path) -> Iterator[list[Node]]:
 def test_the_run_goes_on_without_a_node(nodes: list[Node], config_file: Path, tmp_path: Path) -> None:
     run, deadline = tmp_path / "run", time.monotonic() + 240
     while len(losses(run)) < 7:
-        assert time.monotonic() < deadline, [node.said.read_text() for node in nodes]
+        assert time.monotonic() < deadline, [node.agent.output for node in nodes]
         time.sleep(0.02)
     nodes[2].is_lost()
     assert len(losses(run)) < STEPS, "in the middle"
     for node in nodes[:2]:
-        assert node.process.wait(300) == 0, node.said.read_text()
+        assert node.agent.wait(300) == 0, node.agent.output
     words = [str(config_file), f"run_dir={tmp_path / 'whole'}", *OVERRIDES]
     megatfm("train", *words, output=tmp_path / "said")
     of_nodes, of_one = losses(run), losses(tmp_path / "whole")

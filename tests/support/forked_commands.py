@@ -148,6 +148,14 @@ class _Forking(subprocess.Popen[Any]):
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
+def _fork_from_now_on() -> None:
+    """Put `_Forking` into the place of Popen, also where a module has imported it by name, as torchrun's has."""
+    executing = subprocess.Popen
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get("Popen") is executing:
+            module.Popen = _Forking  # type: ignore[attr-defined]
+
+
 def _adopt(pipes: tuple[int, int, int], new_session: bool, group: int) -> None:
     """What the kernel and subprocess do on the way to another program: outputs, groups, signals, open files."""
     for number, pipe_ends in enumerate(pipes):
@@ -182,7 +190,7 @@ def _become(
     sys.argv = [program, *words]
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    subprocess.Popen = _Forking  # type: ignore[misc]
+    _fork_from_now_on()
     torch.set_num_threads(1)
     gc.freeze()
     code: Any = 0

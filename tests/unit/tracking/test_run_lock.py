@@ -4,8 +4,6 @@ import errno
 import fcntl
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +15,7 @@ import pytest
 from megatfm.errors import LOCKED, LockedError, MegatfmError
 from megatfm.tracking import run_lock
 from megatfm.tracking.run_lock import RunLock
+from tests.support.forked_commands import ForkedCommand
 
 HOLD = """
 import sys, time
@@ -29,24 +28,27 @@ time.sleep(60)
 """
 
 
+def start_program(folder: Path, text: str) -> ForkedCommand:
+    """Run a program, which is given the lock's path, in another process."""
+    program = folder / "hold.py"
+    program.write_text(text)
+    return ForkedCommand([folder / "lock"], folder / "said", program=str(program))
+
+
 @pytest.fixture
-def holder(tmp_path: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "lock")], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"held\n"
-    yield process
-    process.kill()
-    process.communicate()
+def holder(tmp_path: Path) -> Iterator[ForkedCommand]:
+    command = start_program(tmp_path, HOLD)
+    command.until_lines(command.output_path, 1)
+    assert command.output == "held\n"
+    yield command
+    command.end()
 
 
-def test_the_holder_is_named_and_its_death_frees_the_lock(
-    tmp_path: Path, holder: "subprocess.Popen[bytes]"
-) -> None:
+def test_the_holder_is_named_and_its_death_frees_the_lock(tmp_path: Path, holder: ForkedCommand) -> None:
     with pytest.raises(LockedError, match=rf"\(process {holder.pid} on .*\): wait for it") as caught:
         RunLock(tmp_path / "lock").acquire()
     assert caught.value.exit_code == LOCKED == 77
-    holder.kill()
-    holder.wait()
+    holder.end()
     assert json.loads((tmp_path / "lock").read_text())["pid"] == holder.pid, "left over"
     after = RunLock(tmp_path / "lock")
     after.acquire()
@@ -61,10 +63,9 @@ def test_a_process_can_not_take_the_lock_twice(tmp_path: Path) -> None:
     first.acquire()
     with pytest.raises(LockedError, match=f"process {os.getpid()} on"):
         RunLock(tmp_path / "lock").acquire()
-    done = subprocess.run(
-        [sys.executable, "-c", HOLD, str(tmp_path / "lock")], capture_output=True, text=True
-    )
-    assert "LockedError" in done.stderr
+    other = start_program(tmp_path, HOLD)
+    assert other.wait() == 1
+    assert "LockedError" in other.output
     first.release()
     first.release()
     again = RunLock(tmp_path / "lock")
@@ -101,22 +102,20 @@ def test_who_else_reads_the_file_in_the_same_process_loses_nothing(tmp_path: Pat
     assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
     with (tmp_path / "lock").open("r+b"):
         pass
-    done = subprocess.run(
-        [sys.executable, "-c", HOLD, str(tmp_path / "lock")], capture_output=True, text=True
-    )
-    assert "LockedError" in done.stderr
+    other = start_program(tmp_path, HOLD)
+    assert other.wait() == 1
+    assert "LockedError" in other.output
     held.release()
 
 
 def test_a_forked_process_that_outlives_the_holder_does_not_hold_it(tmp_path: Path) -> None:
     code = HOLD.replace("time.sleep(60)", "import os\nif os.fork() == 0: time.sleep(9)")
-    done = subprocess.run(
-        [sys.executable, "-c", code + "\nos._exit(0)", str(tmp_path / "lock")], stdout=subprocess.DEVNULL
-    )
-    assert done.returncode == 0
+    command = start_program(tmp_path, code + "\nos._exit(0)")
+    assert command.wait() == 0
     after = RunLock(tmp_path / "lock")
     after.acquire()
     after.release()
+    command.end()
 
 
 @pytest.mark.usefixtures("hasty")
@@ -228,7 +227,7 @@ def test_where_locks_do_not_reach_other_machines_a_file_that_moves_is_held(tmp_p
 
 @pytest.mark.usefixtures("hasty")
 def test_where_there_are_no_locks_at_all_a_process_that_lives_holds_it(
-    tmp_path: Path, holder: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, holder: ForkedCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none(*_: object) -> None:
         raise OSError(errno.ENOLCK, "no locks available")
@@ -236,8 +235,7 @@ def test_where_there_are_no_locks_at_all_a_process_that_lives_holds_it(
     monkeypatch.setattr(fcntl, "flock", none)
     with pytest.raises(LockedError, match=f"process {holder.pid}"):
         RunLock(tmp_path / "lock").acquire()
-    holder.kill()
-    holder.wait()
+    holder.end()
     mine = RunLock(tmp_path / "lock")
     mine.acquire()
     mine.release()
