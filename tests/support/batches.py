@@ -1,6 +1,6 @@
 """Batches for the small models, and an objective that passes them on."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 import numpy as np
@@ -48,7 +48,9 @@ class PassThroughObjective:
         "classifier": "labels",
     }
 
-    def __init__(self, terms: list[str]) -> None:
+    def __init__(self, terms: list[str], passed: Iterable[str] = ()) -> None:
+        """terms: those with a weight. passed: others that a model's losses may have, weighed by who wraps this."""
+        self._passed = {*terms, *passed}
         self.loss_weights = {name: 1.0 + i for i, name in enumerate(sorted(terms))}
 
     field_prefixes = Objective.field_prefixes
@@ -60,7 +62,7 @@ class PassThroughObjective:
     def __call__(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         losses = model(**{name: value for name, value in batch.items() if name != "ahead"}).losses
         # Without weights all terms; else not those that heads only measure in evaluation, such as accuracies.
-        return {name: loss for name, loss in losses.items() if name in (self.loss_weights or losses)}
+        return {name: loss for name, loss in losses.items() if name in (self._passed or losses)}
 
     def _counted(self, name: str, batch: Mapping[str, Tensor]) -> Tensor:
         values = batch[self.fields[name]]

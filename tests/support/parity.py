@@ -139,7 +139,7 @@ def _weighted_sum(objective: Any, terms: Mapping[str, Tensor], batch: dict[str, 
 def objective_with_auxiliary_losses(config: ModelConfig, terms: Iterable[str]) -> Any:
     """An objective with these terms of a model, among which are those of its blocks."""
     auxiliary = auxiliary_losses(config)
-    objective = PassThroughObjective([term for term in terms if term not in auxiliary])
+    objective = PassThroughObjective([term for term in terms if term not in auxiliary], auxiliary)
     objective.field_prefixes = ENCODER_DECODER if config.family == "encoder_decoder" else DECODER_ONLY
     return ObjectiveWithAuxiliaryLosses(objective, auxiliary)
 
