@@ -80,9 +80,9 @@ def choices(parallel: ParallelConfig, precision: str, batches: int) -> Choices:
             x_BTD, sequence = inputs
             assert sequence.rng_keys is not None
             keys_BT = sequence.rng_keys[:, None].expand_as(sequence.positions)
-            here, part = x_BTD.shape[:2].numel(), engine.mesh.rank("tp")
+            tokens, part = x_BTD.shape[:2].numel(), engine.mesh.rank("tp")
             # Under sequence parallelism, this rank's part of the tokens, counted through the rows.
-            parts = keys_BT.numel() // here
+            parts = keys_BT.numel() // tokens
             of_tokens = (full.flatten().chunk(parts)[part % parts] for full in (keys_BT, sequence.positions))
             chosen_NK = routing.expert_indices.flatten(0, 1)
             for key, place, chosen_K in zip(*(x.tolist() for x in (*of_tokens, chosen_NK)), strict=True):

@@ -161,13 +161,23 @@ class SplitWriter(ExitStack):
             source, count, size, *more = document
             fields, corpus = more[3:5] if len(more) > 4 else ({}, "")
             of_document = ids[at : at + count]
-            self._writer(corpus).add(f"{self._number:09d}", of_document, source, size, beside, fields)
+            self._writer(corpus).add(
+                f"{self._number:09d}", of_document, source, size, beside, fields, self._image_size(beside)
+            )
             at, self._number = at + count, self._number + 1
             parts, known = mine.setdefault(corpus, ([], []))
             parts.append(of_document)
             known.append(document)
         for corpus, (parts, known) in mine.items():
             self._statistics[corpus].add(np.concatenate(parts), known)
+
+    def _image_size(self, members: Mapping[str, bytes]) -> tuple[int, int] | None:
+        """Height and width of an imported image."""
+        if self._stages.config.read.format != "images":
+            return None
+        from megatfm.corpus.image_size import upright_size
+
+        return upright_size(members)
 
     def finish(self, provenance: Mapping[str, Any]) -> StageResult:
         """Commit all corpora. Returns what describes them together, and each."""

@@ -21,7 +21,7 @@ class Family:
 FAMILY_KEYS = (
     "n_encoder_layers", "extra_heads.sentence", "extra_heads.boundary", "n_mtp_heads",
     "embedding.n_segments", "generator",
-    "ffn.name = 'moe'", "mup", "stages",
+    "ffn.name = 'moe'", "mup", "stages", "pixel_decoder",
 )  # fmt: skip
 """Keys of a model, or values of them, that only some families give a meaning."""
 
@@ -50,6 +50,9 @@ FAMILIES = {
     "electra": Family(
         frozenset({"generator", "embedding.n_segments"}),
         no_heads="which is trained as a whole (its discriminator alone may have heads: family = 'discriminator')",
+    ),
+    "masked_autoencoder": Family(
+        frozenset({"pixel_decoder"}), no_heads="which predicts pixels", bare=True, other_names=("mae",)
     ),
     "discriminator": Family(frozenset({"extra_heads.sentence", "embedding.n_segments", "mup"})),
     "hierarchical": Family(frozenset({"stages"}), other_names=("swin", "mvit", "pyramid")),

@@ -1,8 +1,16 @@
 """The `[data.images]` section: how pictures become patches, and how training changes them."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from megatfm.config.section import ByName, Fraction, Section
 
@@ -122,6 +130,9 @@ class ImagesConfig(Section):
 
     size: PositiveInt = Field(default=224, le=2**14)
     """Pixels of an image's sides, a multiple of the patch's."""
+    max_patches: PositiveInt | None = Field(default=None, examples=[256], le=2**20)
+    """Native resolution in place of `size`: each image keeps its shape, cut to whole patches, and is made smaller
+    where it has more patches than this. Rows hold as many images as fit."""
     transforms: list[Annotated[TransformConfig, BeforeValidator(_with_name)]] = Field(
         default_factory=list, examples=[["random_resized_crop", "horizontal_flip"]]
     )
@@ -138,6 +149,14 @@ class ImagesConfig(Section):
     """Share of images that are mixed, where mixup or cutmix are on."""
     interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] = "bicubic"
     """Filter of every resize."""
+
+    @model_validator(mode="after")
+    def _can_mix(self) -> Self:
+        if self.max_patches is not None and self.mixes:
+            raise ValueError(
+                "mixup and cutmix need images of one size: leave out max_patches, or set mixup = 0 and cutmix = 0"
+            )
+        return self
 
     @property
     def mixes(self) -> bool:

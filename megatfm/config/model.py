@@ -26,6 +26,7 @@ from megatfm.config.model_parts import (
     InitConfig,
     MuPConfig,
     NormConfig,
+    PixelDecoderConfig,
     RMSNormConfig,
     TokenEmbeddingConfig,
 )
@@ -94,6 +95,8 @@ class ModelConfig(Section):
     """The initial weights."""
     generator: GeneratorConfig | None = None
     """The generator of `family = "electra"`."""
+    pixel_decoder: PixelDecoderConfig | None = None
+    """The decoder of `family = "masked_autoencoder"`."""
     stages: StagesConfig | None = None
     """The stages of `family = "hierarchical"`."""
     mup: MuPConfig | None = None
@@ -139,7 +142,7 @@ class ModelConfig(Section):
             values = (
                 self.n_encoder_layers, "sentence" in self.extra_heads, "boundary" in self.extra_heads, self.n_mtp_heads,
                 self.embedding.n_segments, self.generator, isinstance(self.ffn, MoEConfig), self.mup,
-                self.stages,
+                self.stages, self.pixel_decoder,
             )  # fmt: skip
             for part, value in zip(FAMILY_KEYS, values, strict=True):
                 if value and part not in family.knows:
@@ -260,9 +263,8 @@ class ModelConfig(Section):
     @property
     def tp_dims(self) -> dict[str, int]:
         """Sizes that tensor parallelism divides, by key, of all kinds of blocks."""
-        parts = {"attention": self.attention, "ffn": self.ffn} | (
-            {"generator": self.generator} if self.generator else {}
-        )
+        smaller = {"generator": self.generator, "pixel_decoder": self.pixel_decoder}
+        parts = {"attention": self.attention, "ffn": self.ffn} | {k: v for k, v in smaller.items() if v}
         sizes = {f"{part}.{key}": n for part, section in parts.items() for key, n in section.tp_dims.items()}
         for kind in self.layer_type:
             other = self.type_config(kind)

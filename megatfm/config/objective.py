@@ -148,9 +148,11 @@ class ReplacedTokenObjective(Section):
 
 
 class TextClassificationObjective(Section):
-    """Predict the class of a labelled text, or pair of texts; `megatfm finetune` sets it."""
+    """Predict the labels of texts, pairs of texts or words; `megatfm finetune` sets it."""
 
     name: Literal["text_classification"] = "text_classification"
+    lm_weight: NonNegativeFloat = 0.0
+    """Weight of the next tokens' loss besides, in decoders (Radford et al. 2018: 0.5)."""
 
 
 class ImageObjective(Section):
@@ -161,6 +163,14 @@ class ClassificationObjective(ImageObjective):
     """Predict the class of each image, by the head `model.extra_heads.classifier`."""
 
     name: Literal["classification"] = "classification"
+
+
+class MaskedImageObjective(ImageObjective):
+    """Predict the pixels of masked patches from the others (MAE; He et al. 2022)."""
+
+    name: Literal["masked_image"] = "masked_image"
+    mask_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.75
+    """Share of the patches that is masked."""
 
 
 class PluginObjective(Section):
@@ -184,6 +194,7 @@ ObjectiveConfig = Annotated[
     | ReplacedTokenObjective
     | TextClassificationObjective
     | ClassificationObjective
+    | MaskedImageObjective
     | PluginObjective,
     ByName(),
 ]

@@ -16,7 +16,14 @@ from torch import Tensor
 
 from megatfm import checkpoint, tokenizers
 from megatfm.checkpoint import file_io
-from megatfm.config import Config, ModelConfig, invalid, to_toml
+from megatfm.config import (
+    Config,
+    LearnedPosition2dConfig,
+    ModelConfig,
+    PatchEmbeddingConfig,
+    invalid,
+    to_toml,
+)
 from megatfm.config.key_migrations import migrate
 from megatfm.convert import tokenizer_files
 from megatfm.convert.architectures.sequence_classification import label_keys
@@ -43,6 +50,7 @@ OBJECTIVES = {
     "xlnet": "permutation",
     "electra": "replaced_token",
     "discriminator": "replaced_token",
+    "hierarchical": "classification",
 }
 """The usual objective of each family."""
 DEFAULT_SEQUENCE_LENGTH = 512
@@ -52,7 +60,7 @@ DEFAULT_SEQUENCE_LENGTH = 512
 def starting_config(target: Path, model: ModelConfig, tokenizer: str | None, length: int | None) -> Config:
     """Build the config of a converted model. tokenizer: its file in `target`. length: tokens in a row."""
     target = target.absolute()
-    values = {
+    values: dict[str, Any] = {
         "name": re.sub(r"[^A-Za-z0-9._-]", "-", target.name).lstrip("._-")[:100] or "converted",
         "model": model,
         "objective": {"name": OBJECTIVES.get(model.family, "causal")},
@@ -64,7 +72,22 @@ def starting_config(target: Path, model: ModelConfig, tokenizer: str | None, len
         "optimizer": {"name": "adamw", "lr": 1e-4},
         "train": {"steps": 1000, "global_batch": 32, "micro_batch": 1, "init_from": str(target)},
     }
-    return _checked(values, target)
+    if model.stages is not None:
+        (rows, columns), side = model.stages.grid, getattr(model.embedding, "patch_size", 1)
+        values["data"] |= {"sequence_length": rows * columns, "images": {"size": rows * side}}
+    return _checked(values | _of_images(values["data"], model), target)
+
+
+def _of_images(data: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
+    """Return the sections that a model of images needs instead: images of the size that its positions are for."""
+    embedding, position = model.embedding, model.position
+    if not isinstance(embedding, PatchEmbeddingConfig) or not isinstance(position, LearnedPosition2dConfig):
+        return {}
+    rows, columns = position.grid
+    length = embedding.n_special_tokens + rows * columns
+    images = {"size": max(rows, columns) * embedding.patch_size}
+    kept = {"train": data["train"], "sequence_length": length, "images": images}
+    return {"objective": {"name": "classification"}, "data": kept}
 
 
 def branching_config(config: Config, target: Path, step: int) -> Config:

@@ -119,6 +119,26 @@ class Corpus:
             lengths[max(at, 0) : max(at, 0) + len(chosen)] = chosen
         return lengths
 
+    def image_sizes(self, begin: int, end: int) -> NDArray[np.int64]:
+        """Height and width of each sample's image in blocks `begin` to `end` − 1 [their samples, 2], upright.
+
+        Raises UsageError for a corpus whose indexes don't hold them.
+        """
+        sizes = []
+        while begin < end:
+            shard = self._locate(begin)[0]
+            first, last = self.shard_blocks(shard).start, self.shard_blocks(shard).stop
+            index, stop = self.indexes.complete(shard), min(end, last)
+            if not index.has_image_sizes:
+                raise UsageError(
+                    f"{self._path(shard)}: its index lacks the sizes of images, which data.images.max_patches needs: "
+                    "prepare the corpus again, or set data.images.size"
+                )
+            rows = index.samples[slice(*index.first_samples[[begin - first, stop - first]].tolist())]
+            sizes.append(np.stack([rows["height"], rows["width"]], axis=1).astype(np.int64))
+            begin = stop
+        return np.concatenate(sizes) if sizes else np.empty((0, 2), np.int64)
+
     def check_tokenizer(self, tokenizer_hash: str) -> None:
         """Raise a UsageError unless the corpus was written with the tokenizer of this hash."""
         if tokenizer_hash != self.tokenizer_hash:

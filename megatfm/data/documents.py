@@ -53,6 +53,11 @@ class BlockDocuments(Sequence[NDArray[Any]]):
         blocks = range(self._begin, self._end)
         return np.concatenate([self._corpus.block_lengths(number) for number in blocks])
 
+    @cached_property
+    def image_sizes(self) -> NDArray[np.int64]:
+        """Height and width of the image of each, without reading any."""
+        return self._corpus.image_sizes(self._begin, self._end)
+
     def __len__(self) -> int:
         return int(self._starts[-1])
 
@@ -105,6 +110,14 @@ class InMemoryDocuments(list[NDArray[Any]]):
     def lengths(self) -> NDArray[np.int64]:
         """The number of tokens of each."""
         return np.array([len(document) for document in self], np.int64)
+
+    @cached_property
+    def image_sizes(self) -> NDArray[np.int64]:
+        """Height and width of the image of each, from its header."""
+        from megatfm.corpus.image_size import upright_size
+
+        sizes = [upright_size(self.members(number)) or (1, 1) for number in range(len(self))]
+        return np.array(sizes, np.int64).reshape(-1, 2)
 
     def members(self, number: int) -> Mapping[str, bytes]:
         """The files that belong to a document; none where they are not needed."""

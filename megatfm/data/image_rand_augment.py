@@ -11,7 +11,7 @@ from typing import Any
 
 from PIL import Image, ImageEnhance, ImageOps
 
-from megatfm.data.image_transforms import TRANSFORMS, Draws, Key, SectionTransform
+from megatfm.data.image_transforms import TRANSFORMS, Draws, Key, SectionTransform, Size
 
 FILL = {"RGB": (124, 116, 104), "L": (117,)}
 """ImageNet's mean, by mode of the image."""
@@ -84,8 +84,8 @@ NAMES = tuple(OPERATIONS)
 class RandAugment(SectionTransform):
     """Apply random operations."""
 
-    def __call__(self, image: Image.Image, key: Key) -> Image.Image:
-        draws, section, filter_ = Draws(key), self.section, self.target.filter
+    def __call__(self, image: Image.Image, key: Key, size: Size) -> Image.Image:
+        draws, section, filter_ = Draws(key), self.section, self.filter
         if filter_ == Image.Resampling.LANCZOS:  # which Pillow's affine transforms don't know
             filter_ = Image.Resampling.BICUBIC
         for _ in range(section.n_ops):

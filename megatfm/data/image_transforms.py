@@ -22,25 +22,16 @@ CROP_ATTEMPTS = 10
 """Random parts that are tried before the centre is taken (as in torchvision)."""
 
 
-@dataclass(frozen=True)
-class Target:
-    """Size of images after all transforms, and the filter of resizes."""
-
-    size: int
-    interpolation: str = "bicubic"
-
-    @property
-    def filter(self) -> Image.Resampling:
-        """Pillow's filter."""
-        return INTERPOLATIONS[self.interpolation]
-
-
 Key = tuple[KeyPart, ...]
-Transform = Callable[[Image.Image, Key], Image.Image]
-"""Changes an image; everything random is a function of the key."""
+Size = tuple[int, int]
+"""Width and height in pixels, as Pillow has them."""
+Transform = Callable[[Image.Image, Key, Size], Image.Image]
+"""Changes an image that will have a size in the end; everything random is a function of the key."""
 
-TRANSFORMS: Registry[Callable[[Any, Target], Transform]] = Registry("transform (data.images.transforms)")
-"""Made as `transform(section, target)`, with the config's section of its name."""
+TRANSFORMS: Registry[Callable[[Any, Image.Resampling], Transform]] = Registry(
+    "transform (data.images.transforms)"
+)
+"""Made as `transform(section, filter)`, with the config's section of its name, and the filter of resizes."""
 
 
 class Draws:
@@ -75,48 +66,49 @@ class SectionTransform:
     """Base of transforms that have a section of the config; picklable, for worker processes."""
 
     section: Any
-    target: Target
+    filter: Image.Resampling
 
 
 @TRANSFORMS.register("resize")
 class Resize(SectionTransform):
     """Resize the shorter side."""
 
-    def __call__(self, image: Image.Image, key: Key) -> Image.Image:
+    def __call__(self, image: Image.Image, key: Key, size: Size) -> Image.Image:
         scale = self.section.size / min(image.size)
         width, height = (max(1, round(side * scale)) for side in image.size)
-        return image.resize((width, height), self.target.filter)
+        return image.resize((width, height), self.filter)
 
 
 @TRANSFORMS.register("random_resized_crop")
 class RandomResizedCrop(SectionTransform):
     """Cut out a random part, and resize it."""
 
-    def __call__(self, image: Image.Image, key: Key) -> Image.Image:
-        scale, ratio, size = self.section.scale, self.section.ratio, self.target.size
+    def __call__(self, image: Image.Image, key: Key, size: Size) -> Image.Image:
+        scale, ratio = self.section.scale, self.section.ratio
         box = _random_box(image.size, scale, ratio, Draws(key)) or _central_box(image.size, ratio)
         left, top, width, height = box
         part = image.crop((left, top, left + width, top + height))  # or the filter would see beyond it
-        return part.resize((size, size), self.target.filter)
+        return part.resize(size, self.filter)
 
 
 @TRANSFORMS.register("random_crop")
 class RandomCrop(SectionTransform):
     """Pad, and cut out a random square."""
 
-    def __call__(self, image: Image.Image, key: Key) -> Image.Image:
-        draws, pad, size = Draws(key), self.section.padding, self.target.size
+    def __call__(self, image: Image.Image, key: Key, size: Size) -> Image.Image:
+        draws, pad = Draws(key), self.section.padding
         left, top = (
-            draws.below(max(side + 2 * pad - size, 0) + 1) - pad for side in (image.width, image.height)
+            draws.below(max(side + 2 * pad - wanted, 0) + 1) - pad
+            for side, wanted in zip(image.size, size, strict=True)
         )
-        return image.crop((left, top, left + size, top + size))  # black outside the image
+        return image.crop((left, top, left + size[0], top + size[1]))  # black outside the image
 
 
 @TRANSFORMS.register("horizontal_flip")
 class HorizontalFlip(SectionTransform):
     """Mirror left and right."""
 
-    def __call__(self, image: Image.Image, key: Key) -> Image.Image:
+    def __call__(self, image: Image.Image, key: Key, size: Size) -> Image.Image:
         is_flipped = Draws(key).chance(self.section.p)
         return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if is_flipped else image
 
@@ -125,7 +117,7 @@ class HorizontalFlip(SectionTransform):
 class ColorJitter(SectionTransform):
     """Change brightness, contrast, saturation and hue."""
 
-    def __call__(self, image: Image.Image, key: Key) -> Image.Image:
+    def __call__(self, image: Image.Image, key: Key, size: Size) -> Image.Image:
         draws, section = Draws(key), self.section
         if not draws.chance(section.p):
             return image
@@ -158,7 +150,7 @@ def shift_hue(image: Image.Image, turn: float) -> Image.Image:
 class RandomErasing(SectionTransform):
     """Fill a random rectangle."""
 
-    def __call__(self, image: Image.Image, key: Key) -> Image.Image:
+    def __call__(self, image: Image.Image, key: Key, size: Size) -> Image.Image:
         draws, section = Draws(key), self.section
         if not draws.chance(section.p):
             return image
@@ -178,7 +170,7 @@ class RandomErasing(SectionTransform):
 
 
 def _random_box(
-    size: tuple[int, int], scale: Sequence[float], ratio: Sequence[float], draws: Draws
+    size: Size, scale: Sequence[float], ratio: Sequence[float], draws: Draws
 ) -> tuple[int, int, int, int] | None:
     """Left, top, width and height of a random part of an image; None where no attempt fits."""
     area = size[0] * size[1]
@@ -190,7 +182,7 @@ def _random_box(
     return None
 
 
-def _central_box(size: tuple[int, int], ratio: Sequence[float]) -> tuple[int, int, int, int]:
+def _central_box(size: Size, ratio: Sequence[float]) -> tuple[int, int, int, int]:
     """Left, top, width and height of the largest central part within the range of ratios."""
     width, height = size
     if width < ratio[0] * height:

@@ -12,13 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import ExifTags, Image
+from PIL import Image
 
-from megatfm.data.image_transforms import Target, Transform
+from megatfm.corpus.image_size import FORMATS, orientation
+from megatfm.data.image_transforms import Size, Transform
 from megatfm.data.sequences import Field
 from megatfm.errors import SampleError
 from megatfm.rng import PieceKey
@@ -28,8 +29,6 @@ try:
 except ImportError:
     simplejpeg = None
 
-FORMATS = {"jpg": "JPEG", "jpeg": "JPEG", "png": "PNG", "webp": "WEBP"}
-"""Extension of a stored image → its format in Pillow."""
 MAX_PIXELS = 2**26
 """A larger image is refused before it is decoded: it would take over 200 MB."""
 MODES = {1: "L", 3: "RGB"}
@@ -44,8 +43,15 @@ TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 """EXIF orientation → what sets the image upright."""
+ORIENTATION_MARKS = (b"Exif\0\0", b"http://ns.adobe.com/xap/1.0/")
+"""Heads of the segments of a JPEG that may hold an orientation."""
+# Of damaged EXIF, odd palettes and many pixels, for which there is an error where it matters. Once for the process,
+# since threads that ignore warnings for a while leave each other's filters behind.
+for _category in (UserWarning, Image.DecompressionBombWarning):
+    warnings.filterwarnings("ignore", category=_category, module=r"PIL\.")
 
 Pixels = NDArray[np.uint8]
+Number = TypeVar("Number", bound=np.generic)
 
 
 @dataclass(frozen=True)
@@ -83,31 +89,67 @@ class PatchLayout:
 
 @dataclass(frozen=True)
 class ImageReader:
-    """Makes pixels [size, size, C] of stored files, a pure function of these and the key."""
+    """Makes an image's tokens of stored files, a pure function of these and the key.
+
+    size: sides of every image in pixels; None: each has its own shape, with at most `max_patches`.
+    """
 
     layout: PatchLayout
-    target: Target
+    size: int | None
+    max_patches: int = 0
     transforms: Sequence[Transform] = ()
     crop_pct: float = 1.0
+    filter: Image.Resampling = Image.Resampling.BICUBIC
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of every image."""
-        return self.layout.n_tokens(self.target.size, self.target.size)
+        """Tokens of an image, at most."""
+        if self.size is None:
+            return self.layout.n_special + self.max_patches
+        return self.layout.n_tokens(self.size, self.size)
+
+    def image_lengths(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Tokens [n] of images that keep their shape, by their stored heights and widths [n, 2]."""
+        grids = native_grid(sizes, self.layout.patch_size, self.max_patches)
+        return self.layout.n_special + grids.prod(axis=1)
 
     def read(self, files: Mapping[str, bytes], key: PieceKey) -> Pixels:
-        """Raises SampleError for files that hold no readable image."""
+        """Pixels [H, W, C]. Raises SampleError for files that hold no readable image."""
         extension = find_image(files)
         image = decode(files[extension], extension, self.layout.channels)
+        size = self._target_size(image)
         for number, transform in enumerate(self.transforms):
-            image = transform(image, (*key, "transform", number))
-        if image.size != (self.target.size, self.target.size):
-            image = resize_and_crop(image, self.target, self.crop_pct)
+            image = transform(image, (*key, "transform", number), size)
+        if image.size != size and self.size is not None:
+            image = resize_and_crop(image, self.size, self.crop_pct, self.filter)
+        elif image.size != size:
+            image = image.resize(size, self.filter)
         return to_array(image)
 
     def build(self, files: Mapping[str, bytes], key: PieceKey) -> dict[str, NDArray[Any]]:
         """The image's tokens, as `PatchLayout.fields` declares."""
         return self.layout.build(self.read(files, key))
+
+    def _target_size(self, image: Image.Image) -> Size:
+        if self.size is not None:
+            return self.size, self.size
+        stored = np.array([[image.height, image.width]])
+        height, width = native_grid(stored, self.layout.patch_size, self.max_patches)[0].tolist()
+        return width * self.layout.patch_size, height * self.layout.patch_size
+
+
+def native_grid(sizes: NDArray[np.int64], patch_size: int, max_patches: int) -> NDArray[np.int64]:
+    """Rows and columns of patches [n, 2] of images by their heights and widths [n, 2].
+
+    Whole patches of the image, which is made smaller where it has more than `max_patches`, and never larger but to one
+    patch (NaViT; Dehghani et al. 2023, section 2.1).
+    """
+    sides = sizes.astype(np.float64) / patch_size
+    scale = np.minimum(1.0, np.sqrt(max_patches / sides.prod(axis=1, keepdims=True)))
+    # A little more, or a side of exactly 7 patches could become 6.
+    grid = np.maximum(np.floor(sides * scale + 1e-9), 1).astype(np.int64)
+    longest = max_patches // grid.min(axis=1, keepdims=True)  # of images that are many times as long as wide
+    return np.minimum(grid, longest)
 
 
 def find_image(files: Mapping[str, bytes]) -> str:
@@ -125,17 +167,8 @@ def find_image(files: Mapping[str, bytes]) -> str:
 def decode(data: bytes, extension: str, channels: int) -> Image.Image:
     """The image in RGB, or grey for one channel. Raises SampleError for what is damaged, or too large."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pillow's own bound of pixels, and damaged EXIF
-            image: Image.Image = Image.open(io.BytesIO(data), formats=[FORMATS[extension]])
-            if image.width * image.height > MAX_PIXELS:
-                raise Image.DecompressionBombError
-            orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
-            image = _decode_jpeg(image, data) or image
-            image.load()
-            if (turn := TURNS.get(orientation)) is not None:
-                image = image.transpose(turn)
-            return convert(image, channels)
+        image = _decode_plain_jpeg(data) if FORMATS[extension] == "JPEG" else None
+        return convert(image or _decode_any(data, extension), channels)
     except SampleError:
         raise
     except Image.DecompressionBombError:  # Pillow's own bound is larger
@@ -147,15 +180,29 @@ def decode(data: bytes, extension: str, channels: int) -> Image.Image:
         raise SampleError(f"has a .{extension} that can't be decoded ({reason})") from error
 
 
-def _decode_jpeg(image: Image.Image, data: bytes) -> Image.Image | None:
-    """The image by simplejpeg, which is faster and gives the same pixels; None where Pillow has to decode it."""
-    if simplejpeg is None or image.format != "JPEG" or image.mode not in ("RGB", "L"):
+def _decode_any(data: bytes, extension: str) -> Image.Image:
+    """An upright image by Pillow."""
+    image: Image.Image = Image.open(io.BytesIO(data), formats=[FORMATS[extension]])
+    if image.width * image.height > MAX_PIXELS:
+        raise Image.DecompressionBombError
+    turn = TURNS.get(orientation(image))
+    image.load()
+    return image if turn is None else image.transpose(turn)
+
+
+def _decode_plain_jpeg(data: bytes) -> Image.Image | None:
+    """An image by simplejpeg, which is faster and gives the same pixels; None where Pillow has to decode it: CMYK, an
+    orientation, and whatever is unusual or damaged, which Pillow names."""
+    if simplejpeg is None or any(mark in data for mark in ORIENTATION_MARKS):
         return None
     try:
-        pixels = simplejpeg.decode_jpeg(data, "GRAY" if image.mode == "L" else "RGB")
-    except ValueError:  # Pillow decodes what is only unusual, and says what is damaged
+        height, width, color, _ = simplejpeg.decode_jpeg_header(data)
+        if color not in ("YCbCr", "RGB", "Gray") or height * width > MAX_PIXELS:
+            return None
+        pixels = simplejpeg.decode_jpeg(data, "GRAY" if color == "Gray" else "RGB")
+    except ValueError:
         return None
-    return Image.fromarray(pixels[..., 0] if image.mode == "L" else pixels)
+    return Image.fromarray(pixels[..., 0] if color == "Gray" else pixels)
 
 
 def convert(image: Image.Image, channels: int) -> Image.Image:
@@ -176,13 +223,13 @@ def convert(image: Image.Image, channels: int) -> Image.Image:
     return image if image.mode == MODES[channels] else image.convert(MODES[channels])
 
 
-def resize_and_crop(image: Image.Image, target: Target, crop_pct: float) -> Image.Image:
+def resize_and_crop(image: Image.Image, size: int, crop_pct: float, filter_: Image.Resampling) -> Image.Image:
     """The centre of an image whose shorter side was resized to size / crop_pct."""
-    size, shorter = target.size, min(image.size)
+    shorter = min(image.size)
     resized = int(size / crop_pct)
     width, height = (int(resized * side / shorter) for side in image.size)  # rounded as torchvision does
     if (width, height) != image.size:
-        image = image.resize((width, height), target.filter)
+        image = image.resize((width, height), filter_)
     left, top = round((width - size) / 2), round((height - size) / 2)
     return image.crop((left, top, left + size, top + size))
 
@@ -193,7 +240,7 @@ def to_array(image: Image.Image) -> Pixels:
     return pixels if pixels.ndim == 3 else pixels[..., None]
 
 
-def patchify(pixels: Pixels, patch_size: int) -> Pixels:
+def patchify(pixels: NDArray[Number], patch_size: int) -> NDArray[Number]:
     """Patches [h · w, C · P · P] of pixels [h · P, w · P, C], row by row; in a patch channels come first."""
     height, width, channels = pixels.shape
     grid = pixels.reshape(height // patch_size, patch_size, width // patch_size, patch_size, channels)

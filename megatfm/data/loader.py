@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from megatfm.data.dataset import RowDataset
 from megatfm.data.order import BatchSchedule
-from megatfm.data.sequences import PAD_DOCUMENT_ID, Fields, join_rows
+from megatfm.data.row_batches import join_rows
+from megatfm.data.sequences import PAD_DOCUMENT_ID, Fields
 from megatfm.data.workers import RowWorkers, picklable_error
 from megatfm.errors import UsageError
 from megatfm.rng import row_keys, short_row_keys

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from megatfm.corpus.byte_cache import ByteCache, nbytes
 from megatfm.data.dataset import SizedRowDataset
 from megatfm.data.order import interleave
-from megatfm.data.sequences import Fields, check_same_fields
+from megatfm.data.row_batches import check_same_fields
+from megatfm.data.sequences import Fields
 from megatfm.errors import UsageError
 from megatfm.rng import random_uint64, to_unit_interval
 

@@ -273,7 +273,9 @@ class BinPackedRows:
 
     def __init__(self, documents: DocumentSource, how: PackingConfig, epoch: int) -> None:
         self._documents, self._how, self._epoch = documents, how, epoch
-        pieces = split_documents(documents.lengths, how.objective, documents.first, how.seed).without_empty()
+        lengths, first = documents.lengths, documents.first
+        sizes = lambda: documents.image_sizes  # noqa: E731
+        pieces = split_documents(lengths, how.objective, first, how.seed, sizes).without_empty()
         rows = assign_rows(how.objective, pieces.lengths, how.row_lengths)
         order = np.argsort(rows, kind="stable")
         self._pieces: ChunkTable = pieces.take(order)

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatfm.errors import MegatfmError, SampleError, UsageError
+from megatfm.errors import MegatfmError, SampleError
 from megatfm.rng import PieceKey, piece_keys
 
 IGNORE_INDEX = -100
@@ -23,6 +23,8 @@ PAD_DOCUMENT_ID = -1
 Fields = dict[str, NDArray[Any]]
 BatchBuild = Callable[[Sequence[NDArray[Any]]], Mapping[str, NDArray[np.integer]]]
 """The fields of many documents, each framed as `PackingObjective.build` would, one after another [total]."""
+ImageLengths = Callable[[NDArray[np.int64]], NDArray[np.int64]]
+"""Lengths [D] of sequences by heights and widths of images [D, 2]."""
 
 
 class OtherDocuments(Protocol):
@@ -211,9 +213,15 @@ class ChunkTable:
 
 
 def split_documents(
-    n_tokens: NDArray[np.int64], objective: PackingObjective, first: int, seed: int
+    n_tokens: NDArray[np.int64],
+    objective: PackingObjective,
+    first: int,
+    seed: int,
+    image_sizes: Callable[[], NDArray[np.int64]] | None = None,
 ) -> ChunkTable:
     """Cut documents of `n_tokens` [D], the first of which has the number `first` in its corpus.
+
+    image_sizes: gives heights and widths [D, 2], for an objective whose lengths depend on them.
 
     A document is cut into consecutive pieces of `objective.max_tokens`, of which the last may be shorter; an empty
     document is one empty piece. Pieces that make no sequence are among them, with lengths of 0.
@@ -228,8 +236,12 @@ def split_documents(
         numbers = np.arange(len(documents)) - np.repeat(np.cumsum(counts) - counts, counts)
         starts = numbers * most
         ends = np.minimum(starts + most, n_tokens[documents])
-    keys = piece_keys(seed, first + documents, numbers)
-    lengths = np.asarray(objective.sequence_lengths(ends - starts, keys), np.int64)
+    image_lengths: ImageLengths | None = getattr(objective, "image_lengths", None)
+    if image_sizes is not None and image_lengths is not None:
+        lengths = image_lengths(image_sizes())[documents]
+    else:
+        keys = piece_keys(seed, first + documents, numbers)
+        lengths = np.asarray(objective.sequence_lengths(ends - starts, keys), np.int64)
     return ChunkTable(documents, starts, ends, numbers, lengths.reshape(len(documents), -1))
 
 
@@ -246,6 +258,11 @@ class DocumentSource(Protocol):
     @property
     def is_quarantined(self) -> NDArray[np.bool_] | None:
         """Mask [D] of those that are to become padding."""
+        ...
+
+    @property
+    def image_sizes(self) -> NDArray[np.int64]:
+        """Height and width of the image of each [D, 2], where the objective asks for them."""
         ...
 
     def __len__(self) -> int: ...
@@ -378,23 +395,3 @@ def build_batch(
                 f"the objective joined {len(pieces)} documents to {len(field)} {name}, not {pieces.lengths.sum()}"
             )
     return fields
-
-
-def check_same_fields(name: str, rows: Fields, expected_rows: Fields) -> None:
-    """Raise a UsageError that begins with `name` unless rows have the fields of others, in their types and shapes."""
-    kinds, expected = (
-        {field: f"{values.dtype}{list(values.shape[1:])}" for field, values in sorted(batch.items())}
-        for batch in (rows, expected_rows)
-    )
-    if kinds != expected:
-        raise UsageError(
-            f"{name}: its rows are {kinds}, those of others {expected}: give all sources the same objective and row "
-            "lengths"
-        )
-
-
-def join_rows(parts: Sequence[Fields]) -> Fields:
-    """Concatenate rows by field. Raises a UsageError if the parts have unlike fields, as sources of a mixture may."""
-    for part in parts[1:]:
-        check_same_fields("data.mixture", part, parts[0])
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from megatfm.data.dataset import RowDataset
-from megatfm.data.sequences import Fields, join_rows
+from megatfm.data.row_batches import join_rows
+from megatfm.data.sequences import Fields
 from megatfm.errors import MegatfmError
 
 END_SECONDS = 10.0

@@ -7,6 +7,7 @@ from megatfm.config import (
     ClassifierHeadConfig,
     Config,
     DebertaPositionConfig,
+    LearnedPosition2dConfig,
     LearnedPositionConfig,
     MLAAttentionConfig,
     ModelConfig,
@@ -129,6 +130,8 @@ def _position(model: ModelConfig) -> str:
             return f"rope, theta {theta:,g}{f', scaled by {scaling.name}' if scaling else ''}"
         case LearnedPositionConfig(max_positions=rows):
             return f"learned, {rows:,} positions"
+        case LearnedPosition2dConfig(grid=(rows, columns)):
+            return f"learned on a grid of {rows} × {columns}"
         case T5PositionConfig(buckets=buckets, max_distance=distance):
             return f"t5, {buckets} buckets up to {distance}"
         case (
@@ -292,7 +295,7 @@ def _flops(description: "Description") -> list[Line]:
     if model.family == "encoder_decoder":
         length += f" of the encoder, t = {config.data.target_length or config.data.sequence_length:,} of the decoder"
     what = {
-        "encoder": "the head only for masked tokens",
+        "encoder": "the head only for masked tokens" if model.lm_head.name != "none" else "heads once a row",
         "electra": "both halves, the generator's head only for masked tokens",
         "encoder_decoder": "averaged over the tokens of both",
     }.get(model.family, "the embedding as output head" if model.embedding.tied else "without the embedding")

@@ -33,34 +33,39 @@ class PatchEmbedding(nn.Module):
         super().__init__()
         options = require_variant(config.embedding, PatchEmbeddingConfig, "model.embedding")
         width, n_values, n_special = config.embedding_width, options.patch_values, options.n_special_tokens
-        self.mean, self.std, self.pixels = options.mean, options.std, options.patch_size**2
+        self.options = options
         matrix = with_fixed_inputs(initial)("dense", n_values, width)
         self.projection = Linear(n_values, width, matrix, bias=options.bias)
         self.special = nn.Parameter(torch.empty(n_special, width)) if n_special else None
         if n_special:
             self.initial = {"special": initial("embedding", n_special, width)}
             self.roles = {"special": "embedding"}
-        self._constants: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def forward(self, patches_BTK: Tensor, sequence: SequenceMetadata) -> Tensor:
         """[B, T, E] of uint8 patches. Raises TypeError for a batch without a grid."""
         if sequence.grid is None:
             raise TypeError("a model of images needs grid")
         weight = self.projection.weight
-        scale_K, shift_K = self._normalisation(
-            weight.device, torch.promote_types(weight.dtype, torch.float32)
-        )
+        precise = torch.promote_types(weight.dtype, torch.float32)
+        scale_K, shift_K = normalisation(self.options, weight.device, precise)
         x_BTE: Tensor = self.projection((patches_BTK * scale_K + shift_K).to(weight.dtype))
         if self.special is None:
             return x_BTE
         special_BTE = F.embedding(sequence.grid[..., 1].clamp(0, len(self.special) - 1), self.special)
         return torch.where(is_special(sequence.grid)[..., None], special_BTE, x_BTE)
 
-    def _normalisation(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Factor and summand [K] by which a pixel x of 0 … 255 becomes (x / 255 − mean) / std."""
-        if (device, dtype) not in self._constants:
-            mean_C, std_C = (torch.tensor(values, dtype=torch.float64) for values in (self.mean, self.std))
-            both = 1 / (255 * std_C), -mean_C / std_C
-            scale_K, shift_K = (one.repeat_interleave(self.pixels).to(device, dtype) for one in both)
-            self._constants[device, dtype] = scale_K, shift_K
-        return self._constants[device, dtype]
+
+def normalisation(
+    options: PatchEmbeddingConfig, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Factor and summand [K] by which a pixel x of 0 … 255 becomes (x / 255 − mean) / std; made once, on the device."""
+    key = (options.mean, options.std, options.patch_size, device, dtype)
+    if key not in _NORMALISATIONS:
+        mean_C, std_C = (torch.tensor(values, dtype=torch.float64) for values in (options.mean, options.std))
+        both = 1 / (255 * std_C), -mean_C / std_C
+        scale_K, shift_K = (one.repeat_interleave(options.patch_size**2).to(device, dtype) for one in both)
+        _NORMALISATIONS[key] = scale_K, shift_K
+    return _NORMALISATIONS[key]
+
+
+_NORMALISATIONS: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}

@@ -13,6 +13,9 @@ from megatfm.layers.norm import make_norm
 
 # B batch, T tokens of a row, S tokens after merging, D model width, I images, H rows and W columns of a map
 
+NEIGHBOURS = ((0, 0), (1, 0), (0, 1), (1, 1))
+"""Rows and columns of the tokens that are joined, in the order of released weights."""
+
 
 class PatchMerging(nn.Module):
     """A linear map of each 2 × 2 tokens, with a norm before or after. Maps of odd sides are padded with zeros.
@@ -46,7 +49,7 @@ class PatchMerging(nn.Module):
         x_IHWD = to_maps(x_BTD, size)
         if size[0] % 2 or size[1] % 2:
             x_IHWD = F.pad(x_IHWD, (0, 0, 0, size[1] % 2, 0, size[0] % 2))
-        parts = [x_IHWD[:, row::2, column::2] for row, column in ((0, 0), (1, 0), (0, 1), (1, 1))]
+        parts = [x_IHWD[:, row::2, column::2] for row, column in NEIGHBOURS]
         x_BSE = to_rows(torch.cat(parts, -1), len(x_BTD))
         x_BSE = x_BSE if self.norm is None else self.norm(x_BSE)
         y_BSD: Tensor = self.reduction(self.channels(x_BSE))

@@ -53,7 +53,9 @@ class LearnedPositions2d(nn.Module):
         begins = torch.tensor([0, *(len(table) for table in tables)]).cumsum(0)[:-1]
         row, column, height, width = grid_BT4.long().unbind(-1)
         begins_S, sizes_S = (moved(values, row.device) for values in (begins, sizes_S))
-        image_BT = torch.searchsorted(sizes_S, height * SIDE + width).clamp(max=len(tables) - 1)
+        image_BT = torch.searchsorted(sizes_S, (height * SIDE + width).contiguous()).clamp(
+            max=len(tables) - 1
+        )
         n_class = 0 if self.special is None else len(self.special)
         patch_BT = begins_S[image_BT] + row * width + column + n_class + 1
         index_BT = torch.where(row < 0, column.clamp(max=n_class), patch_BT)

@@ -1,6 +1,6 @@
 """Supervised classification of images (Dosovitskiy et al. 2021)."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +46,14 @@ class Classification(Objective):
         training: bool = True,
     ) -> None:
         self.n_classes = _n_classes(model)
-        self.reader: ImageReader = image_reader(images, model, config.name, row_lengths[0], training=training)
+        self.reader: ImageReader = image_reader(
+            images,
+            model,
+            config.name,
+            row_lengths[0],
+            training=training,
+            any_shape=model.family != "hierarchical",
+        )
         self.metrics = () if training else tuple(f"top{k}" for k in METRICS if k < self.n_classes)
         self.loss_weights = {HEAD: 1.0, **dict.fromkeys(self.metrics, 0.0)}
         self.mixing = image_mixing(images, self.reader) if training else None
@@ -62,6 +69,11 @@ class Classification(Objective):
 
     def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
         return np.full(len(n_tokens), self.reader.n_tokens)
+
+    @property
+    def image_lengths(self) -> Callable[[NDArray[np.int64]], NDArray[np.int64]] | None:
+        """Lengths by heights and widths of images, where each keeps its shape."""
+        return self.reader.image_lengths if self.reader.size is None else None
 
     def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
         fields: dict[str, NDArray[Any]] = self.reader.build(piece.files, key)
@@ -81,7 +93,7 @@ class Classification(Objective):
         return MixedImages(rows, self.mixing, turn)
 
     def random_piece(self, random: np.random.Generator) -> DocumentChunk:
-        files = random_image_files(random, self.reader.layout.channels, 2 * self.reader.target.size)
+        files = random_image_files(random, self.reader)
         label = b"%d" % random.integers(self.n_classes)
         return DocumentChunk(np.zeros(self.reader.n_tokens, np.uint16), files={**files, "cls": label})
 

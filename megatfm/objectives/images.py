@@ -41,30 +41,50 @@ def patch_layout(model: ModelConfig, objective: str) -> "PatchLayout":
 
 
 def image_reader(
-    images: ImagesConfig, model: ModelConfig, objective: str, row_length: int, *, training: bool
+    images: ImagesConfig,
+    model: ModelConfig,
+    objective: str,
+    row_length: int,
+    *,
+    training: bool,
+    any_shape: bool = False,
 ) -> "ImageReader":
     """Reader of images for training, or for evaluation, which changes none.
 
+    any_shape: whether objective and model take images of different shapes.
     Raises UsageError for sizes that patches don't divide, or whose images don't fit rows.
     """
     layout = patch_layout(model, objective)
     import_module("megatfm.data.image_rand_augment")  # registers its transform
-    from megatfm.data.image_transforms import TRANSFORMS, Target
+    from megatfm.data.image_transforms import INTERPOLATIONS, TRANSFORMS
     from megatfm.data.images import ImageReader
 
     size, patch_size = images.size, layout.patch_size
-    if size % patch_size:
+    if images.max_patches is not None and not any_shape:
+        raise UsageError(
+            f"data.images.max_patches = {images.max_patches}: objective.name = {objective!r} with model.family = "
+            f"{model.family!r} takes images of one size: set data.images.size in its place"
+        )
+    if images.max_patches is None and size % patch_size:
         below = size - size % patch_size
         near = f"{below} or {below + patch_size}" if below else str(patch_size)
         raise UsageError(
             f"data.images.size = {size} is not a multiple of model.embedding.patch_size = {patch_size}: choose {near}"
         )
-    target = Target(size, images.interpolation)
-    transforms = [TRANSFORMS.get(section.name)(section, target) for section in images.transforms]
-    reader = ImageReader(layout, target, transforms if training else (), images.crop_pct)
+    filter_ = INTERPOLATIONS[images.interpolation]
+    transforms = [TRANSFORMS.get(section.name)(section, filter_) for section in images.transforms]
+    reader = ImageReader(
+        layout,
+        size if images.max_patches is None else None,
+        images.max_patches or 0,
+        transforms if training else (),
+        images.crop_pct,
+        filter_,
+    )
     if reader.n_tokens > row_length:
+        key = f"size = {size}" if images.max_patches is None else f"max_patches = {images.max_patches}"
         raise UsageError(
-            f"data.sequence_length = {row_length} is too short for an image of data.images.size = {size}, which takes "
+            f"data.sequence_length = {row_length} is too short for an image of data.images.{key}, which takes "
             f"{reader.n_tokens} tokens: choose data.sequence_length={reader.n_tokens}"
         )
     return reader
@@ -81,16 +101,18 @@ def image_mixing(images: ImagesConfig, reader: "ImageReader") -> "Mixing | None"
         images.mixup,
         images.cutmix,
         images.mix_probability,
-        reader.target.size,
+        images.size,
         layout.patch_size,
         layout.n_special,
     )
 
 
-def random_image_files(random: np.random.Generator, channels: int, most: int) -> Mapping[str, bytes]:
-    """A stored image of noise, of any shape up to `most` pixels a side, on which layouts are compared."""
+def random_image_files(random: np.random.Generator, reader: "ImageReader") -> Mapping[str, bytes]:
+    """A stored image of noise, on which layouts are compared: of any shape, up to twice as large as one fits a row."""
     from PIL import Image
 
+    channels, patch_size = reader.layout.channels, reader.layout.patch_size
+    most = 2 * (reader.size or patch_size * round(reader.max_patches**0.5))
     height, width = random.integers(1, most + 1, 2).tolist()
     shape = (height, width, 3) if channels == 3 else (height, width)
     out = io.BytesIO()

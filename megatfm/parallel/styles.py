@@ -37,6 +37,7 @@ Layouts = Mapping[str, TensorLayout]
 Communication = Literal[
     "input gathered",  # residual stream to replicated input of cut weights
     "output gathered",
+    "output gathered for tokens",  # residual stream to what every rank reads for its part of the tokens
     "output summed",  # partial output of cut weights to residual stream
     "input whole",  # for what every rank computes alike
     "output whole",
@@ -126,6 +127,11 @@ def gather_input_replicated(module: nn.Module, ranks: TensorParallelGroup, layou
 
 def _gather_output(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
     module.register_forward_hook(lambda _, __, output: ranks.gather_input(output))
+
+
+def _gather_for_tokens(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
+    if ranks.sequence_parallel:
+        _gather_output(module, ranks, layouts)
 
 
 def _replicate_output(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
@@ -302,6 +308,16 @@ register_style(
     ParallelStyle("gather_output", apply=_gather_output, is_listed=True, communication=("output gathered",))
 )
 """A module whose output is gathered once for all the columns that use it."""
+
+register_style(
+    ParallelStyle(
+        "gather_output_for_tokens",
+        apply=_gather_for_tokens,
+        is_listed=True,
+        communication=("output gathered for tokens",),
+    )
+)
+"""A module whose output is gathered once, of which every rank then looks up what its part of the sequence needs."""
 
 SEQUENCE = register_style(ParallelStyle("sequence_parallel", gradient="partial_with_sp", communication=()))
 """Weights on the residual stream that are not cut, e.g. a norm's."""

@@ -44,6 +44,9 @@ def add_activations(
                 ledger.reduce_scatter(TENSOR, gathered_bytes, times=call.has_gradient)
             else:
                 ledger.all_reduce(TENSOR, gathered_bytes, times=call.has_gradient)
+        if "output gathered for tokens" in sends and sequence:
+            ledger.all_gather(TENSOR, output_bytes // tp, times=gathers)
+            ledger.reduce_scatter(TENSOR, output_bytes, times=call.has_gradient)
         if "output summed" in sends:
             if sequence:
                 ledger.reduce_scatter(TENSOR, output_bytes, times=sums)

@@ -47,6 +47,7 @@ KINDS: Mapping[str, ModuleCut] = {
     "gather_input": ModuleCut(sends=GATHERED),
     "gather_input_shard_heads": ModuleCut(dim=-2, sends=GATHERED),
     "gather_output": ModuleCut(sends=("output gathered",)),
+    "gather_output_for_tokens": ModuleCut(sends=("output gathered for tokens",)),
     "sequence_parallel": ModuleCut(gradient="partial_with_sp"),
     "split_output": OWN_OUTPUT,
     "gather_output_replicated": ModuleCut(gradient="partial_with_sp", sends=WHOLE_OUTPUT),
@@ -112,6 +113,12 @@ ROWS: Mapping[str, Rows] = {
     ),
     "WindowedAttention": QKV,
     "RelativeBias2d": PER_HEAD,
+    "PooledAttention": QKV,
+    "MapPool": (("", "replicated_partial_grad"), ("norm", "replicated_partial_grad")),
+    "AxisBias": SHARED,
+    "PooledBlock": (("attn_skip", "sequence_parallel"), ("ffn_skip", "sequence_parallel")),
+    "MaxPool": (("before", "gather_output_for_tokens"), ("after", "split_output")),
+    "OverlappingPatches": (("", "split_output"),),
     "LogRelativeBias2d": (("hidden", "replicated_partial_grad"), ("out", "colwise")),
     "CosineScale": PER_HEAD,
     "Sinks": PER_HEAD,
@@ -182,6 +189,13 @@ ROWS: Mapping[str, Rows] = {
     ),
     "TwoStreamStack": (*NORM, ("query", "split_output")),
     "EncoderDecoder": (("memory", "gather_output"),),
+    "MaskedAutoencoder": (("memory", "gather_output_for_tokens"),),
+    "VisibleTokens": (
+        ("", "split_output"),
+        ("projection", "sequence_parallel"),
+        ("positions", "sequence_parallel"),
+    ),
+    "PixelHead": (("", "gather_input_replicated"), ("*", "replicated")),
 }
 """Class → modules in it ("" for itself) and how they are cut."""
 

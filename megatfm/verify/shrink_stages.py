@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatfm.config import Config, ModelConfig
+from megatfm.config import Config, ModelConfig, Windows2dPatternConfig
 from megatfm.config.stages import StagesConfig
 
 GRID, WINDOW, LAYERS = 10, 3, 2
@@ -14,12 +14,13 @@ def shrunk_stages(model: ModelConfig, heads_over: int, head_dim: int) -> dict[st
     if (stages := model.stages) is None:
         return {}
     layers, first = [min(n, LAYERS) for n in stages.layers], 2 * heads_over
-    pattern = model.attention.pattern
-    return {
+    pattern, changes = model.attention.pattern, dict[str, Any]()
+    if isinstance(pattern, Windows2dPatternConfig):
+        changes["attention.pattern"] = {"name": pattern.name, "window": min(pattern.window, WINDOW)}
+    return changes | {
         "n_layers": sum(layers),
         "d_model": first * head_dim,
         "attention.n_heads": first,
-        "attention.pattern": {**pattern.model_dump(), "window": min(pattern.window, WINDOW)},
         "stages": {
             **stages.model_dump(),
             "layers": layers,

@@ -47,5 +47,5 @@ def start(config_file: Path, tmp_path: Path) -> Iterator[Start]:
         return runs[-1].start(ranks, fault, absent)
 
     yield start
-    for each in runs:
-        each.end()
+    for run in runs:
+        run.end()

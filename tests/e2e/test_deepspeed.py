@@ -72,19 +72,19 @@ def test_deepspeed_trains_as_native_and_engines_can_change(
     def run(name: str, ranks: int, overrides: list[Any]) -> None:
         assert workers.run(train, ranks, make_config(*overrides, run=name), timeout=200) == [EXIT_OK] * ranks
 
-    native, ours = tmp_path / "native", tmp_path / "deepspeed"
+    native, actual = tmp_path / "native", tmp_path / "deepspeed"
     run("native", 2, NATIVE)
-    wanted, whole = losses(native), state(native)
+    wanted, full = losses(native), state(native)
     run("deepspeed", 2, deepspeed("parallel.zero=3"))
-    assert losses(ours) == pytest.approx(wanted, rel=1e-5)
-    end = state(ours)
-    assert end.keys() == whole.keys()
-    forget_the_end(ours)
+    assert losses(actual) == pytest.approx(wanted, rel=1e-5)
+    end = state(actual)
+    assert end.keys() == full.keys()
+    forget_the_end(actual)
     run("deepspeed", 2, deepspeed("parallel.zero=3"))
-    assert differing(end, state(ours)) == [], "a resume on the same layout is the same run to the bit"
-    forget_the_end(ours)
+    assert differing(end, state(actual)) == [], "a resume on the same layout is the same run to the bit"
+    forget_the_end(actual)
     run("deepspeed", 1, NATIVE)
-    assert losses(ours) == pytest.approx(wanted, rel=1e-5)
+    assert losses(actual) == pytest.approx(wanted, rel=1e-5)
     forget_the_end(native)
     run("native", 2, deepspeed("parallel.zero=2"))
     assert losses(native) == pytest.approx(wanted, rel=1e-5)
@@ -145,9 +145,11 @@ def test_a_step_computed_twice_that_differs_in_one_bit_is_found(
     config = make_config(
         *deepspeed("train.steps=4", "resilience.replay_every=3", "parallel.dp_shard=2", "evaluate.every=0")
     )
-    said = workers.run(error_after, 2, config, "gradient", 1, 3)
-    assert len(set(said)) == 1
-    assert re.match(r"step 3, computed twice, differs: rank 1 on \S+: \S*\.wo\.weight\. A", said[0]), said[0]
+    errors = workers.run(error_after, 2, config, "gradient", 1, 3)
+    assert len(set(errors)) == 1
+    assert re.match(r"step 3, computed twice, differs: rank 1 on \S+: \S*\.wo\.weight\. A", errors[0]), (
+        errors[0]
+    )
 
 
 @pytest.mark.parametrize(

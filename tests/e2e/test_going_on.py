@@ -49,8 +49,8 @@ def same_weights(run: Path, wanted: torch.nn.Module) -> None:
 def test_a_run_goes_on_from_a_hugging_face_folder(workers, corpus, foreign, tmp_path, monkeypatch):
     """Its architecture, tokenizer and weights; started again, it finds what it made of the folder."""
     words = [f"run_dir={tmp_path / 'run'}", f"data.train={corpus}/train", "train.global_batch=2", *STILL]
-    config, said = continue_from_config(foreign, None, words)
-    assert "LlamaForCausalLM" in said[0]
+    config, output = continue_from_config(foreign, None, words)
+    assert "LlamaForCausalLM" in output[0]
     assert workers.run(run_training, 1, config) == [EXIT_OK]
     same_weights(tmp_path / "run", megatfm.load(foreign))
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -120,7 +120,7 @@ def test_a_run_that_its_ranks_refuse_leaves_nothing(foreign, corpus, config_file
     words = [str(config_file), "--from", str(foreign), f"run_dir={tmp_path}/runs/a", "train.freeze=nothing"]
     files = sorted(tmp_path.iterdir())
     words = ["launch", *words, "--nproc", "3", "train.global_batch=12"] if launched else ["train", *words]
-    output = forked_commands.megatfm(*words, said=tmp_path.with_suffix(".said"), code=2)
+    output = forked_commands.megatfm(*words, output=tmp_path.with_suffix(".said"), code=2)
     assert "train.freeze: 'nothing' matches no weight" in output
     assert sorted(tmp_path.iterdir()) == files
 

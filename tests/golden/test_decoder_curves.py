@@ -57,8 +57,8 @@ def test_the_curve_begins_as_the_golden_one(preset: str, workers: Workers) -> No
 @pytest.mark.parametrize("preset", ["gpt2-124m", pytest.param("t5-base", marks=pytest.mark.slow)])
 def test_small_decoders_learn(preset: str, workers: Workers) -> None:
     """Better than knowing a text's topic: each token follows from the one before."""
-    found = run(workers, config_of(preset), MODELS[preset]["train.steps"])
-    assert sum(found["loss"][-10:]) / 10 < 0.75 * math.log(WORDS)
+    actual = run(workers, config_of(preset), MODELS[preset]["train.steps"])
+    assert sum(actual["loss"][-10:]) / 10 < 0.75 * math.log(WORDS)
 
 
 @pytest.mark.parametrize("preset", MODELS)

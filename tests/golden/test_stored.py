@@ -53,8 +53,8 @@ def test_a_stored_config_keeps_its_values(path: Path) -> None:
     }
     preset, _, variant = path.stem.partition("+")
     today = stored_config(preset, variants()[variant] if variant else [])
-    found = resume.ResumePoint(path, facts(stored))
-    assert resume.check_compatible(found, facts(today), []) == []
+    resume_point = resume.ResumePoint(path, facts(stored))
+    assert resume.check_compatible(resume_point, facts(today), []) == []
 
 
 def test_every_part_is_among_them() -> None:

@@ -216,18 +216,18 @@ def test_a_save_is_of_the_step_that_it_was_made_in(tmp_path: Path) -> None:
 def test_the_cross_entropy_by_its_kernel(variant: LogitOptions, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = (300, 64), (10_001, 64)
-    given = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    inputs = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
     targets = torch.randint(10_001, (300,), generator=generator)
     targets[::7] = IGNORE
-    exact, ours = (
-        [x.to(device, type_).requires_grad_() for x in given]
+    exact, actual = (
+        [x.to(device, type_).requires_grad_() for x in inputs]
         for device, type_ in (("cpu", torch.float64), ("cuda", dtype))
     )
     wanted = cross_entropy_reference(*exact, targets, None, variant)
-    found = cross_entropy(*ours, targets.cuda(), None, variant, chunk=128)
+    observed = cross_entropy(*actual, targets.cuda(), None, variant, chunk=128)
     bound = 1e-4 if dtype == torch.float32 else 4e-2
-    assert found.item() == pytest.approx(wanted.item(), rel=bound)
-    gradients = torch.autograd.grad(found, ours), torch.autograd.grad(wanted, exact)
+    assert observed.item() == pytest.approx(wanted.item(), rel=bound)
+    gradients = torch.autograd.grad(observed, actual), torch.autograd.grad(wanted, exact)
     for a, b in zip(*gradients, strict=True):
         assert float((a.cpu().double() - b).norm()) < bound * float(b.norm())
 

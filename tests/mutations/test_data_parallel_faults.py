@@ -210,8 +210,8 @@ def half_precision_differs(layout: str) -> bool:
 
 def bfloat16_differs(layout: str) -> bool:
     zero = DATA_AND_TENSOR_LAYOUTS[layout].zero
-    ours, theirs = (low_precision_gradients(stage) for stage in (zero, 3))
-    return any(not torch.equal(g, theirs[name]) for name, g in ours.items() if "norm" not in name)
+    actual, expected = (low_precision_gradients(stage) for stage in (zero, 3))
+    return any(not torch.equal(g, expected[name]) for name, g in actual.items() if "norm" not in name)
 
 
 FAULTS: dict[Callable[[Patch], None], tuple[Callable[[str], bool], str]] = {

@@ -104,14 +104,14 @@ def of_one_rank(update: Any) -> Any:
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_planted_fault_is_found(workers: Workers, fault: Callable[[Patch], None]) -> None:
     layout, wanted = FAULTS[fault]
-    found = set[str]().union(*workers.run(wrong, 2, fault.__name__, layout, timeout=120.0))
-    assert wanted in found
+    actual = set[str]().union(*workers.run(wrong, 2, fault.__name__, layout, timeout=120.0))
+    assert wanted in actual
 
 
 @pytest.mark.parametrize("fault", OF_EXPERTS_ALONE, ids=lambda fault: fault.__name__)
 def test_a_planted_fault_of_experts_is_found(workers: Workers, fault: Callable[[Patch], None]) -> None:
-    found = workers.run(wrong, 2, fault.__name__, OF_EXPERTS_ALONE[fault], timeout=120.0)
-    assert set[str]().union(*found) == EXPERT_MATRICES
+    results = workers.run(wrong, 2, fault.__name__, OF_EXPERTS_ALONE[fault], timeout=120.0)
+    assert set[str]().union(*results) == EXPERT_MATRICES
 
 
 def send_gradients_as_many_as_tokens(patch: Patch) -> None:
@@ -146,8 +146,8 @@ OF_OTHER_WAYS: dict[Callable[[Patch], None], tuple[str, str, str]] = {
 @pytest.mark.parametrize("fault", OF_OTHER_WAYS, ids=lambda fault: fault.__name__)
 def test_a_planted_fault_of_other_ways_is_found(workers: Workers, fault: Callable[[Patch], None]) -> None:
     name, layout, wanted = OF_OTHER_WAYS[fault]
-    found = workers.run(wrong, 2, fault.__name__, EXPERT_TP_LAYOUTS[2][layout], name, timeout=120.0)
-    assert any(one.endswith(wanted) for one in set[str]().union(*found))
+    results = workers.run(wrong, 2, fault.__name__, EXPERT_TP_LAYOUTS[2][layout], name, timeout=120.0)
+    assert any(one.endswith(wanted) for one in set[str]().union(*results))
 
 
 def test_without_a_fault_nothing_is_found(workers: Workers) -> None:

@@ -60,8 +60,8 @@ def a_head_s_term_is_summed_over_copies(patch: Patch) -> None:
     real = styles.WHOLE_INPUT.apply
     assert real is not None
 
-    def install(module: nn.Module, ranks: TensorParallelGroup, own: Layouts) -> None:
-        real(module, ranks, own)
+    def install(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
+        real(module, ranks, layouts)
         module.register_forward_hook(lambda _, __, output: output * ranks.group.size())
 
     patch.setitem(styles.STYLES._parts, styles.WHOLE_INPUT.name, replace(styles.WHOLE_INPUT, apply=install))
@@ -83,8 +83,8 @@ def a_head_s_targets_are_counted_here_only(patch: Patch) -> None:
     def count(self: LossAccumulator, batches: Any) -> None:
         real(self, batches)
         tensors = [{name: torch.as_tensor(values) for name, values in batch.items()} for batch in batches]
-        own = sum(int(self._objective.target_counts(batch)["boundary"]) for batch in tensors)
-        self._counts[self._places["boundary"]] = own
+        local = sum(int(self._objective.target_counts(batch)["boundary"]) for batch in tensors)
+        self._counts[self._places["boundary"]] = local
 
     patch.setattr(LossAccumulator, "count", count)
 
@@ -130,10 +130,10 @@ def test_a_frozen_weight_that_is_not_left_alone_is_found(
     workers: Workers, fault: Callable[[Patch], None]
 ) -> None:
     kind, parallel = STILL[fault]
-    found = set().union(*workers.run(find, 2, fault.__name__, parallel))
+    actual = set().union(*workers.run(find, 2, fault.__name__, parallel))
     frozen = {name for name in names() if any(fnmatchcase(name, pattern) for pattern in FREEZE[NAME])}
-    said = {name for name in names() if f"{kind} {name}" in found}
-    assert frozen == said & frozen
+    output = {name for name in names() if f"{kind} {name}" in actual}
+    assert frozen == output & frozen
 
 
 @pytest.mark.parametrize("fault", HEADS, ids=lambda fault: fault.__name__)
@@ -141,10 +141,10 @@ def test_a_head_s_term_that_is_dropped_or_doubled_is_found(
     workers: Workers, fault: Callable[[Patch], None]
 ) -> None:
     head, parallel = HEADS[fault]
-    found = set().union(*workers.run(find, 2, fault.__name__, parallel))
-    own = {f"gradient {name}" for name in names() if name.startswith(f"{head}.")}
-    assert own
-    assert own <= found
+    actual = set().union(*workers.run(find, 2, fault.__name__, parallel))
+    local = {f"gradient {name}" for name in names() if name.startswith(f"{head}.")}
+    assert local
+    assert local <= actual
 
 
 def test_without_a_fault_nothing_is_found(workers: Workers) -> None:

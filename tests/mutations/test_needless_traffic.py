@@ -36,13 +36,13 @@ def a_window_reaches_eight_times_as_far(patch: Patch) -> None:
 
 
 def a_style_sums_twice_and_says_so(patch: Patch) -> None:
-    def install(module: nn.Module, ranks: TensorParallelGroup, own: styles.Layouts) -> None:
+    def install(module: nn.Module, ranks: TensorParallelGroup, layouts: styles.Layouts) -> None:
         assert styles.ROW.apply
-        styles.ROW.apply(module, ranks, own)
+        styles.ROW.apply(module, ranks, layouts)
 
         def twice(_: nn.Module, __: Any, output: Tensor) -> None:
-            whole = output.new_zeros(2 * output.numel())
-            dist.all_reduce(whole, group=ranks.group)
+            full = output.new_zeros(2 * output.numel())
+            dist.all_reduce(full, group=ranks.group)
 
         module.register_forward_hook(twice)
 
@@ -73,11 +73,11 @@ def a_rank_is_dealt_more_of_a_row_than_others(patch: Patch) -> None:
 
 
 def more_tokens_around_spans_are_fetched(patch: Patch) -> None:
-    def around_spans(left_BS: Tensor, right_BS: Tensor, here: Tensor) -> Tensor:
-        rows, columns = (left_BS[:, here] > 0).nonzero(as_tuple=True)
-        at = here[columns]
-        found = torch.cat([at - left_BS[rows, at], at + right_BS[rows, at]])
-        return torch.cat([found, (found + 1).clamp(max=left_BS.shape[1] - 1)]).unique()
+    def around_spans(left_BS: Tensor, right_BS: Tensor, local: Tensor) -> Tensor:
+        rows, columns = (left_BS[:, local] > 0).nonzero(as_tuple=True)
+        at = local[columns]
+        actual = torch.cat([at - left_BS[rows, at], at + right_BS[rows, at]])
+        return torch.cat([actual, (actual + 1).clamp(max=left_BS.shape[1] - 1)]).unique()
 
     rewrite(patch, context_parallel.span_boundary_indices, around_spans)
 

@@ -50,13 +50,13 @@ def read_gradients_before_they_come(patch: Patch) -> None:
 def forget_what_is_below_shared_ones(patch: Patch) -> None:
     """Their tokens get no gradient from shared experts."""
     share = MoE._share
-    patch.setattr(MoE, "_share", lambda self, made, x, sequence: share(self, made, x.detach(), sequence))
+    patch.setattr(MoE, "_share", lambda self, result, x, sequence: share(self, result, x.detach(), sequence))
 
 
 def forget_shared_ones(patch: Patch) -> None:
-    def share(self: MoE, made: list[Tensor], x: Tensor, sequence: Any) -> None:
+    def share(self: MoE, outputs: list[Tensor], x: Tensor, sequence: Any) -> None:
         assert self.shared is not None
-        made.append(self.shared(x, sequence).detach())
+        outputs.append(self.shared(x, sequence).detach())
 
     patch.setattr(MoE, "_share", share)
 
@@ -65,9 +65,9 @@ def count_shared_ones_twice(patch: Patch) -> None:
     """In the backward pass alone."""
     share = MoE._share
 
-    def doubled(self: MoE, made: list[Tensor], x: Tensor, sequence: Any) -> None:
-        share(self, made, x, sequence)
-        made[-1] = 2 * made[-1] - made[-1].detach()
+    def doubled(self: MoE, outputs: list[Tensor], x: Tensor, sequence: Any) -> None:
+        share(self, outputs, x, sequence)
+        outputs[-1] = 2 * outputs[-1] - outputs[-1].detach()
 
     patch.setattr(MoE, "_share", doubled)
 
@@ -129,22 +129,22 @@ def wrong(case: str) -> dict[str, set[str]]:
     """Gradients that differ, by fault; "" for none."""
     name, parallel, faults = CASES[case]
     model, objective, _ = two_steps_on_one_device(EXPERT_MODELS[name], family_batch(EXPERT_MODELS[name]))
-    found = {}
+    actual = {}
     for fault in (lambda patch: None, *faults):
         with pytest.MonkeyPatch.context() as patch:
             fault(patch)
             engine, _ = second_step(EXPERT_MODELS[name], parallel, objective)
-            found[getattr(fault, "__name__", "")] = set(model_gradient_errors(engine, model))
-    found[""] = found.pop("<lambda>")
-    return found
+            actual[getattr(fault, "__name__", "")] = set(model_gradient_errors(engine, model))
+    actual[""] = actual.pop("<lambda>")
+    return actual
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_planted_fault_is_found(workers: Workers, case: str) -> None:
     of_ranks = workers.run(wrong, 2, case, timeout=200.0)
-    assert all(not found[""] for found in of_ranks)
+    assert all(not faults_by_name[""] for faults_by_name in of_ranks)
     for fault, wanted in CASES[case][2].items():
-        names = set[str]().union(*(found[fault.__name__] for found in of_ranks))
+        names = set[str]().union(*(faults_by_name[fault.__name__] for faults_by_name in of_ranks))
         assert any(name.endswith(wanted) for name in names), (fault.__name__, names)
 
 

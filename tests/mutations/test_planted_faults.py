@@ -124,8 +124,8 @@ def forget_the_tie_s_second_use(patch: Patch) -> None:
     real = _ChunkedCrossEntropy.backward
 
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        hidden, _, *rest = real(ctx, gradient)
-        return hidden, None, *rest
+        hidden, _, *remaining = real(ctx, gradient)
+        return hidden, None, *remaining
 
     patch_backward(patch, _ChunkedCrossEntropy, backward)
 

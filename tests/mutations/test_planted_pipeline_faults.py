@@ -74,10 +74,10 @@ def lose_the_memory_s_gradient(patch: Patch) -> None:
         self: PipelineForwardBackward, fields: Any, carry: dict[str, Tensor], to: int, group: Any
     ) -> Any:
         backward = to < min(self._stages)
-        given = {
+        inputs = {
             n: torch.zeros_like(t) if backward and n == "encoder_hidden" else t for n, t in carry.items()
         }
-        return real(self, fields, given, to, group)
+        return real(self, fields, inputs, to, group)
 
     patch.setattr(PipelineForwardBackward, "_send", send)
 
@@ -132,25 +132,25 @@ def found_wrong(fault: str | None, name: str, parallel: ParallelConfig) -> set[s
             globals()[fault](patch)
         engine = build_engine(config, parallel)
         named = dict(model.named_parameters())
-        found = {
+        actual = {
             f"start of {n}"
             for n, t in engine.local.items()
             if not torch.equal(local_block(engine, n, named[n].detach()), t)
         }
         stats = engine.forward_backward(uneven_microbatches(engine, batch), objective)
         if stats.loss != pytest.approx(loss, rel=1e-12):
-            found.add("loss")
-        found |= set(model_gradient_errors(engine, model))
+            actual.add("loss")
+        actual |= set(model_gradient_errors(engine, model))
         norm = torch.cat([p.grad.flatten() for p in named.values() if p.grad is not None]).norm()
         if float(engine.distinct.norm(engine.gradients())) != pytest.approx(float(norm), rel=1e-9):
-            found.add("norm")
-        return found
+            actual.add("norm")
+        return actual
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_the_fault_is_found(workers: Workers, fault: Callable[[Patch], None]) -> None:
     ranks, name, parallel, patterns = FAULTS[fault]
-    found = set().union(*workers.run(found_wrong, ranks, fault.__name__, name, parallel))
+    actual = set().union(*workers.run(found_wrong, ranks, fault.__name__, name, parallel))
     config, _ = family_case(name, deep=False)
     with torch.device("meta"):
         parameters = [n for n, _ in build(config).named_parameters()]
@@ -160,7 +160,7 @@ def test_the_fault_is_found(workers: Workers, fault: Callable[[Patch], None]) ->
         if pattern.startswith("start of"):
             wanted = {one for one in wanted if "norm" not in one}  # norms start at 1 anywhere
         assert wanted, pattern
-        assert wanted <= found, wanted - found
+        assert wanted <= actual, wanted - actual
 
 
 @pytest.mark.parametrize(

@@ -84,8 +84,10 @@ def compare(names: Sequence[str], asked: Sequence[str], ranks: int) -> dict[tupl
         for name in names:
             config, model, objective, loss = one_device(name, batch)
             for way in asked:
-                here = took[name, way]
-                patch.setattr(context_attention, "_log_once", lambda _, taken, __, here=here: here.add(taken))
+                local = took[name, way]
+                patch.setattr(
+                    context_attention, "_log_once", lambda _, taken, __, local=local: local.add(taken)
+                )
                 engine = build_engine(config, ParallelConfig(cp=ranks, cp_method=way), ADAMW)
                 rows = [
                     {field: values[[row]] for field, values in batch.items()} for row in range(len(KINDS))
@@ -112,7 +114,7 @@ def test_documents_wherever_rows_are_cut(
 ) -> None:
     """And as documents have it, keys are fetched, or go round."""
     took = workers.run(compare, ranks, names, asked, ranks, timeout=180.0)
-    assert all(each == took[0] for each in took), "all ranks decide alike"
+    assert all(item == took[0] for item in took), "all ranks decide alike"
     for (name, way), ways in took[0].items():
         if name == "neighbours":
             assert ways == {context_attention.FETCH}

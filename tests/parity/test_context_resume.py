@@ -38,38 +38,40 @@ def next_step(name: str, folder: Path, source: Path | None) -> Step:
         checkpoint.load(source, room)
         engine.load_state_dict(room)
     # Other rows than before, which were drawn for dropout with other keys.
-    later = [{**each, "keys": each["keys"] + 1, "tokens": each["tokens"].flip(0)} for each in mine]
+    later = [{**item, "keys": item["keys"] + 1, "tokens": item["tokens"].flip(0)} for item in mine]
     loss = engine.forward_backward(later, objective).loss
     gradients = {key: gradient.clone() for key, gradient in engine.gradients().items()}
     engine.step(RATE, clip=1.0)
     left = {
-        key: checkpoint.ShardedTensor.from_tensor(each).tensor.clone()
-        for key, each in engine.state_dict().items()
+        key: checkpoint.ShardedTensor.from_tensor(value).tensor.clone()
+        for key, value in engine.state_dict().items()
     }
     return loss, gradients, left
 
 
-def far(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
+def far(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
     """Tensors beyond the bound of gradients, relative to themselves or a millionth of all."""
-    assert found.keys() == wanted.keys()
-    floor = 1e-6 * torch.cat([each.flatten() for each in wanted.values()]).norm()
-    away = {key: float((found[key] - each).norm() / max(each.norm(), floor)) for key, each in wanted.items()}
+    assert actual.keys() == wanted.keys()
+    floor = 1e-6 * torch.cat([value.flatten() for value in wanted.values()]).norm()
+    away = {
+        key: float((actual[key] - value).norm() / max(value.norm(), floor)) for key, value in wanted.items()
+    }
     return {key: error for key, error in away.items() if not error <= BOUND}
 
 
 def moments(step: Step) -> dict[str, Tensor]:
     """What AdamW keeps; weights themselves move by the sign of gradients that are all but 0."""
-    found = {key: each for key, each in step[2].items() if "exp_avg" in key}
-    assert found
-    return found
+    actual = {key: value for key, value in step[2].items() if "exp_avg" in key}
+    assert actual
+    return actual
 
 
 def same(one: Step, other: Step) -> bool:
     """To the bit."""
-    pairs = [(mine, theirs) for mine, theirs in zip(one[1:], other[1:], strict=True)]
-    assert all(mine.keys() == theirs.keys() for mine, theirs in pairs)
+    pairs = [(mine, expected) for mine, expected in zip(one[1:], other[1:], strict=True)]
+    assert all(mine.keys() == reference.keys() for mine, reference in pairs)
     return one[0] == other[0] and all(
-        torch.equal(each, theirs[key]) for mine, theirs in pairs for key, each in mine.items()
+        torch.equal(value, reference[key]) for mine, reference in pairs for key, value in mine.items()
     )
 
 
@@ -99,11 +101,11 @@ def test_the_next_step_is_that_of_the_run_that_saved(
     source = checkpoint.find_latest(tmp_path)
     assert source is not None
     for ranks in opened:
-        found = workers.run(next_step, ranks, name, tmp_path, source, timeout=180.0)
+        results = workers.run(next_step, ranks, name, tmp_path, source, timeout=180.0)
         if ranks == saved:
-            assert all(same(one, other) for one, other in zip(wanted, found, strict=True))
+            assert all(same(one, other) for one, other in zip(wanted, results, strict=True))
             continue
-        for one in found:
+        for one in results:
             assert one[0] == pytest.approx(wanted[0][0], rel=1e-12)
             assert far(one[1], wanted[0][1]) == {}
             assert far(moments(one), moments(wanted[0])) == {}

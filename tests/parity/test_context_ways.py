@@ -99,9 +99,9 @@ def test_counted_traffic_is_expected(workers: Workers, ranks: int) -> None:
             )
             recompute = "full" if "recomputed" in again else "none"
             config = traffic_config(model, objective, parallel, recompute=recompute)
-            whole = {"attend_across_documents": "one document" in again}
+            full = {"attend_across_documents": "one document" in again}
             configs[f"{name}, {layout}"] = config.model_copy(
-                update={"data": config.data.model_copy(update=whole)}
+                update={"data": config.data.model_copy(update=full)}
             )
     assert traffic_mismatches(workers, ranks, configs) == {}
 
@@ -142,10 +142,10 @@ def test_soft_mixtures_share_experts_and_keep_sums(workers: Workers) -> None:
     name, layout = "soft experts", ParallelConfig(dp_shard=2, ep=2)
     assert workers.run(compare_context_layouts, 2, name, {"ep2": layout}, timeout=180.0)[0] == ["ep2"]
     configs = {
-        f"ep{each.ep}, cp{each.cp}, {recompute}": traffic_config(
-            CONTEXT_MODELS[name], MaskedObjective(), each, recompute=recompute
+        f"ep{item.ep}, cp{item.cp}, {recompute}": traffic_config(
+            CONTEXT_MODELS[name], MaskedObjective(), item, recompute=recompute
         )
-        for each in (
+        for item in (
             layout,
             CONTEXT_LAYOUTS[2]["cp2"].model_copy(update={"dp_shard": 1}),
             CONTEXT_LAYOUTS[2]["ep2 × cp2"],

@@ -36,15 +36,15 @@ def one_choice_for_all(name: str, layouts: dict[str, ParallelConfig]) -> None:
     for layout, parallel in layouts.items():
         model, objective = initial_model(config), objective_for(config, batch)
         engine = build_engine(config, parallel, ADAMW)
-        own = engine.weights()
+        weights = engine.weights()
         for path in moe_layers(model):
             torch.nn.init.zeros_(model.get_parameter(f"{path}.router.weight"))
-            own[f"{path}.router.weight"].tensor.zero_()
+            weights[f"{path}.router.weight"].tensor.zero_()
         engine.weights_changed()
         loss = weighted_loss(objective, model.train(), batch)
         loss.backward()
-        found = engine.forward_backward(microbatches(engine, batch), objective)
-        assert found.loss == pytest.approx(loss.item(), rel=1e-12), layout
+        actual = engine.forward_backward(microbatches(engine, batch), objective)
+        assert actual.loss == pytest.approx(loss.item(), rel=1e-12), layout
         assert model_gradient_errors(engine, model) == {}, layout
         for path, module in moe_layers(model).items():
             idle, chosen = module.observed["load"] == 0, module.router.top_k
@@ -57,13 +57,15 @@ def one_choice_for_all(name: str, layouts: dict[str, ParallelConfig]) -> None:
 
 IDLE = {
     2: EXPERT_LAYOUTS[2] | EXPERT_TP_LAYOUTS[2],
-    4: {layout: each for layout, each in EXPERT_LAYOUTS[4].items() if each.pp == 1},
+    4: {layout: value for layout, value in EXPERT_LAYOUTS[4].items() if value.pp == 1},
 }
 
 
-@pytest.mark.parametrize(("ranks", "others"), [(2, False), *PARTS_OF_FOUR])
-def test_one_rank_has_all_rows_and_others_none(workers: Workers, ranks: int, others: bool) -> None:
-    workers.run(one_choice_for_all, ranks, "top-k", of_four_ranks(IDLE[ranks], ranks, others), timeout=180.0)
+@pytest.mark.parametrize(("ranks", "second_half"), [(2, False), *PARTS_OF_FOUR])
+def test_one_rank_has_all_rows_and_others_none(workers: Workers, ranks: int, second_half: bool) -> None:
+    workers.run(
+        one_choice_for_all, ranks, "top-k", of_four_ranks(IDLE[ranks], ranks, second_half), timeout=180.0
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,9 +99,9 @@ def moved(parallel: ParallelConfig) -> None:
         for _ in range(2):
             engine.forward_backward(microbatches(engine, batch), objective)
             engine.step(1e-2, clip=0.3)
-    cut, whole = engines
+    cut, full = engines
     for name in EXPERT_MATRICES:
-        wanted = local_block(cut, name, whole.local[name])
+        wanted = local_block(cut, name, full.local[name])
         torch.testing.assert_close(cut.local[name], wanted, rtol=1e-9, atol=1e-12)
 
 
@@ -128,8 +130,8 @@ def compiled(name: str, layouts: dict[str, ParallelConfig], backend: str) -> int
         patch.setattr(nn.Module, "compile", compile_block)
         for layout, parallel in layouts.items():
             engine = build_engine(config, parallel, ADAMW, compile_blocks=True)
-            found = engine.forward_backward(microbatches(engine, batch), objective)
-            assert found.loss == pytest.approx(loss.item(), rel=1e-12), layout
+            actual = engine.forward_backward(microbatches(engine, batch), objective)
+            assert actual.loss == pytest.approx(loss.item(), rel=1e-12), layout
             assert model_gradient_errors(engine, model) == {}, layout
             torch._dynamo.reset()
     assert blocks == [True, False] * (config.n_layers // 2) * len(layouts), "dense ones in one piece"
@@ -179,9 +181,9 @@ def order_of_events() -> list[str]:
 
 def test_shared_experts_are_computed_while_rows_travel(workers: Workers) -> None:
     """In the backward pass, while gradients of rows travel, so are those of the weights of shared experts."""
-    found = list(moe_layers(build(EXPERT_MODELS["deepseek-v3"])).values())
-    assert found[0].shared is not None
-    weights = len(list(found[0].shared.parameters()))
+    actual = list(moe_layers(build(EXPERT_MODELS["deepseek-v3"])).values())
+    assert actual[0].shared is not None
+    weights = len(list(actual[0].shared.parameters()))
     forward, backward = ["start", "shared", "wait"], ["start", *["gradient"] * weights, "wait"]
     events = workers.run(order_of_events, 2, timeout=120.0)[0]
-    assert events == forward * len(found) + backward * len(found)
+    assert events == forward * len(actual) + backward * len(actual)

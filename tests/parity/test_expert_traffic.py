@@ -41,10 +41,10 @@ def test_verify_finds_the_same_computation_and_every_byte(layout: dict[str, Any]
         "train": {"steps": 10, "global_batch": 4, "micro_batch": 2, "recompute": "full"},
         "parallel": {"dp_shard": 1, **layout},
     }
-    found = verify(Config.model_validate(values))
-    assert not found.wrong
-    assert not found.traffic_mismatches
-    assert not found.axes_without_closed_form
+    actual = verify(Config.model_validate(values))
+    assert not actual.wrong
+    assert not actual.traffic_mismatches
+    assert not actual.axes_without_closed_form
 
 
 OBJECTIVES: dict[str, Callable[[], Any]] = {
@@ -60,9 +60,9 @@ def traffic_of(name: str, parallel: ParallelConfig, **options: Any) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "others"), [(2, False), *PARTS_OF_FOUR, pytest.param(8, False, id="8", marks=SLOW)]
+    ("ranks", "second_half"), [(2, False), *PARTS_OF_FOUR, pytest.param(8, False, id="8", marks=SLOW)]
 )
-def test_tokens_travel_as_the_routers_say(workers: Workers, ranks: int, others: bool) -> None:
+def test_tokens_travel_as_the_routers_say(workers: Workers, ranks: int, second_half: bool) -> None:
     """Bytes on each rank, by a count of what the plain model's routers choose."""
     layouts = EXPERT_LAYOUTS[ranks]
     configs = {layout: traffic_of("top-k", parallel) for layout, parallel in layouts.items()}
@@ -77,12 +77,12 @@ def test_tokens_travel_as_the_routers_say(workers: Workers, ranks: int, others: 
         }
         # Of what tensor-parallel ranks sum in norms over all heads, which selective recomputation keeps.
         configs["selective, tp2"] = traffic_of("deepseek-v3", tensor_parallel(0, dp_shard=1), **selective)
-    assert traffic_mismatches(workers, ranks, of_four_ranks(configs, ranks, others)) == {}
+    assert traffic_mismatches(workers, ranks, of_four_ranks(configs, ranks, second_half)) == {}
 
 
-@pytest.mark.parametrize(("ranks", "others"), [(2, False), *PARTS_OF_FOUR])
+@pytest.mark.parametrize(("ranks", "second_half"), [(2, False), *PARTS_OF_FOUR])
 def test_tokens_travel_between_tensor_parallel_ranks_as_the_routers_say(
-    workers: Workers, ranks: int, others: bool
+    workers: Workers, ranks: int, second_half: bool
 ) -> None:
     configs = {layout: traffic_of("top-k", parallel) for layout, parallel in EXPERT_TP_LAYOUTS[ranks].items()}
     if ranks == 4:
@@ -102,4 +102,4 @@ def test_tokens_travel_between_tensor_parallel_ranks_as_the_routers_say(
         configs["muon × cp"] = traffic_of(
             "by batch", EXPERT_CONTEXT_LAYOUTS["ep4 of 2 × cp2, zero1"], optimizer=MUON
         )
-    assert traffic_mismatches(workers, ranks, of_four_ranks(configs, ranks, others)) == {}
+    assert traffic_mismatches(workers, ranks, of_four_ranks(configs, ranks, second_half)) == {}

@@ -145,8 +145,8 @@ def resume(folder: Path, name: str, parallel: ParallelConfig, between: ParallelC
     assert after.keys() == engine.weights().keys()
     for key, box in engine.weights().items():
         assert torch.equal(box.tensor, after[key].tensor), key
-    found = checkpoint.names(folder / "step-00000001")
-    return [key for key in found if key.endswith((".shares", ".router.bias"))]
+    names = checkpoint.names(folder / "step-00000001")
+    return [key for key in names if key.endswith((".shares", ".router.bias"))]
 
 
 RESUMED = {

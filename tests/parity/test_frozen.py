@@ -32,7 +32,7 @@ LAYOUTS = {
 
 def compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
     for layout, parallel in layouts.items():
-        assert not (found := frozen_errors(name, parallel)), f"{layout}: {sorted(found)}"
+        assert not (actual := frozen_errors(name, parallel)), f"{layout}: {sorted(actual)}"
     return list(layouts)
 
 
@@ -64,7 +64,7 @@ def test_nothing_is_sent_of_them(parallel: dict[str, Any]) -> None:
         "attention": {"n_heads": 4},
         "ffn": {"d_ff": 128},
     }
-    found = verify(
+    actual = verify(
         Config.model_validate(
             {
                 "name": "frozen",
@@ -81,8 +81,8 @@ def test_nothing_is_sent_of_them(parallel: dict[str, Any]) -> None:
             }
         )
     )
-    assert not found.wrong
-    assert not found.traffic_mismatches
-    still = {one.name for one in found.gradients if one.norm == 0}
+    assert not actual.wrong
+    assert not actual.traffic_mismatches
+    still = {one.name for one in actual.gradients if one.norm == 0}
     assert "decoder.layers.0.ffn.w_up.weight" in still
     assert "decoder.layers.1.ffn.w_up.weight" not in still

@@ -12,10 +12,9 @@ from tests.support.grids import cells_by_ranks
 from tests.support.models import FAMILY_MODELS
 from tests.support.parity import (
     build_engine,
-    microbatches,
+    layout_microbatches,
     model_gradient_errors,
     one_device_reference,
-    uneven_microbatches,
 )
 from tests.support.workers import Workers
 
@@ -77,8 +76,7 @@ def compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
     assert all(p.grad is not None and p.grad.any() for n, p in model.named_parameters() if "topic" in n)
     for layout, parallel in layouts.items():
         engine = build_engine(config, parallel)
-        cut = uneven_microbatches if parallel.pp > 1 else microbatches
-        stats = engine.forward_backward(cut(engine, batch), objective)
+        stats = engine.forward_backward(layout_microbatches(engine, batch), objective)
         assert stats.loss == pytest.approx(loss, rel=1e-12), layout
         assert model_gradient_errors(engine, model) == {}, layout
     return list(layouts)

@@ -1,6 +1,5 @@
 """Models of images against transformers, from the same perturbed weights: outputs and every gradient, at odd sizes."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from transformers.models.vit import modeling_vit
 
 from megatfm.config import ModelConfig
 from tests.support.images import pixels, to_batch
-from tests.support.reference_gradients import Figures, doubled, pair
+from tests.support.reference_gradients import Figures, dtype_fixture, hold_to_the_docs, pair
 
 MODULES = (
     modeling_vit,
@@ -59,13 +58,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "SiglipVisionModel": {"embedding.n_class_tokens": 0, "ffn.activation": "gelu_tanh"},
     "CLIPVisionModel": {"embedding.norm": True, "embedding.bias": False, "ffn.activation": "quick_gelu"},
 }
+PRESETS = [f"vit-{size}" for size in ("ti16", "s16", "s32", "b16", "b32", "l16", "l32", "h14")]
+"""The row of docs/guide/models.md whose figures are measured here."""
 SIZES = {"as trained": (16, 16), "wide, as many patches": (8, 32), "odd": (37, 53)}
 
 
-@pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])
-def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
-    with doubled(request.param, *MODULES):
-        yield request.param
+dtype = dtype_fixture(*MODULES)
 
 
 def normalised(images: list[Tensor], config: ModelConfig, dtype: torch.dtype) -> Tensor:
@@ -87,23 +85,25 @@ def test_one_size(name: str, size: str, dtype: torch.dtype) -> None:
     labels, n_special = [1, 4, 0], config.embedding.n_special_tokens
     batch = to_batch(images, SIDE, n_special, [[0], [1], [2]], labels=labels if config.extra_heads else None)
     options = {} if name.startswith("Dinov2") else {"interpolate_pos_encoding": True}
-    theirs = both.theirs(pixel_values=normalised(images, config, dtype), **options)
+    expected = both.theirs(pixel_values=normalised(images, config, dtype), **options)
     if config.extra_heads:
         loss = both.ours(**batch).losses["classifier"] / 3
         del batch["labels"]
-        figures.see_logits(both.ours(**batch).predictions["classifier"], theirs.logits, dtype)
-        wanted = torch.nn.functional.cross_entropy(theirs.logits, torch.tensor(labels))
+        figures.see_logits(both.ours(**batch).predictions["classifier"], expected.logits, dtype)
+        wanted = torch.nn.functional.cross_entropy(expected.logits, torch.tensor(labels))
         figures.see_logits(loss, wanted, dtype)
     else:
-        ours = both.ours(**batch).hidden
-        last = theirs.last_hidden_state
+        hidden = both.ours(**batch).hidden
+        last = expected.last_hidden_state
         if name == "CLIPVisionModel":
-            ours, last = ours[:, 0], theirs.pooler_output
-        figures.see_logits(ours, last, dtype)
+            hidden, last = hidden[:, 0], expected.pooler_output
+        figures.see_logits(hidden, last, dtype)
         weights = torch.randn(last.shape, generator=torch.Generator().manual_seed(9), dtype=dtype)
-        loss, wanted = (ours * weights).sum(), (last * weights).sum()
+        loss, wanted = (hidden * weights).sum(), (last * weights).sum()
     loss.backward()
     wanted.backward()
     figures.see_gradients(both, dtype)
     assert figures.logits > 0, "the same code can't be its own oracle"
     assert figures.compared > 20
+    for preset in PRESETS if name == "ViTForImageClassification" else ():
+        hold_to_the_docs(preset, dtype, figures)

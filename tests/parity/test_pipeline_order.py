@@ -42,7 +42,7 @@ def noted(kind: Kind, real: Callable[..., None], done: list[Action]) -> Callable
 
 def one_step(schedules: Sequence[str], ranks: int) -> dict[str, list[Action]]:
     """What this rank does under each schedule, with two micro-batches for each rank."""
-    found = {}
+    actual = {}
     rows = {key: value[: 2 * ranks] for key, value in global_batch(seed=3).items()}
     batch = [{key: value[i : i + 1] for key, value in rows.items()} for i in range(2 * ranks)]
     for schedule in schedules:
@@ -55,8 +55,8 @@ def one_step(schedules: Sequence[str], ranks: int) -> dict[str, list[Action]]:
                 )
             engine.forward_backward(batch, CAUSAL)
         assert all(torch.isfinite(g).all() for g in engine.gradients().values())
-        found[schedule] = done
-    return found
+        actual[schedule] = done
+    return actual
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -45,6 +45,7 @@ OTHERS = (
     "shaw, deepnorm",
     "alibi, sandwich norm",
     "swin",
+    "mvit v2",
     "swin v2",
 )
 
@@ -250,9 +251,9 @@ def count_traffic(parallel: ParallelConfig) -> dict[str, int]:
 )
 def test_traffic_is_the_hidden_vectors(workers: Workers, parallel: ParallelConfig, boundaries: int) -> None:
     """b·s·h elements of each boundary between stages of two ranks, in each direction; the loss is one number more."""
-    found = workers.run(count_traffic, 2, parallel)
-    assert sum(rank["send"] for rank in found) == 2 * boundaries * ROWS * LENGTH * UNTIED_MODEL.d_model * 8
-    assert [rank["all_reduce"] for rank in found] == [8, 8]
+    results = workers.run(count_traffic, 2, parallel)
+    assert sum(rank["send"] for rank in results) == 2 * boundaries * ROWS * LENGTH * UNTIED_MODEL.d_model * 8
+    assert [rank["all_reduce"] for rank in results] == [8, 8]
 
 
 def most_in_flight(parallel: ParallelConfig) -> int:
@@ -341,11 +342,11 @@ def test_lengths_may_change_between_and_within_steps(workers: Workers) -> None:
 def half_precision(precision: str, parallel: ParallelConfig) -> tuple[float, ...]:
     engine = build_engine(TIED_MODEL, parallel, precision=precision)
     batch = global_batch(seed=3)
-    found = []
+    actual = []
     for _ in range(3):
-        found.append(engine.forward_backward(uneven_microbatches(engine, batch), CAUSAL).loss)
-        found.append(engine.step(1e-2, 1.0))
-    return tuple(found)
+        actual.append(engine.forward_backward(uneven_microbatches(engine, batch), CAUSAL).loss)
+        actual.append(engine.step(1e-2, 1.0))
+    return tuple(actual)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -216,10 +216,10 @@ def test_sums_are_those_of_the_papers(workers: Workers) -> None:
 def test_recomputing_repeats_gathers_and_few_sums(workers: Workers) -> None:
     """Two gathers a layer; "full" stops before the second scatter, "selective" keeps what both gave."""
     how = ("none", "full", "selective")
-    configs = [traffic_config(DIVISIBLE, CAUSAL, LAYOUTS[2]["tp2"], recompute=each) for each in how]
+    configs = [traffic_config(DIVISIBLE, CAUSAL, LAYOUTS[2]["tp2"], recompute=item) for item in how]
     blocks_run = 2 * DIVISIBLE.n_layers  # in two micro-batches
     for answers in workers.run(count_steps, 2, configs):
         calls = [{f.collective: f.calls for f in answer.flows} for answer in answers]
-        none, full, selective = (Counter(found) for found in calls)
+        none, full, selective = (Counter(calls_by_name) for calls_by_name in calls)
         assert full - none == Counter(all_gather=2 * blocks_run, reduce_scatter=blocks_run)
         assert selective - none == Counter(all_gather=2 * blocks_run)

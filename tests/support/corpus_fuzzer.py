@@ -86,13 +86,13 @@ def changed(data: bytes, todo: Changes) -> bytes:
 
 def refuses(read: Callable[[], object]) -> bool:
     """Whether a reader refuses, as it should: in one line."""
-    said = ""
+    output = ""
     try:
         read()
     except MegatfmError as error:
-        said = str(error)
-    assert "\n" not in said, said
-    return bool(said)
+        output = str(error)
+    assert "\n" not in output, output
+    return bool(output)
 
 
 class Fuzz:
@@ -144,30 +144,32 @@ class Fuzz:
     def a_foreign_tar(self, todo: Changes, kind: int, packed: bool, npy: bool) -> None:
         """A tar of others, plain or compressed; or only the array in it."""
         data = _tar(kind, changed(self.npy, todo)) if npy else changed(self.tars[kind], todo)
-        theirs, ours = self.folder / "theirs", self.folder / "ours"
-        for folder in (theirs, ours):
+        expected, actual = self.folder / "theirs", self.folder / "ours"
+        for folder in (expected, actual):
             shutil.rmtree(folder, ignore_errors=True)
-        theirs.mkdir()
-        (theirs / f"a.tar{'.zst' * packed}").write_bytes(zstandard.compress(data) if packed else data)
-        if not refuses(lambda: index_folder(theirs, "t")):
-            check(theirs)
-        if not refuses(lambda: index_folder(theirs, "t", ours)):
-            check(ours)
+        expected.mkdir()
+        (expected / f"a.tar{'.zst' * packed}").write_bytes(zstandard.compress(data) if packed else data)
+        if not refuses(lambda: index_folder(expected, "t")):
+            check(expected)
+        if not refuses(lambda: index_folder(expected, "t", actual)):
+            check(actual)
 
     def a_foreign_zst(self, todo: Changes) -> None:
         """What zstd made of a tar of others."""
-        theirs = self.folder / "theirs"
-        shutil.rmtree(theirs, ignore_errors=True)
-        theirs.mkdir()
-        (theirs / "a.tar.zst").write_bytes(changed(zstandard.compress(self.tars[tarfile.USTAR_FORMAT]), todo))
-        if not refuses(lambda: index_folder(theirs, "t")):
-            check(theirs)
+        expected = self.folder / "theirs"
+        shutil.rmtree(expected, ignore_errors=True)
+        expected.mkdir()
+        (expected / "a.tar.zst").write_bytes(
+            changed(zstandard.compress(self.tars[tarfile.USTAR_FORMAT]), todo)
+        )
+        if not refuses(lambda: index_folder(expected, "t")):
+            check(expected)
 
     def a_plan(self, todo: Changes) -> None:
         """A stored plan: made again unless it is whole."""
-        whole = PackingPlan(np.arange(5), np.arange(6), 0.5, ("a note",)).encode("key")
+        full = PackingPlan(np.arange(5), np.arange(6), 0.5, ("a note",)).encode("key")
         try:
-            plan = PackingPlan.decode(changed(whole, todo), "key")
+            plan = PackingPlan.decode(changed(full, todo), "key")
         except (ValueError, KeyError, TypeError):
             return
         assert plan.sizes.tolist() == [0, 1, 2, 3, 4]
@@ -222,19 +224,19 @@ ARGUMENTS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
 
 def opened_outside(folder: Path) -> list[str]:
     """From here on, the files outside `folder` that are opened for writing, or that lie in no library."""
-    found: list[str] = []
+    actual: list[str] = []
     allowed = (str(folder), sys.prefix, sys.base_prefix, "/usr/lib", "/proc", "/dev/null", str(Path.cwd()))
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open" and isinstance(arguments[0], (str, bytes, os.PathLike)):
             path = os.path.abspath(os.fsdecode(arguments[0]))  # noqa: PTH100 (it opens nothing)
             if not path.startswith(allowed):
-                found.append(path)
+                actual.append(path)
         elif event in ("os.system", "subprocess.Popen", "pickle.find_class", "os.symlink", "os.link"):
-            found.append(f"{event} {arguments}")
+            actual.append(f"{event} {arguments}")
 
     sys.addaudithook(hook)
-    return found
+    return actual
 
 
 def run(name: str, fuzz: Fuzz, examples: int, seed: int | None = None) -> None:
@@ -246,7 +248,7 @@ def run(name: str, fuzz: Fuzz, examples: int, seed: int | None = None) -> None:
         derandomize=seed is None,
         suppress_health_check=list(hypothesis.HealthCheck),
     )
-    test = hypothesis.given(todo=changes, **ARGUMENTS[name])(lambda **given: getattr(fuzz, name)(**given))
+    test = hypothesis.given(todo=changes, **ARGUMENTS[name])(lambda **inputs: getattr(fuzz, name)(**inputs))
     test = settings(test)
     (hypothesis.seed(seed)(test) if seed is not None else test)()
 

@@ -101,13 +101,13 @@ def whole(engine: Engine, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, pieces)
-    found: dict[str, Tensor] = {}
+    actual: dict[str, Tensor] = {}
     for rank in everyone:
         for name, parts in rank.items():
-            found.setdefault(name, torch.full(engine.layout[name].shape, torch.nan))
+            actual.setdefault(name, torch.full(engine.layout[name].shape, torch.nan))
             for offsets, part in parts:
-                found[name][tuple(slice(o, o + s) for o, s in zip(offsets, part.shape, strict=True))] = part
-    return found
+                actual[name][tuple(slice(o, o + s) for o, s in zip(offsets, part.shape, strict=True))] = part
+    return actual
 
 
 def weights(engine: Engine) -> dict[str, Tensor]:
@@ -175,7 +175,7 @@ def updates_apart(
     names = [name for name, gradient in exact.items() if gradient.norm() > 1e-6 * everything]
     least = 1e-5 * max(float(gradient.abs().max()) for gradient in exact.values()) if signs else -1.0
     return apart(
-        *({name: each[name] * (exact[name].abs() > least) for name in names} for each in (one, other))
+        *({name: item[name] * (exact[name].abs() > least) for name in names} for item in (one, other))
     )
 
 
@@ -202,25 +202,25 @@ def compare(cases: list[Config], steps: int, one: tuple[Run, dict[str, Tensor]])
     """Cases of one layout, whose stages the native engine need not repeat."""
     single, exact = one
     native = run(cases[0], steps, engine="native")
-    found = []
+    actual = []
     updates = partial(updates_apart, exact=exact, signs=cases[0].optimizer.name == "lion")
     for config in cases:
-        ours = run(config, steps)
+        output = run(config, steps)
         for name, tensor in single.initial.items():
-            assert torch.equal(ours.initial[name], tensor), f"initial {name} differs"
-        found.append(
+            assert torch.equal(output.initial[name], tensor), f"initial {name} differs"
+        actual.append(
             Errors(
-                apart(ours.gradients, exact),
+                apart(output.gradients, exact),
                 apart(native.gradients, exact),
-                updates(ours.update, native.update),
-                updates(ours.update, single.update),
-                losses_apart(ours, native),
-                losses_apart(ours, single),
+                updates(output.update, native.update),
+                updates(output.update, single.update),
+                losses_apart(output, native),
+                losses_apart(output, single),
                 updates(native.update, single.update),
                 losses_apart(native, single),
             )
         )
-    return found
+    return actual
 
 
 def stages(family: str, layout: str, optimizer: str) -> list[Config]:
@@ -262,10 +262,10 @@ def main() -> None:
     with Workers() as workers:
         cases = {layout: stages(args.family, layout, args.optimizer) for layout in there}
         (one,) = workers.run(alone, 1, cases[there[0]][0], 10, timeout=200)
-        for layout, own in cases.items():
-            found = workers.run(compare, ranks_of(own[0]), own, 10, one, timeout=500)[0]
-            worst = [max(getattr(each, key) for each in found) for key in Errors.__annotations__]
-            print(f"| {args.family}, {args.optimizer} | {layout} | 0–{len(own) - 1} |", end="")
+        for layout, case in cases.items():
+            actual = workers.run(compare, ranks_of(case[0]), case, 10, one, timeout=500)[0]
+            worst = [max(getattr(item, key) for item in actual) for key in Errors.__annotations__]
+            print(f"| {args.family}, {args.optimizer} | {layout} | 0–{len(case) - 1} |", end="")
             print(" | ".join(f" {value:.1e}" for value in worst), "|", flush=True)
 
 

@@ -61,7 +61,7 @@ class Dense:
         self, name: str, stack: str, x: Tensor, seen: Tensor, memory: Tensor | None = None
     ) -> Tensor:
         """seen: [T, S], what each query may look at. memory: of cross-attention, which knows no positions."""
-        config, own = self.config, memory is None
+        config, local = self.config, memory is None
         source = x if memory is None else memory
         width = config.attention.head_dim or config.d_model // config.attention.n_heads
         q, k, v = (
@@ -75,7 +75,7 @@ class Dense:
                 * self[f"{name}.{part}_norm.weight"]
                 for part, y in (("q", q), ("k", k))
             )
-        if own and config.position.name == "rope":
+        if local and config.position.name == "rope":
             q, k = rotated(q, config.position.theta), rotated(k, config.position.theta)
         group = config.attention.n_heads // config.attention.kv_heads
         scale = config.attention.scale or 1 / math.sqrt(width)
@@ -86,18 +86,18 @@ class Dense:
         for n in range(config.attention.n_heads):
             keys, values = k[:, n // group], v[:, n // group]
             scores = torch.einsum("th,sh->ts", q[:, n], keys)
-            if own and config.position.name == "shaw":
+            if local and config.position.name == "shaw":
                 scores = scores + torch.einsum("th,tsh->ts", q[:, n], self[f"{name}.core.keys"][clipped])
             scores = scores * scale
             if config.attention.softcap:
                 scores = config.attention.softcap * torch.tanh(scores / config.attention.softcap)
-            if own and config.position.name == "alibi":
+            if local and config.position.name == "alibi":
                 scores = scores - slopes(config.attention.n_heads)[n] * away.abs()
-            if own and config.position.name == "t5":
+            if local and config.position.name == "t5":
                 scores = scores + self[f"{stack}.position.weight"][self.buckets(away, stack), n]
             share = torch.where(seen, scores, -math.inf).softmax(-1)
             out = share @ values
-            if own and config.position.name == "shaw":
+            if local and config.position.name == "shaw":
                 out = out + torch.einsum("ts,tsh->th", share, self[f"{name}.core.values"][clipped])
             heads.append(out)
         return self.linear(f"{name}.wo", torch.cat(heads, -1))

@@ -14,7 +14,7 @@ from megatfm.models import build
 from megatfm.train.build import freeze
 from tests.support.batches import PassThroughObjective, family_batch
 from tests.support.models import ADAMW, FAMILY_MODELS
-from tests.support.parity import build_engine, local_block, microbatches, uneven_microbatches
+from tests.support.parity import build_engine, layout_microbatches, local_block
 
 BELOW_MIDDLE = ("*.embedding.*", "*.layers.0.*", "*.layers.1.attn.*")
 FREEZE = {"llama": BELOW_MIDDLE, "bert": BELOW_MIDDLE, "t5": ("encoder.*",)}
@@ -60,40 +60,39 @@ def frozen_errors(name: str, parallel: ParallelConfig) -> set[str]:
         weight_decay=ADAMW.weight_decay,
     )
     terms = PassThroughObjective([])(reference, batch)
-    objective, found = PassThroughObjective(list(terms)), set[str]()
+    objective, actual = PassThroughObjective(list(terms)), set[str]()
     counts = objective.target_counts(batch)
-    cut = uneven_microbatches if parallel.pp > 1 else microbatches
     for _ in range(2):
         reference.zero_grad()
         terms = objective(reference, batch)
         loss = torch.stack([objective.loss_weights[n] * terms[n] / counts[n] for n in terms]).sum()
         loss.backward()
-        stats = engine.forward_backward(cut(engine, batch), objective)
+        stats = engine.forward_backward(layout_microbatches(engine, batch), objective)
         if stats.loss != pytest.approx(float(loss.detach()), rel=1e-9):
-            found.add("loss")
-        found |= wrong_gradients(engine, {n: p.grad for n, p in trained.items()})
+            actual.add("loss")
+        actual |= wrong_gradients(engine, {n: p.grad for n, p in trained.items()})
         norm = torch.nn.utils.clip_grad_norm_(list(trained.values()), ADAMW.max_grad_norm)
         plain.step()
         if engine.step(ADAMW.lr, ADAMW.max_grad_norm) != pytest.approx(float(norm), rel=1e-9):
-            found.add("norm")
+            actual.add("norm")
         for n, local in engine.local.items():
             wanted = local_block(engine, n, named[n].detach())
             same = torch.allclose(local, wanted, rtol=0, atol=1e-7) if n in trained else local.equal(wanted)
-            found |= set() if same else {f"weight {n}"}
+            actual |= set() if same else {f"weight {n}"}
     with_state = {
         key.removeprefix("optimizer.").rpartition(".")[0]
         for key in engine.state_dict()
         if "optimizer." in key
     }
-    return found | {f"state {n}" for n in with_state & named.keys() - trained.keys()}
+    return actual | {f"state {n}" for n in with_state & named.keys() - trained.keys()}
 
 
 def wrong_gradients(engine: NativeEngine, expected: dict[str, Any]) -> set[str]:
     """Names of gradients that are wrong, missing, or there and not expected."""
     gradients = engine.gradients()
     floor = 1e-6 * torch.cat([g.flatten() for g in expected.values()]).norm()
-    found = {n for n in engine.local if (n in gradients) != (n in expected)}
+    actual = {n for n in engine.local if (n in gradients) != (n in expected)}
     for n in gradients.keys() & expected.keys():
         error = (gradients[n] - local_block(engine, n, expected[n])).norm() / max(expected[n].norm(), floor)
-        found |= set() if error <= 1e-9 else {n}
-    return {f"gradient {n}" for n in found}
+        actual |= set() if error <= 1e-9 else {n}
+    return {f"gradient {n}" for n in actual}

@@ -92,12 +92,12 @@ def hf_decoder(name: str) -> Any:
     return model.eval()
 
 
-def decoder_logits(model: Any, *, ours: bool) -> torch.Tensor:
+def decoder_logits(model: Any, *, is_megatfm: bool) -> torch.Tensor:
     """Logits of DECODER_TOKENS, by our model or by that of transformers."""
     if "T5" in type(model).__name__ or hasattr(model, "encoder"):
         return (
             model(DECODER_TOKENS, DECODER_TOKENS.flip(1)).logits
-            if ours
+            if is_megatfm
             else model(DECODER_TOKENS.flip(1), decoder_input_ids=DECODER_TOKENS).logits
         )
     return model(DECODER_TOKENS).logits

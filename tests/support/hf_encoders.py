@@ -67,19 +67,19 @@ def hf_long_encoder(name: str, **changes: Any) -> Any:
     """One of HF_LONG_ENCODERS, perturbed and without dropout."""
     kind = getattr(transformers, name)
     dropped = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    theirs = kind(kind.config_class(**{**HF_LONG_ENCODERS[name], **dropped, **changes}))
-    perturb(theirs)
-    return theirs
+    reference = kind(kind.config_class(**{**HF_LONG_ENCODERS[name], **dropped, **changes}))
+    perturb(reference)
+    return reference
 
 
-def long_encoder_logits(theirs: Any, seen_by_all: Sequence[int] = (0,)) -> torch.Tensor:
+def long_encoder_logits(expected: Any, seen_by_all: Sequence[int] = (0,)) -> torch.Tensor:
     """Logits of LONG_TOKENS with the pattern of training; seen_by_all: a Longformer's global tokens."""
-    if type(theirs).__name__.startswith("Longformer"):
+    if type(expected).__name__.startswith("Longformer"):
         mask = torch.isin(torch.arange(LONG_TOKENS.shape[1]), torch.tensor(seen_by_all)).long()
-        return theirs.eval()(LONG_TOKENS, global_attention_mask=mask.expand(len(LONG_TOKENS), -1)).logits
-    theirs.train()  # in evaluation BigBird's random blocks are all the first one
-    for module in theirs.modules():
+        return expected.eval()(LONG_TOKENS, global_attention_mask=mask.expand(len(LONG_TOKENS), -1)).logits
+    expected.train()  # in evaluation BigBird's random blocks are all the first one
+    for module in expected.modules():
         if isinstance(module, torch.nn.Dropout):
             module.eval()
-    made = theirs(LONG_TOKENS)
-    return made.prediction_logits if hasattr(made, "prediction_logits") else made.logits
+    result = expected(LONG_TOKENS)
+    return result.prediction_logits if hasattr(result, "prediction_logits") else result.logits

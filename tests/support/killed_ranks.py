@@ -66,7 +66,7 @@ def wait(pids: Sequence[int], deadline: float) -> tuple[int, int]:
 def live(
     words: list[str],
     environment: dict[str, str],
-    said: Path,
+    text: Path,
     kill: Kill | None = None,
     hit: Path | None = None,
     counts: Path | None = None,
@@ -77,7 +77,7 @@ def live(
     if int(environment["WORLD_SIZE"]) >= 4:
         file_format.DIRECT_BYTES = 0
         chunked_io._in_page_cache = lambda fd, size: False
-    output = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    output = os.open(text, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)

@@ -27,7 +27,7 @@ def check_stack_moves_as_matrices(name: str) -> None:
     weights = torch.randn(3, m, n, generator=generator, dtype=torch.float64)
 
     def group_of(names: list[str], shape: tuple[int, ...], role: Role) -> OptimizerGroup:
-        infos = {each: ParameterInfo(shape, role, True, True) for each in names}
+        infos = {name: ParameterInfo(shape, role, True, True) for name in names}
         return next(group for group in OPTIMIZERS.get(name)(config, infos) if group.names)
 
     def bare(group: OptimizerGroup) -> int:

@@ -14,7 +14,7 @@ def packed_batch(family: str, *, prefix: bool) -> dict[str, Tensor]:
     draw = [torch.randint(0, 20, (2, ROW_LENGTH), generator=generator) for _ in range(3)]
     documents = torch.tensor([[0] * 17 + [1] * 9 + [-1] * 3, [0] * 29])
     first = (documents == 0).sum(1, keepdim=True) * (documents == 1)
-    made = {
+    result = {
         "tokens": draw[0],
         "targets": draw[1],
         "documents": documents,
@@ -22,10 +22,10 @@ def packed_batch(family: str, *, prefix: bool) -> dict[str, Tensor]:
         "keys": torch.tensor([5, 6]),
     }
     if family == "encoder_decoder":
-        made |= {f"encoder_{key}": made[key] for key in ("documents", "positions")} | {
+        result |= {f"encoder_{key}": result[key] for key in ("documents", "positions")} | {
             "encoder_tokens": draw[2]
         }
-    return made | ({"prefix": torch.arange(ROW_LENGTH).expand(2, -1) < 3} if prefix else {})
+    return result | ({"prefix": torch.arange(ROW_LENGTH).expand(2, -1) < 3} if prefix else {})
 
 
 def loss_gradients(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -74,12 +74,12 @@ SCORE_MODELS = {
 
 def score_inputs(family: str, *, prefix: bool) -> dict[str, Tensor]:
     """Packed rows; of XLNet, with unequally many targets in random orders, and segments."""
-    made = packed_batch(family, prefix=prefix)
+    result = packed_batch(family, prefix=prefix)
     if family != "xlnet":
-        return made
+        return result
     drawn = torch.rand(2, ROW_LENGTH, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     order = drawn.argsort(1).argsort(1) - torch.tensor([[13], [16]])
-    targets = made["targets"].where((order > 0) & (made["documents"] >= 0), IGNORE)
+    targets = result["targets"].where((order > 0) & (result["documents"] >= 0), IGNORE)
     assert len(set((targets != IGNORE).sum(1).tolist())) == 2
     segments = (torch.arange(ROW_LENGTH) % 7 > 2).long().expand(2, -1)
-    return made | {"order": order.clamp(min=0), "targets": targets, "segments": segments}
+    return result | {"order": order.clamp(min=0), "targets": targets, "segments": segments}

@@ -32,5 +32,5 @@ def compressed(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
 
 
 def _stack_of(entry: tuple[str, tuple[int, ...]]) -> str | None:
-    found = BLOCK.fullmatch(entry[0])
-    return found["before"] if found else None
+    match = BLOCK.fullmatch(entry[0])
+    return match["before"] if match else None

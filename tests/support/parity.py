@@ -121,6 +121,11 @@ def uneven_microbatches(engine: NativeEngine, batch: dict[str, Tensor]) -> list[
     return [{key: value[a:b] for key, value in rows.items()} for a, b in pairwise(bounds)]
 
 
+def layout_microbatches(engine: NativeEngine, batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Uneven micro-batches for pipeline stages, others of two rows."""
+    return (uneven_microbatches if engine.pipeline else microbatches)(engine, batch)
+
+
 def weighted_loss(objective: Any, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """The sum of a model's terms, each by its weight and over its number of targets in the batch."""
     return _weighted_sum(objective, PassThroughObjective([])(model, batch), batch)

@@ -117,11 +117,11 @@ def free_port() -> int:
 # ------------------------------------------------------------------------------------------------ in the process
 
 
-def live(words: list[str], environment: dict[str, str], said: str, fault: Fault | None) -> None:
+def live(words: list[str], environment: dict[str, str], text: str, fault: Fault | None) -> None:
     """`megatfm train`, as one rank, with what it says in a file."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.update(environment)
-    output = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    output = os.open(text, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)

@@ -37,8 +37,8 @@ class WeighingObjective:
 
     def __call__(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         terms = CAUSAL(model, batch)
-        whole = [p for p in model.parameters() if not isinstance(p, torch.distributed.tensor.DTensor)]
-        self.seen = bytes_of(whole)
+        full = [p for p in model.parameters() if not isinstance(p, torch.distributed.tensor.DTensor)]
+        self.seen = bytes_of(full)
         return terms
 
 
@@ -51,19 +51,19 @@ def held_bytes(parallel: ParallelConfig) -> dict[str, int]:
     batch = global_batch(seed=1)
     engine.forward_backward(microbatches(engine, batch), objective)
     engine.step(1e-2, clip=1.0)
-    whole = [0]
+    full = [0]
     if isinstance(engine.data, Replicated):
         send = engine.data._start_next_reduction
 
         def weigh_gradients() -> None:  # all are there: they go in one bucket
-            whole[0] = bytes_of([p.grad for p in engine.model.parameters()])
+            full[0] = bytes_of([p.grad for p in engine.model.parameters()])
             send()
 
         engine.data._start_next_reduction = weigh_gradients  # type: ignore[method-assign]
     engine.forward_backward(microbatches(engine, batch), objective)
     return {
         "computed": objective.seen,
-        "whole gradients": whole[0],
+        "whole gradients": full[0],
         "stored": bytes_of(engine.local.values()),
         "gradients": bytes_of(engine.gradients().values()),
         "optimizer": bytes_of(optimizer_tensors(engine)),
@@ -77,13 +77,13 @@ def low_precision_gradients(zero: int) -> dict[str, Tensor]:
         engine.forward_backward(microbatches(engine, global_batch(seed=step)), CAUSAL)
         if step == 0:
             engine.step(1e-2, clip=0.0)
-    made = {name: torch.zeros(p.shape) for name, p in engine.layout.items()}
+    result = {name: torch.zeros(p.shape) for name, p in engine.layout.items()}
     blocks = {n: (engine.boxes[n], g) for n, g in engine.gradients().items()}
     for rank in engine.mesh.gather_objects(blocks, ("dp_shard",)):
         for name, ((offsets, sizes), gradient) in rank.items():
             assert gradient.dtype == torch.float32
-            made[name][tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] = gradient
-    return made
+            result[name][tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] = gradient
+    return result
 
 
 class OverflowOnRankOne:

@@ -14,7 +14,7 @@ from pathlib import Path
 from megatfm import data_prep
 from megatfm.corpus.files import AtomicFile
 
-name, writes, rank, config, *rest = sys.argv[1:]
+name, writes, rank, config, *remaining = sys.argv[1:]
 fallen = Path(config).with_name("fallen")
 write = AtomicFile.write
 count = 0
@@ -36,4 +36,4 @@ if rank in ("-", os.environ.get("OMPI_COMM_WORLD_RANK")):
 else:
     while not fallen.exists():
         time.sleep(0.05)
-sys.exit(data_prep.cli([config, *rest]))
+sys.exit(data_prep.cli([config, *remaining]))

@@ -60,8 +60,8 @@ class Cluster:
         self.jobs: list[Job] = []
         self.environment = {key: value for key, value in os.environ.items() if key != "GLOO_SOCKET_IFNAME"}
         self.environment["TESTCLUSTER"] = name
-        said = run(TESTCLUSTER / "up", "--until", os.getpid(), *words, env=self.environment)
-        self.environment.update(re.findall(r"(\w+)=(\S+)", said))
+        output = run(TESTCLUSTER / "up", "--until", os.getpid(), *words, env=self.environment)
+        self.environment.update(re.findall(r"(\w+)=(\S+)", output))
         self.has_namespaces = "MASTER_ADDR" not in self.environment
 
     @property
@@ -107,8 +107,8 @@ class Job:
 
     def record(self) -> dict[str, str]:
         """What `scontrol show job` says now, by field."""
-        said = self.cluster.slurm("scontrol", "show", "job", "-o", self.number)
-        return dict(re.findall(r"([A-Za-z/:]+)=(\S*)", said.splitlines()[0]))
+        output = self.cluster.slurm("scontrol", "show", "job", "-o", self.number)
+        return dict(re.findall(r"([A-Za-z/:]+)=(\S*)", output.splitlines()[0]))
 
     @property
     def state(self) -> str:
@@ -163,8 +163,8 @@ class Job:
         return self.state != state
 
     def report(self, what: str) -> str:
-        said = self.cluster.slurm("scontrol", "show", "job", self.number)
-        return f"job {self.number}: {what}; seen: {' → '.join(self.seen)}\n{said}\n{self.log}"
+        output = self.cluster.slurm("scontrol", "show", "job", self.number)
+        return f"job {self.number}: {what}; seen: {' → '.join(self.seen)}\n{output}\n{self.log}"
 
 
 def metrics(run_dir: Path) -> list[dict[str, object]]:
@@ -225,8 +225,8 @@ class Project:
 
     def submit(self, *words: object) -> list[Job]:
         """`megatfm launch … --slurm`; returns the job, or all of a chain."""
-        said = self.megatfm("launch", *words, "--slurm")
-        (numbers,) = re.findall(r"^jobs? ([\d, ]+) (?:is|are) queued", said, re.MULTILINE)
+        output = self.megatfm("launch", *words, "--slurm")
+        (numbers,) = re.findall(r"^jobs? ([\d, ]+) (?:is|are) queued", output, re.MULTILINE)
         return [self.cluster.job(number, self.run_dir) for number in numbers.split(", ")]
 
     def launch(self, *words: object, nodes: object = 1) -> Job:
@@ -238,10 +238,10 @@ class Project:
         file = self.folder / "job.sh"
         file.write_text(f"#!/bin/bash\n{script}\n")
         log = f"--output={self.folder}/slurm-%j.log"
-        said = run(
+        output = run(
             "sbatch", "--parsable", log, *words, file, cwd=self.folder, env=self.environment | environment
         )
-        return self.cluster.job(said.strip(), self.run_dir)
+        return self.cluster.job(output.strip(), self.run_dir)
 
     def command(self, *words: object) -> str:
         """A command of megatfm, for a shell."""

@@ -65,18 +65,18 @@ def make_theirs(config: ModelConfig, size: tuple[int, int], seed: int = 0) -> An
     return model
 
 
-def their_name(ours: str, layers: tuple[int, ...], *, v2: bool) -> str:
+def their_name(actual: str, layers: tuple[int, ...], *, v2: bool) -> str:
     """The name in transformers' model of a parameter of ours."""
-    if ours.startswith("classifier."):
-        return ours.replace("classifier.classifier", "classifier")
-    name = ours.replace("encoder.embedding.patches.projection", "embeddings.patch_embeddings.projection")
+    if actual.startswith("classifier."):
+        return actual.replace("classifier.classifier", "classifier")
+    name = actual.replace("encoder.embedding.patches.projection", "embeddings.patch_embeddings.projection")
     name = name.replace("encoder.embedding.norm", "embeddings.norm").replace("encoder.norm", "layernorm")
     name = re.sub(r"encoder\.merges\.(\d+)", r"encoder.layers.\1.downsample", name)
-    if found := re.match(r"encoder\.layers\.(\d+)\.(?!downsample)(.*)", name):
-        stage, block = 0, int(found[1])
+    if match := re.match(r"encoder\.layers\.(\d+)\.(?!downsample)(.*)", name):
+        stage, block = 0, int(match[1])
         while block >= layers[stage]:
             stage, block = stage + 1, block - layers[stage]
-        part = found[2]
+        part = match[2]
         for pattern, replacement in PARTS_V2 if v2 else PARTS:
             part = re.sub(f"^{pattern}", replacement, part)
         name = f"encoder.layers.{stage}.blocks.{block}.{part}"
@@ -84,12 +84,14 @@ def their_name(ours: str, layers: tuple[int, ...], *, v2: bool) -> str:
     return f"{'swinv2' if v2 else 'swin'}.{name}"
 
 
-def copy_weights(ours: nn.Module, theirs: nn.Module) -> dict[str, str]:
+def copy_weights(actual: nn.Module, expected: nn.Module) -> dict[str, str]:
     """Set ours to theirs; returns names of ours → theirs. Every parameter of both must have its like."""
-    named, v2 = dict(theirs.named_parameters()), ours.config.position.name == "log_relative_2d"
-    names = {name: their_name(name, ours.config.stages.layers, v2=v2) for name, _ in ours.named_parameters()}
+    named, v2 = dict(expected.named_parameters()), actual.config.position.name == "log_relative_2d"
+    names = {
+        name: their_name(name, actual.config.stages.layers, v2=v2) for name, _ in actual.named_parameters()
+    }
     assert sorted(names.values()) == sorted(named)
-    for name, parameter in ours.named_parameters():
+    for name, parameter in actual.named_parameters():
         parameter.data = named[names[name]].data.reshape(parameter.shape).clone()
     return names
 

@@ -56,8 +56,8 @@ def count_steps(configs: list[Config]) -> list[RankResult]:
 def traffic_mismatches(workers: Workers, ranks: int, configs: Mapping[str, Config]) -> dict[str, list[str]]:
     """Layouts with flows that are not as expected, and a line for each such flow."""
     by_rank = workers.run(count_steps, ranks, list(configs.values()), timeout=180.0)
-    found = {}
+    actual = {}
     for (layout, config), answers in zip(configs.items(), zip(*by_rank, strict=True), strict=True):
         if misses := traffic_mismatches_of(answers, expected_flows(config, random_batch(config))):
-            found[layout] = misses
-    return found
+            actual[layout] = misses
+    return actual

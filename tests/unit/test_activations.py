@@ -54,10 +54,10 @@ def test_counted_activations_are_those_that_a_real_pass_keeps(
 
     def of_block(block, forward, x_BTD, *args):
         nonlocal inputs
-        made, kept = measured(block, lambda: forward(x_BTD, *args))
+        result, kept = measured(block, lambda: forward(x_BTD, *args))
         sizes.append(kept)
         inputs += x_BTD.nbytes
-        return made
+        return result
 
     for block in transformer_blocks(model):
         replace_forward(block, partial(of_block, block, block.forward))

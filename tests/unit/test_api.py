@@ -100,13 +100,13 @@ def test_evaluation_is_what_the_command_leaves(
     monkeypatch.setenv("HOME", str(tmp_path))  # where shards of URLs are kept
     monkeypatch.chdir(corpus)
     url = f"file://{corpus}/validation"
-    found = megatfm.load(run).evaluate({"more": Path("validation"), "web": url}, compressors=True)
-    assert set(found) == {"held-out", "again", "more", "web"}
-    assert found["web"]["loss"] == found["more"]["loss"] == found["held-out"]["loss"]
+    actual = megatfm.load(run).evaluate({"more": Path("validation"), "web": url}, compressors=True)
+    assert set(actual) == {"held-out", "again", "more", "web"}
+    assert actual["web"]["loss"] == actual["more"]["loss"] == actual["held-out"]["loss"]
     with pytest.raises(SystemExit, match=r"^0$"):
         cli.main(["evaluate", str(run), "--validation", f"web={url}"])
     assert "web" in capsys.readouterr().out
-    assert found["more"]["compressors"]["gzip -9, per document"] > 1
+    assert actual["more"]["compressors"]["gzip -9, per document"] > 1
 
 
 def test_what_can_not_be_done_is_one_line(run: Path, tmp_path: Path) -> None:

@@ -158,46 +158,46 @@ def faults(source: str, module: str, is_package: bool = False) -> list[str]:
     room = room_of(module)
     if room not in ROOMS:
         return [f"{module}: the room {room} has no row in the table: say what it may import"]
-    found = []
+    actual = []
     for line, name in imports(source, module, is_package):
         other = room_of(name) if room_of(name) in ROOMS else name.split(".")[0]
         if name.split(".")[0] in FOLDERS:
-            found.append(f"{module}:{line} imports {name}: its name is megatfm.{name}")
+            actual.append(f"{module}:{line} imports {name}: its name is megatfm.{name}")
         elif name.split(".")[0] == "megatfm" and other in ROOMS:
             if other in ONLY_FROM and module == ONLY_FROM[other]:
                 continue
             if other != room and other not in {*ROOMS[room], *({} if room in EVERYBODYS else EVERYBODYS)}:
-                found.append(f"{module}:{line} imports {name}: {room} may import {sorted(ROOMS[room])}")
+                actual.append(f"{module}:{line} imports {name}: {room} may import {sorted(ROOMS[room])}")
             elif not room.startswith(other) and not is_through(name, DOORS.get(other, (other,))):
-                found.append(f"{module}:{line} imports {name}: other rooms see {DOORS[other]} alone")
+                actual.append(f"{module}:{line} imports {name}: other rooms see {DOORS[other]} alone")
         elif room in NO_TORCH and name.split(".")[0] == "torch":
-            found.append(f"{module}:{line} imports {name}: {room} runs on a login node without torch")
+            actual.append(f"{module}:{line} imports {name}: {room} runs on a login node without torch")
         elif room in NO_DISTRIBUTED and name.startswith("torch.distributed"):
-            found.append(f"{module}:{line} uses {name}: {room} knows no ranks")
-    return found
+            actual.append(f"{module}:{line} uses {name}: {room} knows no ranks")
+    return actual
 
 
 def test_every_import_goes_down() -> None:
     files = [path for room in ("megatfm", *FOLDERS) for path in sorted((ROOT / room).rglob("*.py"))]
     assert len(files) > 20
-    found = [
+    actual = [
         fault
         for path in files
         for fault in faults(path.read_text(encoding="utf-8"), module_of(path), path.name == "__init__.py")
     ]
-    assert not found, "\n".join(found)
+    assert not actual, "\n".join(actual)
 
 
 def test_nobody_imports_a_folder_of_the_checkout() -> None:
     """Tests, benchmarks and documentation, too, where the bare name works as well, and makes a second module of it."""
     files = [path for folder in ("tests", "benchmarks", "docs") for path in (ROOT / folder).rglob("*.py")]
-    found = [
+    actual = [
         f"{path.relative_to(ROOT)}:{line}"
         for path in files
         for line, name in imports(path.read_text(encoding="utf-8"), module_of(path), False)
         if name.split(".")[0] in FOLDERS
     ]
-    assert not found, found
+    assert not actual, actual
 
 
 SHARED_BY_TESTS = ("tests.support", "tests.plugins")
@@ -219,13 +219,13 @@ def shares(module: str, name: str) -> bool:
 def test_tests_share_support_alone() -> None:
     """Nobody imports a test module or a conftest: a test that changes would change others."""
     files = [path for folder in ("tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
-    found = [
+    actual = [
         f"{path.relative_to(ROOT)}:{line} imports {name}: what tests share lies in tests/support"
         for path in files
         for line, name in imports(path.read_text(encoding="utf-8"), module_of(path), False)
         if not shares(module_of(path), name)
     ]
-    assert not found, "\n".join(found)
+    assert not actual, "\n".join(actual)
 
 
 @pytest.mark.parametrize(
@@ -330,12 +330,12 @@ def test_only_the_mesh_names_its_axes() -> None:
         for path in sorted((ROOT / "megatfm").rglob("*.py"))
         if not str(path.relative_to(ROOT)).startswith(NAMES_AXES)
     ]
-    found = [
+    actual = [
         f"{path.relative_to(ROOT)}:{line}"
         for path in files
         for line in literal_axes(path.read_text(encoding="utf-8"))
     ]
-    assert not found, found
+    assert not actual, actual
 
 
 @pytest.mark.parametrize(

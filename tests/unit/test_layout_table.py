@@ -12,10 +12,10 @@ def test_the_page_is_in_step() -> None:
 
 
 def test_what_is_proven_is_what_the_tests_compare() -> None:
-    found = proven()
-    assert {"zero0", "zero1", "zero2", "zero3", "tp2", "tp4", "replicas × zero3", "pp4 zbv"} <= found.keys()
-    assert "xlnet" in found["zero1"] & found["tp2"] & found["pp2 1f1b"]
-    assert "albert" not in found["pp4 zbv"], "there is no such case"
+    actual = proven()
+    assert {"zero0", "zero1", "zero2", "zero3", "tp2", "tp4", "replicas × zero3", "pp4 zbv"} <= actual.keys()
+    assert "xlnet" in actual["zero1"] & actual["tp2"] & actual["pp2 1f1b"]
+    assert "albert" not in actual["pp4 zbv"], "there is no such case"
 
 
 def test_the_cases_are_those_of_the_parameters() -> None:

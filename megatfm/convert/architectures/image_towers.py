@@ -53,6 +53,7 @@ TOWER = VisionNames(
 
 
 def read_tower(theirs: Json, mean: Sequence[float], std: Sequence[float], **others: Any) -> ModelConfig:
+    """Read a tower's config; others: what differs from `read_vision`."""
     return read_vision(theirs, mean, std, **read_mapped(theirs, TOWER_MAPPING), **others)
 
 

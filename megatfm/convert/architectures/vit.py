@@ -68,6 +68,7 @@ VIT_MAPPING = {**TRAINED_MAPPING, "intermediate_size": "ffn.d_ff"}
 def register_vit(
     name: str, base: str, kind: str, special: Sequence[str], mean: Sequence[float], std: Sequence[float]
 ) -> None:
+    """Register a classifier of ViT's kind, and its backbone. special: names of its special tokens."""
     names = VisionNames(
         f"{kind}.",
         "encoder.layer.",
@@ -138,6 +139,7 @@ DINOV2_KEYS = (
 
 
 def register_dinov2(name: str, base: str, kind: str, *, registers: bool) -> None:
+    """Register a classifier of DINOv2's kind, and its backbone. registers: whether it has register tokens."""
     names = VisionNames(
         f"{kind}.", "encoder.layer.", DINOV2_BLOCK, head=CLASSIFIER,
         unused="embeddings.mask_token" if registers else "",

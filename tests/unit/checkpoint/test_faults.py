@@ -145,7 +145,7 @@ def die_at(folder: Path, rank: int, number: int) -> int:
 
 def test_a_killed_rank_leaves_the_old_or_the_new_one(workers: Workers, tmp_path: Path) -> None:
     draw = random.Random(20)
-    found = []
+    actual = []
     for world, rank, share in ((1, 0, 1.0), (2, 0, 0.25), (2, 1, 0.5)):
         changes = workers.run(die_at, world, tmp_path / f"{world}-{rank}", rank, -1)[rank]
         for number in draw.sample(range(1, changes + 1), round(share * changes)):
@@ -156,11 +156,11 @@ def test_a_killed_rank_leaves_the_old_or_the_new_one(workers: Workers, tmp_path:
                 lost = "MegatfmError: checkpoint of step 2 not saved: the ranks lost each other"
                 assert lost in str(failure.value)
             step = assert_old_or_new(folder, (1, 2))
-            found.append(step)
+            actual.append(step)
             remove_leftovers(folder)
             assert {path.name for path in folder.iterdir()} <= {"step-00000001", "step-00000002"}
             assert_old_or_new(folder, (step,))
-    assert {1, 2} == set(found)
+    assert {1, 2} == set(actual)
 
 
 def test_nothing_gets_its_name_before_it_is_on_the_disk(tmp_path: Path) -> None:

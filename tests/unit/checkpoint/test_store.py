@@ -120,7 +120,9 @@ def test_files_are_read_once_and_only_if_needed(tmp_path: Path, monkeypatch: pyt
     path = save(tmp_path, 1, {"a": torch.zeros(20), "b": torch.zeros(20), "c": torch.zeros(20)}, {})
     read, opened = file_format.read_safetensors, []
     monkeypatch.setattr(
-        file_format, "read_safetensors", lambda file, *rest: opened.append(file.name) or read(file, *rest)
+        file_format,
+        "read_safetensors",
+        lambda file, *remaining: opened.append(file.name) or read(file, *remaining),
     )
     load(path, {"a": torch.ones(20), "c": torch.ones(20)})
     assert opened == ["rank-00000-000.safetensors", "rank-00000-002.safetensors"]

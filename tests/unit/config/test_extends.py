@@ -109,8 +109,8 @@ def test_a_section_below_one_that_gets_another_name_goes_with_it(tmp_path: Path)
 def test_each_file_s_paths_are_relative_to_it(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (here := tmp_path / "here").mkdir()
-    monkeypatch.chdir(here)
+    (local := tmp_path / "here").mkdir()
+    monkeypatch.chdir(local)
     mine = write(
         tmp_path / "mine" / "mine.toml", 'extends = "../configs/small.toml"\n[data]\ntokenizer = "t.model"\n'
     )
@@ -118,10 +118,10 @@ def test_each_file_s_paths_are_relative_to_it(
     assert config.data.train == str(file.parent / "corpus/train")
     assert config.data.tokenizer == str(mine.parent / "t.model")
     assert config.data.validation == load_config(file).data.validation
-    assert config.run_dir == str(here / "r")
+    assert config.run_dir == str(local / "r")
     of_preset = load_config(write(mine, 'extends = "gpt2"\n[data]\nvalidation = { a = "v" }\n')).data
     assert (of_preset.train, of_preset.validation) == (
-        str(here / "corpora/web/train"),
+        str(local / "corpora/web/train"),
         {"a": str(mine.parent / "v")},
     )
 

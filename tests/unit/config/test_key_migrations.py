@@ -110,17 +110,17 @@ def has_key(schema: dict[str, Any], path: str) -> bool:
             return options(schema["$defs"][node["$ref"].rpartition("/")[2]])
         nodes = [node]
         for key in ("anyOf", "oneOf", "allOf"):
-            nodes += [option for each in node.get(key, ()) for option in options(each)]
+            nodes += [option for item in node.get(key, ()) for option in options(item)]
         return nodes + (options(node["items"]) if "items" in node else [])
 
     nodes = options(schema)
     for part in path.split("."):
         key, _, variant = part.partition("[")
-        found = [
+        actual = [
             node.get("additionalProperties") if key == "*" else node.get("properties", {}).get(key)
             for node in nodes
         ]
-        nodes = [option for each in found if isinstance(each, dict) for option in options(each)]
+        nodes = [option for item in actual if isinstance(item, dict) for option in options(item)]
         if variant:
             names = [node.get("properties", {}).get("name", {}) for node in nodes]
             nodes = [

@@ -40,8 +40,8 @@ def run(*words: str) -> int:
 @pytest.mark.parametrize("shards", ["5GB", "9KB"])
 def test_there_and_back(make: Callable[[], Any], shards: str, tmp_path: Path) -> None:
     """Files that transformers wrote become ours, and files from which transformers loads the same model."""
-    theirs = make()
-    theirs.save_pretrained(tmp_path / "theirs", max_shard_size=shards)
+    expected = make()
+    expected.save_pretrained(tmp_path / "theirs", max_shard_size=shards)
     assert run(str(tmp_path / "theirs"), str(tmp_path / "ours"), "--to", "megatfm") == 0
     assert run(str(tmp_path / "ours"), str(tmp_path / "back"), "--to", "hf", "--max-shard-size", shards) == 0
     assert (len(list((tmp_path / "back").glob("*.safetensors"))) > 3) == (shards == "9KB")
@@ -50,18 +50,18 @@ def test_there_and_back(make: Callable[[], Any], shards: str, tmp_path: Path) ->
     assert original.keys() == back.keys()
     for name, tensor in original.items():
         assert torch.equal(back[name], tensor), name
-    loaded, info = type(theirs).from_pretrained(tmp_path / "back", output_loading_info=True)
+    loaded, info = type(expected).from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not any(info.values()), info
-    assert hf_config_of(loaded) == hf_config_of(theirs)
-    assert torch.equal(with_fresh_memory(loaded)(DECODER_TOKENS).logits, theirs(DECODER_TOKENS).logits)
+    assert hf_config_of(loaded) == hf_config_of(expected)
+    assert torch.equal(with_fresh_memory(loaded)(DECODER_TOKENS).logits, expected(DECODER_TOKENS).logits)
 
 
 @pytest.mark.parametrize("make", MODELS)
 def test_every_form_opens(make: Callable[[], Any], tmp_path: Path) -> None:
-    theirs = make()
-    theirs.save_pretrained(tmp_path / "theirs")
+    expected = make()
+    expected.save_pretrained(tmp_path / "theirs")
     convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
-    wanted = theirs(DECODER_TOKENS).logits
+    wanted = expected(DECODER_TOKENS).logits
     for path in ("theirs", "ours", "ours/checkpoints/step-00000000"):
         logits = megatfm.load(tmp_path / path)(DECODER_TOKENS).logits
         torch.testing.assert_close(logits, wanted, rtol=1e-5, atol=1e-5)
@@ -77,9 +77,9 @@ def test_no_more_than_a_batch_is_read_at_once(tmp_path: Path, monkeypatch: pytes
     read = checkpoint.read_tensors
 
     def spy(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-        found = read(*args, **kwargs)
-        sizes.append(sum(tensor.nbytes for tensor in found.values()))
-        return found
+        actual = read(*args, **kwargs)
+        sizes.append(sum(tensor.nbytes for tensor in actual.values()))
+        return actual
 
     monkeypatch.setattr(checkpoint, "read_tensors", spy)
     monkeypatch.setattr(convert_room, "READ_BYTES", 12_000)
@@ -91,8 +91,8 @@ def test_no_more_than_a_batch_is_read_at_once(tmp_path: Path, monkeypatch: pytes
 
 def test_a_bare_model_s_file_is_read(tmp_path: Path) -> None:
     """As GPT-2's files are published: without the prefix, and with the masks of attention."""
-    theirs = hf_gpt2()
-    theirs.save_pretrained(tmp_path / "theirs")
+    reference = hf_gpt2()
+    reference.save_pretrained(tmp_path / "theirs")
     bare = {
         name.removeprefix("transformer."): tensor
         for name, tensor in folder_tensors(tmp_path / "theirs").items()
@@ -100,7 +100,7 @@ def test_a_bare_model_s_file_is_read(tmp_path: Path) -> None:
     bare["h.0.attn.bias"] = torch.ones(1, 1, 32, 32)
     save_file(bare, tmp_path / "theirs" / "model.safetensors")
     torch.testing.assert_close(
-        megatfm.load(tmp_path / "theirs")(DECODER_TOKENS).logits, theirs(DECODER_TOKENS).logits
+        megatfm.load(tmp_path / "theirs")(DECODER_TOKENS).logits, reference(DECODER_TOKENS).logits
     )
 
 

@@ -41,22 +41,22 @@ TEXTS = [inspect.getsource(textwrap), "Größe, naïve, 東京\n" * 20]
 
 @pytest.mark.parametrize("name", HF_DECODERS)
 def test_there_and_back(name: str, tmp_path: Path) -> None:
-    theirs = hf_decoder(name)
-    theirs.save_pretrained(tmp_path / "theirs")
+    reference = hf_decoder(name)
+    reference.save_pretrained(tmp_path / "theirs")
     convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
     with torch.no_grad():
-        wanted = decoder_logits(theirs, ours=False)
+        wanted = decoder_logits(reference, is_megatfm=False)
         for path in ("theirs", "ours"):
-            got = decoder_logits(megatfm.load(tmp_path / path), ours=True)
+            got = decoder_logits(megatfm.load(tmp_path / path), is_megatfm=True)
             torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
     convert(tmp_path / "ours", tmp_path / "back", "hf")
     assert json.loads((tmp_path / "back" / "config.json").read_text())["architectures"] == [
         HF_DECODERS[name][0]
     ]
-    loaded, info = type(theirs).from_pretrained(tmp_path / "back", output_loading_info=True)
+    loaded, info = type(reference).from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not any(info.values()), info
     with torch.no_grad():
-        assert torch.equal(decoder_logits(with_fresh_memory(loaded), ours=False), wanted)
+        assert torch.equal(decoder_logits(with_fresh_memory(loaded), is_megatfm=False), wanted)
     original, back = (load_file(tmp_path / f / "model.safetensors") for f in ("theirs", "back"))
     assert original.keys() == back.keys()
     assert all(torch.equal(original[key], back[key]) for key in original)
@@ -64,12 +64,12 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "deepseek-v3", "olmoe", "deepseek-v2"])
 def test_files_with_all_experts_of_a_block_in_one_tensor(name: str, tmp_path: Path) -> None:
-    theirs = hf_decoder(name)
-    theirs.save_pretrained(tmp_path, save_original_format=False)
+    reference = hf_decoder(name)
+    reference.save_pretrained(tmp_path, save_original_format=False)
     assert any(key.endswith("experts.gate_up_proj") for key in load_file(tmp_path / "model.safetensors"))
     with torch.no_grad():
-        wanted = decoder_logits(theirs, ours=False)
-        got = decoder_logits(megatfm.load(tmp_path), ours=True)
+        wanted = decoder_logits(reference, is_megatfm=False)
+        got = decoder_logits(megatfm.load(tmp_path), is_megatfm=True)
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -89,8 +89,8 @@ def test_the_number_of_experts_under_its_other_name(name: str, other: str, tmp_p
 def test_t5_s_published_files_have_copies_and_a_table_that_nothing_uses(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    theirs = hf_decoder("t5")
-    theirs.save_pretrained(tmp_path / "theirs")
+    reference = hf_decoder("t5")
+    reference.save_pretrained(tmp_path / "theirs")
     path = tmp_path / "theirs" / "model.safetensors"
     tensors = load_file(path)
     for copy in ("encoder.embed_tokens", "decoder.embed_tokens", "lm_head"):
@@ -236,24 +236,28 @@ def test_a_run_becomes_a_folder_that_transformers_uses_and_back(
     run = run_of(tmp_path / "run", family, TOKENIZERS[kind]())
     convert(run, tmp_path / "theirs", "hf")
     written = json.loads((tmp_path / "theirs" / "config.json").read_text())
-    ours = load(run)
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "theirs")
+    actual = load(run)
+    reference = AutoTokenizer.from_pretrained(tmp_path / "theirs")
     for text in ("import textwrap\n    def x(self):  pass", " Größe, naïve 東京", "a  b\t\n"):
-        assert theirs(text, add_special_tokens=False)["input_ids"] == ours.tokenizer.encode(text).tolist()
+        assert (
+            reference(text, add_special_tokens=False)["input_ids"] == actual.tokenizer.encode(text).tolist()
+        )
     roles = ("bos", "eos", "pad")
-    assert [written[f"{r}_token_id"] for r in roles] == [getattr(ours.tokenizer, r) for r in roles]
-    assert [getattr(theirs, f"{r}_token_id") for r in roles] == [getattr(ours.tokenizer, r) for r in roles]
+    assert [written[f"{r}_token_id"] for r in roles] == [getattr(actual.tokenizer, r) for r in roles]
+    assert [getattr(reference, f"{r}_token_id") for r in roles] == [
+        getattr(actual.tokenizer, r) for r in roles
+    ]
     assert written.get("max_position_embeddings", written.get("n_positions")) == 48
     if family == "encoder_decoder":
-        assert written["decoder_start_token_id"] == ours.tokenizer.pad
+        assert written["decoder_start_token_id"] == actual.tokenizer.pad
 
     convert(tmp_path / "theirs", tmp_path / "back", "megatfm")
     back = load(tmp_path / "back")
-    assert back.tokenizer.hash == ours.tokenizer.hash
+    assert back.tokenizer.hash == actual.tokenizer.hash
     assert back.config.data.sequence_length == 48
-    assert back.config.objective == ours.config.objective
+    assert back.config.objective == actual.config.objective
     assert generate_text_beam(back, "import", 9, 2, 0.6, sentinel="always") == generate_text_beam(
-        ours, "import", 9, 2, 0.6
+        actual, "import", 9, 2, 0.6
     )
     stored, again = (checkpoint.read_tensors(find(path), "model.") for path in (run, tmp_path / "back"))
     assert stored.keys() == again.keys()
@@ -269,9 +273,9 @@ def test_another_tokenizer_than_the_model_s_is_not_taken_along(tmp_path: Path) -
     assert not (tmp_path / "theirs").exists()
     state = checkpoint.read_state(find(run))
     checkpoint.save(run / "checkpoints", 4, checkpoint.read_tensors(find(run)), {**state, "tokenizer": None})
-    said = convert(run, tmp_path / "theirs", "hf")
+    output = convert(run, tmp_path / "theirs", "hf")
     assert (
-        said[1]
+        output[1]
         == f"no tokenizer: step-00000004 was saved without one; {run / 'tokenizer.json'} may be another"
     )
     assert not (tmp_path / "theirs" / "tokenizer.json").exists()
@@ -288,18 +292,18 @@ def trained_on_from(folder: str) -> torch.Tensor:
 
 
 def test_training_starts_from_a_converted_folder(tmp_path: Path, workers: Workers) -> None:
-    theirs = hf_decoder("gpt1")
-    theirs.save_pretrained(tmp_path / "theirs")
+    reference = hf_decoder("gpt1")
+    reference.save_pretrained(tmp_path / "theirs")
     convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
     (logits,) = workers.run(trained_on_from, 1, str(tmp_path / "ours"))
-    torch.testing.assert_close(logits, theirs(DECODER_TOKENS).logits.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits, reference(DECODER_TOKENS).logits.detach(), rtol=1e-5, atol=1e-5)
     with pytest.raises(UsageError, match="in the Hugging Face format: make a folder of ours of it with"):
         load(tmp_path / "theirs")
 
 
 def find(folder: Path) -> Path:
-    (found,) = (folder / "checkpoints").iterdir()
-    return found
+    (path,) = (folder / "checkpoints").iterdir()
+    return path
 
 
 @pytest.mark.parametrize(
@@ -309,8 +313,8 @@ def test_a_preset_made_smaller_can_be_exported(preset: str) -> None:
     words = ["model.d_model=64", "model.attention.n_heads=4", "model.n_layers=2", "data.tokenizer=t"]
     words += ["model.attention.qk_nope_head_dim=16"] * (preset == "mla-1b")
     config = load_config(preset, words).model.with_changes({"vocab_size": 4096})
-    name, _, theirs = architecture_for(config)
-    assert getattr(transformers, name).config_class.from_dict(theirs).vocab_size == 4096
+    name, _, expected = architecture_for(config)
+    assert getattr(transformers, name).config_class.from_dict(expected).vocab_size == 4096
 
 
 @pytest.mark.parametrize(
@@ -329,25 +333,25 @@ def test_what_transformers_could_not_open_or_run_is_not_written(preset: str, wor
 def test_t5_v1_1_as_transformers_5_writes_it(tmp_path: Path) -> None:
     """It always says that the output matrix is shared, and by scale_decoder_outputs what was meant by it before."""
     kind, values = HF_DECODERS["t5-v1.1"]
-    theirs = getattr(transformers, kind)(getattr(transformers, kind).config_class(**values)).eval()
-    perturb(theirs)
+    expected = getattr(transformers, kind)(getattr(transformers, kind).config_class(**values)).eval()
+    perturb(expected)
     for folder, shared in (("tied", True), ("untied", False)):
         if not shared:
-            theirs.lm_head.weight = torch.nn.Parameter(theirs.lm_head.weight.detach() * 1.5)
-        theirs.save_pretrained(tmp_path / folder)
+            expected.lm_head.weight = torch.nn.Parameter(expected.lm_head.weight.detach() * 1.5)
+        expected.save_pretrained(tmp_path / folder)
         written = json.loads((tmp_path / folder / "config.json").read_text())
         written |= {"tie_word_embeddings": True, "scale_decoder_outputs": False}
         (tmp_path / folder / "config.json").write_text(json.dumps(written))
         model = megatfm.load(tmp_path / folder)
         assert model.config.embedding.tied == shared
         with torch.no_grad():
-            wanted = decoder_logits(theirs, ours=False)
-            torch.testing.assert_close(decoder_logits(model, ours=True), wanted, rtol=1e-5, atol=1e-5)
+            wanted = decoder_logits(expected, is_megatfm=False)
+            torch.testing.assert_close(decoder_logits(model, is_megatfm=True), wanted, rtol=1e-5, atol=1e-5)
         convert(tmp_path / folder, tmp_path / f"ours-{folder}", "megatfm")
         convert(tmp_path / f"ours-{folder}", tmp_path / f"back-{folder}", "hf")
         back = getattr(transformers, kind).from_pretrained(tmp_path / f"back-{folder}").eval()
         with torch.no_grad():
-            torch.testing.assert_close(decoder_logits(back, ours=False), wanted, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(decoder_logits(back, is_megatfm=False), wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("before", "ends"), [(False, 9), (True, 11)])
@@ -355,7 +359,7 @@ def test_ids_rates_and_how_to_generate_travel(
     before: bool, ends: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And a text begins as the model's own tokenizer begins it; the folder itself makes the same text."""
-    theirs = tmp_path / "theirs"
+    expected = tmp_path / "theirs"
     config = transformers.GPT2Config(
         **GPT_OPTIONS | {"vocab_size": 300}, embd_pdrop=0.3, resid_pdrop=0.2, attn_pdrop=0.0, bos_token_id=7,
         eos_token_id=9, pad_token_id=None,
@@ -364,17 +368,17 @@ def test_ids_rates_and_how_to_generate_travel(
     model = transformers.GPT2LMHeadModel(config)
     bias, embedding = model.transformer.ln_f.bias.data, model.transformer.wte.weight.data
     bias += 3 * embedding[ends] / embedding[ends].norm()
-    model.save_pretrained(theirs)
-    (theirs / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 11], "top_k": 3}))
-    (theirs / "tokenizer.json").write_bytes(train_byte_bpe(TEXTS, vocab_size=300, sentinels=0))
-    library = Library.from_file(str(theirs / "tokenizer.json"))
+    model.save_pretrained(expected)
+    (expected / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 11], "top_k": 3}))
+    (expected / "tokenizer.json").write_bytes(train_byte_bpe(TEXTS, vocab_size=300, sentinels=0))
+    library = Library.from_file(str(expected / "tokenizer.json"))
     begin = library.token_to_id("<s>")
     if before:
         library.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
-        library.save(str(theirs / "tokenizer.json"))
-    convert(theirs, tmp_path / "ours", "megatfm")
+        library.save(str(expected / "tokenizer.json"))
+    convert(expected, tmp_path / "ours", "megatfm")
     convert(tmp_path / "ours", tmp_path / "back", "hf")
-    back, original = (json.loads((f / "config.json").read_text()) for f in (tmp_path / "back", theirs))
+    back, original = (json.loads((f / "config.json").read_text()) for f in (tmp_path / "back", expected))
     for key in ("bos_token_id", "eos_token_id", "pad_token_id", "embd_pdrop", "resid_pdrop", "attn_pdrop"):
         assert back[key] == original[key], key
     generation = json.loads((tmp_path / "back" / "generation_config.json").read_text())
@@ -385,30 +389,30 @@ def test_ids_rates_and_how_to_generate_travel(
     assert "embd_pdrop" not in tokenizer_files.restore_origin(origin, {"embd_pdrop": 0.5}), "it was set since"
 
     loaded = load(tmp_path / "ours")
-    wanted = AutoTokenizer.from_pretrained(theirs)("import os")["input_ids"]
+    wanted = AutoTokenizer.from_pretrained(expected)("import os")["input_ids"]
     assert build_prompts(loaded, "import os").tokens[0].tolist() == wanted
     assert (wanted[0] == begin) == before
     assert loaded.eos_token_id == (9, 11)
     ids = torch.tensor([wanted])
-    made = transformers.GPT2LMHeadModel.from_pretrained(theirs).generate(
+    result = transformers.GPT2LMHeadModel.from_pretrained(expected).generate(
         ids, max_new_tokens=6, do_sample=False
     )
-    new = made[0, len(wanted) :].tolist()
+    new = result[0, len(wanted) :].tolist()
     assert 1 < new.index(ends) + 1 == len(new) < 6, "it ends by that id, and not at once"
     text = loaded.tokenizer.decode(new)
-    for folder in (theirs, tmp_path / "ours"):
+    for folder in (expected, tmp_path / "ours"):
         assert megatfm.load(folder).generate("import os", max_tokens=6, temperature=0) == text, folder
-    assert megatfm.load(theirs).encode(["import os"]).shape == (1, GPT_OPTIONS["n_embd"])
+    assert megatfm.load(expected).encode(["import os"]).shape == (1, GPT_OPTIONS["n_embd"])
     models.add_generate_arguments(parser := argparse.ArgumentParser())
-    words = [str(theirs), "--prompt", "import os", "--max-tokens=6", "--temperature=0"]
+    words = [str(expected), "--prompt", "import os", "--max-tokens=6", "--temperature=0"]
     assert models.generate_command(parser.parse_args(words)) == 0
     assert capsys.readouterr().out.endswith(f"import os{text}\n")
-    transformers.GPT2Model(config).save_pretrained(theirs)
+    transformers.GPT2Model(config).save_pretrained(expected)
     with pytest.raises(UsageError, match="no head over the vocabulary, and makes no text"):
-        megatfm.load(theirs).generate("import os")
-    (theirs / "tokenizer.json").unlink()
+        megatfm.load(expected).generate("import os")
+    (expected / "tokenizer.json").unlink()
     with pytest.raises(UsageError, match="theirs: has no tokenizer that megatfm opens, and so makes no text"):
-        megatfm.load(theirs).generate("import os")
+        megatfm.load(expected).generate("import os")
     assert build_prompts(loaded, "import os", begin="bos").tokens[0].tolist()[0] == loaded.tokenizer.bos
     assert build_prompts(loaded, "import os", begin="none").tokens[0].tolist() == wanted[before:]
     assert build_prompts(loaded, "").tokens[0].tolist() == [loaded.tokenizer.bos]

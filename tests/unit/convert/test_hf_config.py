@@ -178,16 +178,20 @@ IDLE = {
 PARTICULAR = {"attn_implementation", "_attn_implementation", "num_labels", "_num_labels", "auto_map"}
 
 
-def logits(model: Any, *, ours: bool, config: Mapping[str, Any]) -> torch.Tensor:
+def logits(model: Any, *, is_megatfm: bool, config: Mapping[str, Any]) -> torch.Tensor:
     """config: config.json; which tokens of a Longformer all see, transformers has as an input."""
     if config["model_type"] in ("big_bird", "longformer"):
-        return model(LONG_TOKENS).logits if ours else long_encoder_logits(model, config.get(SEEN_BY_ALL, [0]))
+        return (
+            model(LONG_TOKENS).logits
+            if is_megatfm
+            else long_encoder_logits(model, config.get(SEEN_BY_ALL, [0]))
+        )
     if type(model).__name__.startswith(("T5", "Switch")) or (
-        ours and model.config.family == "encoder_decoder"
+        is_megatfm and model.config.family == "encoder_decoder"
     ):
-        return decoder_logits(model, ours=ours)
+        return decoder_logits(model, is_megatfm=is_megatfm)
     output = model(TOKENS)
-    return output.logits if ours else first_logits(output)
+    return output.logits if is_megatfm else first_logits(output)
 
 
 def their_logits(case: str, folder: Path, config: Mapping[str, Any]) -> torch.Tensor | str:
@@ -198,7 +202,7 @@ def their_logits(case: str, folder: Path, config: Mapping[str, Any]) -> torch.Te
         )
         if lost := info["missing_keys"] or info["mismatched_keys"] or info["unexpected_keys"]:
             return f"{sorted(lost)[0]} does not fit"
-        return logits(model.eval(), ours=False, config=config)
+        return logits(model.eval(), is_megatfm=False, config=config)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
@@ -213,8 +217,8 @@ def test_every_edit_is_computed_as_transformers_does_or_refused(
     theirs_of(case).save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     base = json.loads(file.read_text())
-    whole = getattr(transformers, CASES[case][0]).config_class.from_pretrained(tmp_path).to_dict()
-    base = {**json.loads(json.dumps(whole)), **base}
+    full = getattr(transformers, CASES[case][0]).config_class.from_pretrained(tmp_path).to_dict()
+    base = {**json.loads(json.dumps(full)), **base}
     opened, refused, wrong = [], [], []
     logging.disable(logging.ERROR)
     with torch.no_grad(), warnings.catch_warnings():
@@ -222,7 +226,7 @@ def test_every_edit_is_computed_as_transformers_does_or_refused(
         for name, edited in [("as it is", base), *edits(base, case, every)]:
             file.write_text(json.dumps(edited))
             try:
-                got = logits(model := megatfm.load(tmp_path), ours=True, config=edited)
+                got = logits(model := megatfm.load(tmp_path), is_megatfm=True, config=edited)
                 if model.config.lm_head.name == "none":  # said, see test_a_head_that_is_missing_is_told
                     refused.append(name)
                     continue

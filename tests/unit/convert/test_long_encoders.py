@@ -18,11 +18,11 @@ from tests.support.hf_folders import edit_config
 
 @pytest.mark.parametrize("name", HF_LONG_ENCODERS)
 def test_there_and_back(name: str, tmp_path: Path) -> None:
-    theirs = hf_long_encoder(name)
-    theirs.save_pretrained(tmp_path / "theirs")
+    reference = hf_long_encoder(name)
+    reference.save_pretrained(tmp_path / "theirs")
     convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
     with torch.no_grad():
-        wanted = long_encoder_logits(theirs)
+        wanted = long_encoder_logits(reference)
         for folder in ("theirs", "ours"):
             got = megatfm.load(tmp_path / folder)(LONG_TOKENS).logits
             torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)

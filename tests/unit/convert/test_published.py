@@ -22,12 +22,12 @@ from tests.support.reference_gradients import perturb
 def test_a_window_slides_beyond_the_longest_sequence(window: int, tmp_path: Path) -> None:
     """As wide as max_position_embeddings, wider, and wider than these rows."""
     values = {**LLAMA_OPTIONS, "sliding_window": window, "max_position_embeddings": 16}
-    theirs = transformers.MistralForCausalLM(transformers.MistralConfig(**values))
-    perturb(theirs)
-    theirs.save_pretrained(tmp_path / "theirs")
+    reference = transformers.MistralForCausalLM(transformers.MistralConfig(**values))
+    perturb(reference)
+    reference.save_pretrained(tmp_path / "theirs")
     tokens = torch.randint(0, values["vocab_size"], (2, 36), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        wanted = theirs.eval()(tokens).logits
+        wanted = reference.eval()(tokens).logits
         got = megatfm.load(tmp_path / "theirs")(tokens).logits
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
     convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
@@ -37,15 +37,15 @@ def test_a_window_slides_beyond_the_longest_sequence(window: int, tmp_path: Path
 
 @pytest.mark.parametrize("name", ["BertForPreTraining", "RobertaForMaskedLM", "XLNetLMHeadModel"])
 def test_config_files_of_transformers_2_name_no_class(name: str, tmp_path: Path) -> None:
-    theirs = hf_encoder(name)
-    theirs.save_pretrained(tmp_path)
+    reference = hf_encoder(name)
+    reference.save_pretrained(tmp_path)
     edit_config(tmp_path, model_type=None, architectures=None, eos_token_ids=0)
     opened = HfFolder(tmp_path)
     assert opened.name == name
     assert "its config.json names no class: taken for a" in opened.notes[0]
     torch.testing.assert_close(
         megatfm.load(tmp_path)(ENCODER_TOKENS).logits,
-        first_logits(theirs(ENCODER_TOKENS)),
+        first_logits(reference(ENCODER_TOKENS)),
         rtol=1e-5,
         atol=1e-5,
     )
@@ -60,8 +60,8 @@ def test_names_of_tensors_that_several_classes_have_tell_nothing(tmp_path: Path)
 
 @pytest.mark.parametrize("modules", [0, 1, 2])
 def test_deepseek_s_modules_for_later_tokens_are_left_and_named(modules: int, tmp_path: Path) -> None:
-    theirs = hf_decoder("deepseek-v3")
-    theirs.save_pretrained(tmp_path)
+    reference = hf_decoder("deepseek-v3")
+    reference.save_pretrained(tmp_path)
     count = HF_DECODERS["deepseek-v3"][1]["num_hidden_layers"]
     edit_config(tmp_path, num_nextn_predict_layers=modules)
     names = [
@@ -78,7 +78,7 @@ def test_deepseek_s_modules_for_later_tokens_are_left_and_named(modules: int, tm
     tokens = torch.arange(9)[None]
     with torch.no_grad():
         torch.testing.assert_close(
-            megatfm.load(tmp_path)(tokens).logits, theirs(tokens).logits, rtol=1e-5, atol=1e-5
+            megatfm.load(tmp_path)(tokens).logits, reference(tokens).logits, rtol=1e-5, atol=1e-5
         )
     edit_tensors(
         tmp_path,
@@ -99,11 +99,11 @@ def test_switch_s_steps_overrule_its_numbers_of_layers(steps: tuple[int, int | N
     }
     values |= {"num_sparse_encoder_layers": 1, "encoder_sparse_step": steps[0]}
     values |= {} if steps[1] is None else {"decoder_sparse_step": steps[1]}
-    theirs = transformers.SwitchTransformersForConditionalGeneration(
+    reference = transformers.SwitchTransformersForConditionalGeneration(
         transformers.SwitchTransformersConfig(**values)
     )
-    perturb(theirs)
-    theirs.save_pretrained(tmp_path)
+    perturb(reference)
+    reference.save_pretrained(tmp_path)
     edit_config(
         tmp_path,
         encoder_sparse_step=steps[0],
@@ -128,8 +128,8 @@ def test_switch_s_steps_overrule_its_numbers_of_layers(steps: tuple[int, int | N
 
 
 def test_a_class_whose_head_can_t_be_told_from_the_model_is_refused_by_name(tmp_path: Path) -> None:
-    theirs = transformers.T5ForSequenceClassification(transformers.T5Config(**T5_OPTIONS, num_labels=2))
-    theirs.save_pretrained(tmp_path)
+    reference = transformers.T5ForSequenceClassification(transformers.T5Config(**T5_OPTIONS, num_labels=2))
+    reference.save_pretrained(tmp_path)
     with pytest.raises(UsageError, match="unknown Hugging Face architecture 'T5ForSequenceClassification'"):
         HfFolder(tmp_path)
 
@@ -144,8 +144,8 @@ def test_bigbird_s_other_rule_in_evaluation_is_said(tmp_path: Path, caplog: pyte
 
 def test_a_discriminator_alone_is_said_not_to_be_trained_by_any_objective(tmp_path: Path) -> None:
     hf_encoder("ElectraForPreTraining").save_pretrained(tmp_path / "theirs")
-    said = convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
+    output = convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
     text = (tmp_path / "ours" / "config.toml").read_text()
-    for words in ("\n".join(said), text):
+    for words in ("\n".join(output), text):
         assert "no objective trains a discriminator without its generator" in words
     assert "train on from its weights" not in text.replace("\n# ", " ")

@@ -107,10 +107,10 @@ class Gcs(http.server.BaseHTTPRequestHandler):
         assert match, self.path
         download, name = match[1], unquote(match[2] or "")
         path = self.folder / name.removeprefix("corpus/")
-        found = name.startswith("corpus/") and path.is_file()
+        actual = name.startswith("corpus/") and path.is_file()
         if not name:
             self.answer(200, b"{}")
-        elif not found:
+        elif not actual:
             self.answer(404, b'{"error": {"code": 404, "message": "No such object"}}')
         elif download:
             data = path.read_bytes()

@@ -65,10 +65,10 @@ def padded_except(rows: PackedDataset, healthy: PackedDataset, bad: set[int]) ->
     assert blanks == 2 * sum(len(corpus.documents[number]) + 1 for number in bad)
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_no_address_moves(memory_corpus: Any, causal_type: Any, whole: bool) -> None:
+@pytest.mark.parametrize("whole_shard", [False, True])
+def test_no_address_moves(memory_corpus: Any, causal_type: Any, whole_shard: bool) -> None:
     class Chosen(causal_type):  # type: ignore[misc]
-        max_tokens = 15 if whole else None
+        max_tokens = 15 if whole_shard else None
 
     blocks = [[5, 9, 3, 14], [2, 2, 8], [12, 1, 6, 4]]
     corpus = memory_corpus(blocks)

@@ -61,8 +61,8 @@ def trains_in_torchs_memory(parallel: ParallelConfig, optimizer: OptimizerSectio
             assert wrong(engine.state_dict()) == []
         engine.evaluate(batches[3], CAUSAL)
     assert wrong(engine.local) == []
-    whole = [tensor for tensor in engine.model.parameters() if type(tensor) is torch.nn.Parameter]
-    assert wrong(dict(enumerate(whole))) == []  # type: ignore[arg-type]
+    full = [tensor for tensor in engine.model.parameters() if type(tensor) is torch.nn.Parameter]
+    assert wrong(dict(enumerate(full))) == []  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

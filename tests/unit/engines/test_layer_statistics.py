@@ -41,7 +41,7 @@ def expected(config: ModelConfig = UNTIED_MODEL) -> dict[str, dict[str, float]]:
         if module in set(transformer_blocks(model)):
             module.register_forward_hook(lambda _, __, y, path=path: outputs.update({path: y.detach()}))
     _, gradients = one_device_gradients(model, batch)
-    found: dict[str, dict[str, float]] = {}
+    actual: dict[str, dict[str, float]] = {}
     layers = ["decoder.embedding", "decoder.layers.0", "decoder.layers.1", "decoder.norm", "head"]
     for layer in layers:
         names = [name for name, _ in model.named_parameters() if name.startswith(f"{layer}.")]
@@ -49,11 +49,11 @@ def expected(config: ModelConfig = UNTIED_MODEL) -> dict[str, dict[str, float]]:
             continue
         weights = torch.cat([model.get_parameter(name).detach().flatten() for name in names])
         gradient = torch.cat([gradients[name].flatten() for name in names])
-        found[layer] = {"weight": float(weights.square().mean() ** 0.5)}
-        found[layer]["gradient"] = float(gradient.square().mean() ** 0.5)
+        actual[layer] = {"weight": float(weights.square().mean() ** 0.5)}
+        actual[layer]["gradient"] = float(gradient.square().mean() ** 0.5)
         if layer in outputs:
-            found[layer]["activation"] = float(outputs[layer].square().mean() ** 0.5)
-    return found
+            actual[layer]["activation"] = float(outputs[layer].square().mean() ** 0.5)
+    return actual
 
 
 def compare(config: ModelConfig, make: Callable[..., NativeEngine], layouts: list[ParallelConfig]) -> None:
@@ -64,10 +64,10 @@ def compare(config: ModelConfig, make: Callable[..., NativeEngine], layouts: lis
             engine.forward_backward(
                 microbatches(engine, global_batch(seed=3)), CAUSAL, record_activations=watches
             )
-            found = engine.layer_statistics()
+            statistics = engine.layer_statistics()
             engine.zero_grad()
-            assert found.keys() == wanted.keys()
-            for layer, kinds in found.items():
+            assert statistics.keys() == wanted.keys()
+            for layer, kinds in statistics.items():
                 assert set(kinds) == set(wanted[layer]) - (set() if watches else {"activation"})
                 for kind, value in kinds.items():
                     assert value == pytest.approx(wanted[layer][kind], rel=1e-9), (parallel, layer, kind)
@@ -96,15 +96,15 @@ def compare_content() -> None:
         objective(model, batch)
     engine = build_engine(config, ParallelConfig(dp_shard=2), ADAMW)
     engine.forward_backward(uneven_microbatches(engine, batch), objective, record_activations=True)
-    found = engine.layer_statistics()
+    statistics = engine.layer_statistics()
     *earlier, last = outputs
     assert earlier
     for path in earlier:
-        assert found[path]["activation"] == pytest.approx(
+        assert statistics[path]["activation"] == pytest.approx(
             float(outputs[path].square().mean() ** 0.5), rel=1e-9
         )
     assert outputs[last] is None
-    assert "activation" not in found[last]
+    assert "activation" not in statistics[last]
 
 
 def test_the_content_stream_counts(workers: Workers) -> None:

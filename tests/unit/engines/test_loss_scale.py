@@ -16,15 +16,15 @@ from tests.support.workers import Workers
 
 def test_the_rule_is_torch_s() -> None:
     """GradScaler's own update, over a series with overflows."""
-    ours, theirs = LossScale(first=8.0, patience=3), torch.full((), 8.0)
+    loss_scale, expected = LossScale(first=8.0, patience=3), torch.full((), 8.0)
     growth = torch.zeros((), dtype=torch.int32)
     for overflow in [0, 0, 0, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0]:
-        ours.update(not overflow)
-        torch._amp_update_scale_(theirs, growth, torch.full((), float(overflow)), 2.0, 0.5, 3)
-        assert ours.value == theirs.item()
+        loss_scale.update(not overflow)
+        torch._amp_update_scale_(expected, growth, torch.full((), float(overflow)), 2.0, 0.5, 3)
+        assert loss_scale.value == expected.item()
     for _ in range(20):
-        ours.update(False)
-    assert ours.value == 1.0
+        loss_scale.update(False)
+    assert loss_scale.value == 1.0
 
 
 def near_one_device(parallel: ParallelConfig) -> float:

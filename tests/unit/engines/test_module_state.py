@@ -83,9 +83,9 @@ def reference_steps(config: ModelConfig) -> tuple[nn.Module, dict[str, Tensor]]:
     """One device after three steps, of which the second is skipped; its state by name."""
     model = one_device(config)
     decayed = [parameter for parameter in model.parameters() if parameter.dim() == 2]
-    others = {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0}
+    remaining = {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0}
     options = {"betas": ADAMW.betas, "eps": ADAMW.eps, "weight_decay": ADAMW.weight_decay}
-    optimizer = torch.optim.AdamW([{"params": decayed}, others], lr=LR, **options)  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW([{"params": decayed}, remaining], lr=LR, **options)  # type: ignore[arg-type]
     for step in range(3):
         one_device_gradients(model.train(), global_batch(seed=step))
         modules = [module for module in model.modules() if isinstance(module, Stateful)]
@@ -168,9 +168,9 @@ def flipped(parallel: ParallelConfig) -> str:
 
 def test_state_that_differs_between_ranks_is_found_where_weights_are_cut(workers: Workers) -> None:
     """Every data rank holds the same state under any ZeRO stage."""
-    for said in workers.run(flipped, 3, ParallelConfig(dp_shard=3)):
-        assert "rank 1 on " in said
-        assert "model.decoder.norm.drift" in said
+    for result in workers.run(flipped, 3, ParallelConfig(dp_shard=3)):
+        assert "rank 1 on " in result
+        assert "model.decoder.norm.drift" in result
 
 
 COUNTED = {
@@ -245,12 +245,12 @@ class Told(Idle):
 
 def modules_that_no_pass_reached() -> dict[str, Any]:
     mesh = build_mesh(ParallelConfig(dp_shard=2), 2, "cpu")
-    found = {}
+    actual = {}
     for name, parts in (("idle", [Idle()]), ("both", [Idle(), Told(), Idle()])):
         state = ModuleState(nn.Sequential(*parts), ModelLayout({}, ""), mesh)
         state.update()
-        found[name] = state.statistics()
-    return found
+        actual[name] = state.statistics()
+    return actual
 
 
 def test_modules_that_no_pass_reached_are_left_out(workers: Workers) -> None:

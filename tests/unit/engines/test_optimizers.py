@@ -52,7 +52,7 @@ def distances(
     layouts: list[str], optimizer: OptimizerSection, wanted: dict[str, Tensor]
 ) -> list[tuple[float, float]]:
     """The largest difference of a weight from those given, and how far the one that moved least has moved."""
-    found = []
+    actual = []
     for layout in layouts:
         engine = build_engine(SQUARE, LAYOUTS[layout], optimizer)
         before = {name: tensor.clone() for name, tensor in engine.local.items()}
@@ -60,8 +60,8 @@ def distances(
         held = {name: tensor for name, tensor in engine.local.items() if tensor.numel()}
         differences = [float((local_block(engine, n, wanted[n]) - t).abs().max()) for n, t in held.items()]
         moved = [float((tensor - before[name]).abs().max()) for name, tensor in held.items()]
-        found.append((max(differences), min(moved)))
-    return found
+        actual.append((max(differences), min(moved)))
+    return actual
 
 
 LAYOUTS = {
@@ -132,11 +132,11 @@ def evaluates_and_saves_the_average(parallel: ParallelConfig) -> None:
         parts = engine.mesh.gather_objects(
             {n: (engine.boxes[n], t) for n, t in blocks.items()}, ("dp_shard", "tp")
         )
-        made = {n: torch.zeros(engine.layout[n].shape, dtype=torch.float64) for n in blocks}
+        result = {n: torch.zeros(engine.layout[n].shape, dtype=torch.float64) for n in blocks}
         for rank in parts:
             for n, ((offsets, sizes), values) in rank.items():
-                made[n][tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] = values
-        return made
+                result[n][tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] = values
+        return result
 
     batch, losses = global_batch(seed=50), {}
     for kind, blocks in (("average", x), ("trained", trained)):
@@ -211,8 +211,8 @@ def test_names_that_share_options_share_torch_s_group() -> None:
         lr_ratios={"b": 0.5},
     )
     tensors = {name: torch.zeros(1) for name in "abc"}
-    made = group.parameter_groups({**tensors, "d": torch.zeros(1)})
-    assert [names for names, _ in made] == [["a"], ["b"], ["c"], ["d"]]
+    groups = group.parameter_groups({**tensors, "d": torch.zeros(1)})
+    assert [names for names, _ in groups] == [["a"], ["b"], ["c"], ["d"]]
     same = OptimizerGroup(list("abc"), "elementwise", Rows).parameter_groups(tensors)
     assert [names for names, _ in same] == [["a", "b", "c"]]
     assert same[0][1]["lr_ratio"] == 1.0

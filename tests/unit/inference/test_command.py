@@ -26,8 +26,8 @@ def test_prints_the_prompt_and_what_follows(run: Path, capsys: pytest.CaptureFix
     ids = [loaded.tokenizer.bos, *loaded.tokenizer.encode("Größe ")]
     logits_end = loaded.tokenizer.vocab_size  # the model has rows that no text stands for
     loaded.model.head.weight.data[logits_end:] = 0
-    made = generate(loaded.model, torch.tensor([ids]), max_tokens=9, stop_token=loaded.tokenizer.eos)
-    text = loaded.tokenizer.decode(made[0, len(ids) :])
+    result = generate(loaded.model, torch.tensor([ids]), max_tokens=9, stop_token=loaded.tokenizer.eos)
+    text = loaded.tokenizer.decode(result[0, len(ids) :])
     assert capsys.readouterr().out == f"Größe {text}\n"
     kept = [json.loads(line) for line in (run / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
     assert kept == [{"prompt": "Größe ", "text": text, "step": 30}]

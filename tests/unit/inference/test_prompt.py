@@ -31,15 +31,15 @@ def special_of(loaded: TextModel) -> SpecialTokens:
 
 def check(prompts: Prompts, fields: dict[str, np.ndarray]) -> None:
     """The prompt is what the fields of a sequence start with, before anything that was wanted."""
-    given = len(prompts.tokens[0])
-    assert prompts.tokens[0].tolist() == fields["tokens"][:given].tolist()
-    assert fields["targets"][: given - 1].tolist() == [-100] * (given - 1)
-    assert fields["targets"][given - 1] != -100
+    inputs = len(prompts.tokens[0])
+    assert prompts.tokens[0].tolist() == fields["tokens"][:inputs].tolist()
+    assert fields["targets"][: inputs - 1].tolist() == [-100] * (inputs - 1)
+    assert fields["targets"][inputs - 1] != -100
     if prompts.encoder is not None:
         assert prompts.encoder[0].tolist() == fields["encoder_tokens"].tolist()
     if prompts.prefix:
-        assert fields["prefix"][:given].all()
-        assert not fields["prefix"][given:].any()
+        assert fields["prefix"][:inputs].all()
+        assert not fields["prefix"][inputs:].any()
 
 
 @pytest.mark.parametrize("text", [TEXT, "a <extra_1> b <extra_id_0>"])
@@ -47,10 +47,10 @@ def check(prompts: Prompts, fields: dict[str, np.ndarray]) -> None:
 def test_span_corruption(text: str, config: ModelConfig, tmp_path: Path, tokenizer_model: bytes) -> None:
     loaded = opened(tmp_path, tokenizer_model, config, "span_corruption")
     s, encode = loaded.tokenizer.sentinels, loaded.tokenizer.encode
-    given = [*encode(TEXT), s[0]] if text == TEXT else [*encode("a "), s[1], *encode(" b "), s[0]]
+    inputs = [*encode(TEXT), s[0]] if text == TEXT else [*encode("a "), s[1], *encode(" b "), s[0]]
     wanted = np.array([s[0], 9])
     make = seq2seq_example if config is PAIRS else prefix_lm_example
-    check(build_prompts(loaded, text), make(np.array(given), wanted, special_of(loaded)))
+    check(build_prompts(loaded, text), make(np.array(inputs), wanted, special_of(loaded)))
 
 
 @pytest.mark.parametrize("sentinel", ["auto", "always", "never"])
@@ -102,8 +102,8 @@ def test_prefix(config: ModelConfig, objective: str, tmp_path: Path, tokenizer_m
     tokens, special = loaded.tokenizer.encode(TEXT), special_of(loaded)
     mode = loaded.tokenizer.modes.get("S") if objective == "ul2" else None
     if config is PAIRS:
-        given = tokens if mode is None else np.append(mode, tokens)
-        check(build_prompts(loaded, TEXT), seq2seq_example(given, np.array([9]), special))
+        inputs = tokens if mode is None else np.append(mode, tokens)
+        check(build_prompts(loaded, TEXT), seq2seq_example(inputs, np.array([9]), special))
     else:
         first = special.bos if mode is None else mode
         check(
@@ -114,10 +114,10 @@ def test_prefix(config: ModelConfig, objective: str, tmp_path: Path, tokenizer_m
 def test_causal(tmp_path: Path, tokenizer_model: bytes) -> None:
     loaded = opened(tmp_path, tokenizer_model, PAIRS, "causal")
     tokens, special = loaded.tokenizer.encode(TEXT), special_of(loaded)
-    whole = seq2seq_example(np.zeros(0, np.int64), np.append(tokens, 9), special)
+    full = seq2seq_example(np.zeros(0, np.int64), np.append(tokens, 9), special)
     prompts = build_prompts(loaded, TEXT)
-    assert prompts.tokens[0].tolist() == whole["tokens"].tolist()[:-1]
-    assert prompts.encoder[0].tolist() == whole["encoder_tokens"].tolist()
+    assert prompts.tokens[0].tolist() == full["tokens"].tolist()[:-1]
+    assert prompts.encoder[0].tolist() == full["encoder_tokens"].tolist()
     assert not prompts.prefix
 
 

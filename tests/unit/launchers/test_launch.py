@@ -50,19 +50,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpora: Path) -> Pa
 
 def test_local_ranks_get_the_variables_of_torchrun(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert launch("train.steps=77", "name=my-run", "--nproc", "2") == 0
-    said = json.loads(capfd.readouterr().out)
+    status = json.loads(capfd.readouterr().out)
     logged = json.loads((folder / "runs" / "my-run" / "logs" / "rank-1.log").read_text())
     assert (
-        said["arguments"] == logged["arguments"] == ["train", "quickstart", "train.steps=77", "name=my-run"]
+        status["arguments"] == logged["arguments"] == ["train", "quickstart", "train.steps=77", "name=my-run"]
     )
-    assert (said["RANK"], said["LOCAL_RANK"], said["WORLD_SIZE"], said["MASTER_ADDR"]) == (
+    assert (status["RANK"], status["LOCAL_RANK"], status["WORLD_SIZE"], status["MASTER_ADDR"]) == (
         "0",
         "0",
         "2",
         "127.0.0.1",
     )
-    assert (logged["RANK"], logged["LOCAL_RANK"], logged["MASTER_PORT"]) == ("1", "1", said["MASTER_PORT"])
-    assert said["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
+    assert (logged["RANK"], logged["LOCAL_RANK"], logged["MASTER_PORT"]) == ("1", "1", status["MASTER_PORT"])
+    assert status["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
 
 
 def test_threads_without_affinity_are_of_all_cores(
@@ -149,9 +149,16 @@ def test_workers_of_a_preparation_get_their_parts(folder: Path, capfd: pytest.Ca
     (folder / "texts").mkdir()
     words = ["quickstart-data", "read.folder=texts", "out=made", "--prep", "--nproc", "2"]
     assert main(parser.parse_intermixed_args(words)) == 0
-    said = json.loads(capfd.readouterr().out)
+    status = json.loads(capfd.readouterr().out)
     logged = json.loads((folder / "made.jobs" / "logs" / "worker-2.log").read_text())
-    assert said["arguments"] == ["prep", "quickstart-data", "read.folder=texts", "out=made", "--part", "1/2"]
+    assert status["arguments"] == [
+        "prep",
+        "quickstart-data",
+        "read.folder=texts",
+        "out=made",
+        "--part",
+        "1/2",
+    ]
     assert logged["arguments"][-1] == "2/2"
 
 
@@ -233,9 +240,9 @@ def test_mpi_starts_ranks(capfd: pytest.CaptureFixture[str]) -> None:
     if subprocess.run(["which", "mpirun"], stdout=subprocess.DEVNULL).returncode:
         pytest.skip("needs Open MPI: run `make system-deps`")
     assert launch("--mpi", "2", "train.steps=77") == 0
-    said = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
-    assert sorted(line["PMIX_RANK"] for line in said) == ["0", "1"]
-    assert {tuple(line["arguments"]) for line in said} == {("train", "quickstart", "train.steps=77")}
+    output = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert sorted(line["PMIX_RANK"] for line in output) == ["0", "1"]
+    assert {tuple(line["arguments"]) for line in output} == {("train", "quickstart", "train.steps=77")}
 
 
 def test_the_dry_run_of_mpi_is_its_command(capfd: pytest.CaptureFixture[str]) -> None:

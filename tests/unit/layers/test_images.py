@@ -79,10 +79,10 @@ def test_packed_images_are_each_image_alone(name: str) -> None:
         for image, label in zip(images, labels, strict=True)
     ]
     loss, gradients = loss_and_gradients(model, packed)
-    each = [loss_and_gradients(model, one) for one in alone]
-    torch.testing.assert_close(loss, sum(one for one, _ in each), rtol=1e-12, atol=1e-12)
+    item = [loss_and_gradients(model, one) for one in alone]
+    torch.testing.assert_close(loss, sum(one for one, _ in item), rtol=1e-12, atol=1e-12)
     for number, (name, _) in enumerate(model.named_parameters()):
-        wanted = sum(one[number] for _, one in each)
+        wanted = sum(one[number] for _, one in item)
         # A bias of keys adds the same to all scores of a query, unless keys are turned.
         assert name.endswith("wk.bias") or wanted.norm() > 1e-6, name
         torch.testing.assert_close(gradients[number], wanted, rtol=1e-11, atol=1e-11)
@@ -101,7 +101,7 @@ def test_special_tokens_and_raw_pixels() -> None:
     image = pixels(17, 19, seed=0)
     batch = to_batch([image], 4, 3, [[0]])
     embedding = model.encoder.embedding
-    found = embedding(batch["patches"], SequenceMetadata(batch["positions"], grid=batch["grid"]))[0]
+    actual = embedding(batch["patches"], SequenceMetadata(batch["positions"], grid=batch["grid"]))[0]
     mean, std = (
         torch.tensor(values, dtype=torch.float64)[:, None, None]
         for values in ((0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
@@ -111,10 +111,10 @@ def test_special_tokens_and_raw_pixels() -> None:
         (image.double() / 255)[None].sub(mean).div(std), kernel, embedding.patches.projection.bias, 4
     )
     special, places = embedding.patches.special, embedding.positions
-    torch.testing.assert_close(found[:2], special[:2] + places.special, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(found[2], special[2], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(actual[:2], special[:2] + places.special, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(actual[2], special[2], rtol=1e-12, atol=1e-12)
     patches = convolved[0].flatten(1).T + places.weight
-    torch.testing.assert_close(found[3:], patches, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(actual[3:], patches, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(

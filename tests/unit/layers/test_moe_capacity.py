@@ -37,8 +37,8 @@ def test_room_is_taken_in_the_order_of_the_policy(by_position: bool) -> None:
     for top_k, capacity in ((1, 2), (2, 3), (3, 1), (3, 40)):
         drawn = torch.rand(4, 23, E, generator=random).argsort(-1)[..., :top_k]
         choices = drawn.where(torch.rand(4, 23, 1, generator=random) < 0.9, E)
-        found = within_capacity(choices, E, capacity, by_position=by_position)
-        assert found.tolist() == taken_one_by_one(choices, capacity, by_position), (top_k, capacity)
+        actual = within_capacity(choices, E, capacity, by_position=by_position)
+        assert actual.tolist() == taken_one_by_one(choices, capacity, by_position), (top_k, capacity)
 
 
 @pytest.mark.parametrize("router", ["top_k", "gshard"])

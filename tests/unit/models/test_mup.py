@@ -46,14 +46,14 @@ def changes(width: int, mup: bool, kind: str = "dense") -> dict[str, float]:
     tokens = torch.randint(0, 50, (4, 17), generator=torch.Generator().manual_seed(2))
 
     def outputs() -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+        actual: dict[str, Tensor] = {}
         for path, module in model.named_modules():
             if path.endswith((".attn", ".ffn")):
                 module.register_forward_hook(
-                    lambda module, inputs, y, path=path: found.update({path: first(y)})
+                    lambda module, inputs, y, path=path: actual.update({path: first(y)})
                 )
-        found["logits"] = model.eval()(tokens).logits
-        return {name: output.detach() for name, output in found.items()}
+        actual["logits"] = model.eval()(tokens).logits
+        return {name: output.detach() for name, output in actual.items()}
 
     before = outputs()
     model.train()

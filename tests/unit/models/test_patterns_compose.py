@@ -98,9 +98,9 @@ def test_a_pattern_works_with_a_part_or_is_refused(pattern: str, part: str) -> N
     with mock.patch.object(kernels, "LONG", 1), mock.patch.object(block_sparse, "SIZE", 8):
         by_blocks = loss_gradients(model, inputs)
     assert by_mask.keys() == by_blocks.keys() == {name for name, _ in model.named_parameters()}
-    whole = torch.stack([gradient.norm() for gradient in by_mask.values()]).norm()
+    norm = torch.stack([gradient.norm() for gradient in by_mask.values()]).norm()
     for name, gradient in by_mask.items():
-        assert (by_blocks[name] - gradient).norm() <= 1e-11 * whole, name
+        assert (by_blocks[name] - gradient).norm() <= 1e-11 * norm, name
 
 
 def test_every_pattern_is_tried() -> None:

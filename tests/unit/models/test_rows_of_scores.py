@@ -58,18 +58,18 @@ def test_gradients_are_those_of_all_queries_at_once(monkeypatch: pytest.MonkeyPa
     inputs = score_inputs(config.family, prefix="prefixes" in name)
     model = build(config).double().train()
     initialise(model, 3)
-    whole, real, calls = loss_gradients(model, inputs), reference.checkpoint, []
+    full, real, calls = loss_gradients(model, inputs), reference.checkpoint, []
 
-    def counted(*given: object, **options: bool) -> object:
-        calls.append(given)
-        return real(*given, **options)
+    def counted(*inputs: object, **options: bool) -> object:
+        calls.append(inputs)
+        return real(*inputs, **options)
 
     monkeypatch.setattr(reference, "MAX_SCORES", 2 * 4 * ROW_LENGTH * STEP)
     monkeypatch.setattr(reference, "checkpoint", counted)
     parts = loss_gradients(model, inputs)
     assert len(calls) == pieces_of(config.family, inputs)
-    assert parts.keys() == whole.keys()
-    for key, gradient in whole.items():
+    assert parts.keys() == full.keys()
+    for key, gradient in full.items():
         torch.testing.assert_close(parts[key], gradient, rtol=1e-10, atol=1e-13)
     with torch.no_grad():
         again = model(**inputs).losses

@@ -80,16 +80,16 @@ def text(n: int, seed: int = 0) -> np.ndarray:
 
 
 def built(
-    made: Objective, tokens: np.ndarray, sample: int = 0, epoch: int = 0, partners: Any = None
+    objective: Objective, tokens: np.ndarray, sample: int = 0, epoch: int = 0, partners: Any = None
 ) -> Example:
     """A sequence, after checking that it has the planned lengths."""
     key = PieceKey(7, epoch, sample, 0)
-    fields = made.build_example(DocumentChunk(tokens, partners or NO_OTHER_DOCUMENTS()), key)
-    planned = made.sequence_lengths(
+    fields = objective.build_example(DocumentChunk(tokens, partners or NO_OTHER_DOCUMENTS()), key)
+    planned = objective.sequence_lengths(
         np.array([len(tokens)]), piece_keys(7, np.array([sample]), np.array([0]))
     ).reshape(-1)
     for name, field in fields.items():
-        side = next(i for i, prefix in enumerate(made.field_prefixes) if name.startswith(prefix))
+        side = next(i for i, prefix in enumerate(objective.field_prefixes) if name.startswith(prefix))
         assert len(field) == planned[side], name
         assert field.dtype.kind in "iu"
     return fields

@@ -67,8 +67,8 @@ def test_fields_are_patches_row_by_row_behind_special_tokens() -> None:
 
 
 def test_rows_hold_images_and_padding() -> None:
-    made = objective()
-    how = PackingConfig(made, (40,), 0)
+    result = objective()
+    how = PackingConfig(result, (40,), 0)
     files = [{"png": picture(noise(12, 12, n)), "cls": b"%d" % n} for n in range(4)]
     rows = pack_in_memory([np.zeros(0, np.uint16)] * 4, how, members=files)
     assert rows.n_rows == 2
@@ -82,10 +82,10 @@ def test_rows_hold_images_and_padding() -> None:
 
 
 def test_grey_images_have_one_channel() -> None:
-    made = objective(channels=1)
+    result = objective(channels=1)
     pixels = noise(12, 12, 0, 3)[..., 0]
     piece = DocumentChunk(np.zeros(0, np.uint16), files={"png": picture(pixels), "cls": b"0"})
-    fields = made.build_example(piece, KEY)
+    fields = result.build_example(piece, KEY)
     assert fields["patches"].shape == (12, 16)
     assert fields["patches"][3].tolist() == pixels[:4, :4].flatten().tolist()
 
@@ -116,6 +116,6 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
 
 
 def test_random_pieces_are_pictures() -> None:
-    made = objective()
-    piece = made.random_piece(np.random.default_rng(1))
-    assert made.build_example(piece, KEY)["patches"][3:].any()
+    result = objective()
+    piece = result.random_piece(np.random.default_rng(1))
+    assert result.build_example(piece, KEY)["patches"][3:].any()

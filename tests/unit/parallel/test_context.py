@@ -59,7 +59,7 @@ def test_every_model_is_compared_with_one_device() -> None:
         assert attention_kinds(config) <= compared, name
 
 
-@pytest.mark.parametrize("name", ["swin", "swin v2"])
+@pytest.mark.parametrize("name", ["swin", "mvit v2"])
 def test_hierarchical_models_need_whole_images(name: str) -> None:
     with torch.device("meta"):
         model = build(FAMILY_MODELS[name])
@@ -138,10 +138,10 @@ def test_rows_are_dealt_whole_and_evenly(folded: bool) -> None:
     for length, ranks, unit in ((24, 2, 1), (25, 3, 1), (26, 3, 2), (64, 4, 4)):
         dealt = token_indices(length, ranks, folded, unit)
         assert torch.equal(torch.cat(dealt).sort().values, torch.arange(length))
-        sizes = [len(each) for each in dealt]
+        sizes = [len(item) for item in dealt]
         assert max(sizes) - min(sizes) <= (1 + folded) * unit
         assert all(size % unit == 0 for size in sizes)
-        pairs = [int((each + 1).sum()) for each in dealt]
+        pairs = [int((item + 1).sum()) for item in dealt]
         if folded and length % (2 * ranks) == 0:
             assert len(set(pairs)) == 1, "causal attention is equally much on all"
 
@@ -167,7 +167,7 @@ def test_windows_as_wide_as_the_row_are_dealt_evenly() -> None:
         assert [is_folded(model, length) for length in (32, 256, 257, 512)] == [True, True, False, False]
         is_folded_at = folding(model)
         for ranks in (2, 3, 5, 8):
-            pairs = {int((each + 1).sum()) for each in token_indices(240, ranks, is_folded_at(240))}
+            pairs = {int((indices + 1).sum()) for indices in token_indices(240, ranks, is_folded_at(240))}
             assert len(pairs) == 1, (section, ranks)
 
 
@@ -196,14 +196,14 @@ def test_what_is_fetched_does_not_grow_with_the_row(pattern: AttentionPattern) -
     for length in (384, 768):
         row, dealt = SequenceMetadata(torch.arange(length)[None]), token_indices(length, 4, folded=False)
         wide = global_query_indices(pattern.simplify(length), row, dealt)
-        fetched = [reachable_keys(pattern.simplify(length), row, each) for each in dealt]
-        sent.append((len(wide), [len(found) - length // 4 for found in fetched]))
+        fetched = [reachable_keys(pattern.simplify(length), row, item) for item in dealt]
+        sent.append((len(wide), [len(actual) - length // 4 for actual in fetched]))
         mask = PatternMask(pattern, row, 0, 2).mask()
         assert mask is not None
-        for each, found in zip(dealt, fetched, strict=True):
-            narrow = each[~torch.isin(each, wide)]
+        for item, actual in zip(dealt, fetched, strict=True):
+            narrow = item[~torch.isin(item, wide)]
             seen = mask[0][:, narrow].any(0).any(0)
-            assert set(seen.nonzero()[:, 0].tolist()) <= set(found.tolist())
+            assert set(seen.nonzero()[:, 0].tolist()) <= set(actual.tolist())
     assert sent[0] == sent[1]
     assert max(sent[0][1]) < 384 * 3 // 4, "less than all"
 
@@ -258,7 +258,7 @@ def test_every_pattern_with_every_layout_and_engine(name: str) -> None:
         model = build(model_config)
     base = traffic_config(model_config, OBJECTIVE_OF[model_config.family](), ParallelConfig(dp_shard=1))
     for (axes, parallel), engine, compiled in product(AXES.items(), ENGINES, (False, True)):
-        said, wanted = "", why_not(model_config, axes, engine, compiled=compiled)
+        output, wanted = "", why_not(model_config, axes, engine, compiled=compiled)
         train = base.train.model_copy(update={"compile": compiled, "precision": "fp32"})
         layout = ParallelConfig(**{"dp_shard": 1, **parallel, "engine": engine})
         try:
@@ -266,6 +266,6 @@ def test_every_pattern_with_every_layout_and_engine(name: str) -> None:
             if layout.cp > 1:
                 refuse(model)
         except ValidationError as error:
-            said = error.errors()[0]["msg"]
-        assert wanted in said if wanted else not said, (axes, engine, compiled, said)
-        assert "\n" not in said
+            output = error.errors()[0]["msg"]
+        assert wanted in output if wanted else not output, (axes, engine, compiled, output)
+        assert "\n" not in output

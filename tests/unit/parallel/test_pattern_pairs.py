@@ -140,9 +140,9 @@ def test_a_pattern_is_refused_or_compared(name: str, way: str) -> None:
 
 
 def test_every_pattern_is_here() -> None:
-    found = {
+    actual = {
         ModelConfig.from_dotted(**sections).layer_config(0).attention.pattern.name
         for sections in MODELS.values()
     }
-    shipped = {each for each in PATTERNS.names() if PATTERNS.get(each).__module__.startswith("megatfm.")}
-    assert shipped <= found
+    shipped = {name for name in PATTERNS.names() if PATTERNS.get(name).__module__.startswith("megatfm.")}
+    assert shipped <= actual

@@ -193,11 +193,15 @@ def refusal(base: Sequence[str], overrides: Sequence[str], processes: int | None
 def test_what_does_not_fit_is_refused_with_what_does(
     base: tuple[str, ...], overrides: list[str], processes: int | None, line: str, mended: list[str]
 ) -> None:
-    found = re.search(line, refusal(base, overrides, processes))
-    assert found, refusal(base, overrides, processes)
-    words = [each.format(*found.groups()).replace(" = ", "=").replace("'", '"') for each in mended]
+    match = re.search(line, refusal(base, overrides, processes))
+    assert match, refusal(base, overrides, processes)
+    words = [item.format(*match.groups()).replace(" = ", "=").replace("'", '"') for item in mended]
     gone = {word.partition("=")[0] for word in words}
-    accept(base, [*(each for each in overrides if each.partition("=")[0] not in gone), *words], processes)
+    accept(
+        base,
+        [*(override for override in overrides if override.partition("=")[0] not in gone), *words],
+        processes,
+    )
 
 
 @pytest.mark.parametrize(
@@ -209,9 +213,9 @@ def test_what_does_not_fit_is_refused_with_what_does(
     ],
 )
 def test_processes_that_are_not_the_product_of_the_axes(overrides: list[str], processes: int) -> None:
-    said = refusal(GPT, overrides, processes)
-    found = re.search(
-        rf"the layout .* does not fit {processes} processes?: start (\d+), or change parallel\.tp", said
+    output = refusal(GPT, overrides, processes)
+    match = re.search(
+        rf"the layout .* does not fit {processes} processes?: start (\d+), or change parallel\.tp", output
     )
-    assert found, said
-    accept(GPT, overrides, int(found[1]))
+    assert match, output
+    accept(GPT, overrides, int(match[1]))

@@ -34,10 +34,10 @@ class Copies(TorchDispatchMode):
         self.bytes: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if func._schema.name in COPIES and isinstance(made, Tensor):
-            self.bytes["copied"] += made.nbytes * (not self.sends)
-        return made
+        result = func(*args, **(kwargs or {}))
+        if func._schema.name in COPIES and isinstance(result, Tensor):
+            self.bytes["copied"] += result.nbytes * (not self.sends)
+        return result
 
 
 def copied(rows: int, parallel: ParallelConfig) -> dict[str, int]:
@@ -83,18 +83,18 @@ def part(rows: int) -> tuple[list[int], list[int], list[list[float]]]:
         build_mesh(ParallelConfig(tp=2), 2, "cpu").group(TENSOR), sequence_parallel=True
     )
     tokens_BT1 = torch.arange(rows * LENGTH).view(rows, LENGTH, 1).double()
-    own = ranks.split_tokens(tokens_BT1)
-    assert own.shape == (rows, LENGTH // 2, 1)
+    tokens = ranks.split_tokens(tokens_BT1)
+    assert tokens.shape == (rows, LENGTH // 2, 1)
     return (
-        own.flatten().int().tolist(),
-        ranks.gather_replicated(own).flatten().int().tolist(),
-        ranks.row_sums(own).tolist(),
+        tokens.flatten().int().tolist(),
+        ranks.gather_replicated(tokens).flatten().int().tolist(),
+        ranks.row_sums(tokens).tolist(),
     )
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_parts_follow_one_another_through_the_rows(workers: Workers, rows: int) -> None:
-    (first, whole, some), (second, _, others) = workers.run(part, 2, rows)
-    assert first + second == whole == list(range(rows * LENGTH))
+    (first, full, selected), (second, _, remaining) = workers.run(part, 2, rows)
+    assert first + second == full == list(range(rows * LENGTH))
     sums = torch.arange(rows * LENGTH).view(rows, LENGTH, 1).sum(1).tolist()
-    assert [[a[0] + b[0]] for a, b in zip(some, others, strict=True)] == sums
+    assert [[a[0] + b[0]] for a, b in zip(selected, remaining, strict=True)] == sums

@@ -6,10 +6,10 @@ from typing import Literal
 import pytest
 import sentencepiece
 
-import megatfm.tokenizers
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.tokenizers import SentencePieceTokenizer, Tokenizer, train_sentencepiece
 from megatfm.tokenizers.training import _SEGMENT
+from tests.support.tokenizer_cases import check_fitting_size
 
 Type = Literal["bpe", "unigram"]
 
@@ -38,8 +38,8 @@ def test_training_sentencepiece_is_silent(
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "sentencepiece-unigram"])
-def test_pieces_may_hold_breaks_indentation_and_tabs(own: dict[str, Tokenizer], kind: str) -> None:
-    learnt = pieces(own[kind])
+def test_pieces_may_hold_breaks_indentation_and_tabs(trained: dict[str, Tokenizer], kind: str) -> None:
+    learnt = pieces(trained[kind])
     assert any(piece.startswith("\n\u2581\u2581\u2581\u2581") for piece in learnt)
     assert any("\t" in piece and (len(piece) > 1 or kind == "sentencepiece-unigram") for piece in learnt)
 
@@ -97,14 +97,8 @@ def test_only_the_text_of_pieces_is_changed(texts: list[str], monkeypatch: pytes
 def test_a_vocabulary_that_does_not_fit_names_one_that_does(
     model_type: Type, text: str, size: int, message: str, is_largest: bool
 ) -> None:
-    train_sentencepiece = partial(megatfm.tokenizers.train_sentencepiece, model_type=model_type)
-    with pytest.raises(UsageError, match=message) as caught:
-        train_sentencepiece([text * 5], vocab_size=size)
-    fitting = int(str(caught.value).split("vocab_size=")[1].split()[0])
-    assert SentencePieceTokenizer(train_sentencepiece([text * 5], vocab_size=fitting)).vocab_size == fitting
-    if is_largest:
-        with pytest.raises(UsageError):
-            train_sentencepiece([text * 5], vocab_size=fitting + 1)
+    train = partial(train_sentencepiece, model_type=model_type)
+    check_fitting_size(train, SentencePieceTokenizer, text, size, message, is_largest=is_largest)
 
 
 @pytest.mark.parametrize("texts", [[], [""], ["\n\n"]])

@@ -201,18 +201,18 @@ def test_a_run_describes_itself(tmp_path: Path, config: Config) -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("given", ["tokenizer.json", "."])
-def test_a_copy_of_the_tokenizer_is_whole(tmp_path: Path, config: Config, given: str) -> None:
+@pytest.mark.parametrize("source", ["tokenizer.json", "."])
+def test_a_copy_of_the_tokenizer_is_whole(tmp_path: Path, config: Config, source: str) -> None:
     """A tokenizer.json may need the roles that a file beside it gives to its tokens."""
     (tmp_path / "from").mkdir()
     text = ["def f(x):\n    return x\n" * 20]
     (tmp_path / "from" / "tokenizer.json").write_bytes(tokenizers.train_byte_bpe(text, vocab_size=310))
     (tmp_path / "from" / "tokenizer_config.json").write_text('{"eos_token": "<sep>"}')
-    given = str(tmp_path / "from" / given)
-    data = config.data.model_copy(update={"tokenizer": given})
+    source = str(tmp_path / "from" / source)
+    data = config.data.model_copy(update={"tokenizer": source})
     with RunDirectory(tmp_path / "a", 0) as run:
         run.write_run_files(config.model_copy(update={"data": data}), "the plan", CPU)
-    kept, before = tokenizers.load(tmp_path / "a"), tokenizers.load(given)
+    kept, before = tokenizers.load(tmp_path / "a"), tokenizers.load(source)
     assert kept.hash == before.hash
     assert kept.id_to_piece(kept.eos) == "<sep>"
 

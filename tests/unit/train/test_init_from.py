@@ -76,9 +76,9 @@ def takes_what_rank_0_found(folder: Path) -> float:
         for tensor in engine.local.values():
             tensor.fill_(float(step))
         checkpoint.save(folder, step, engine.state_dict(), {})
-    own = folder / f"step-0000000{2 - dist.get_rank()}"
+    local = folder / f"step-0000000{2 - dist.get_rank()}"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "find_checkpoint", lambda _: own)
+        patch.setattr(checkpoint, "find_checkpoint", lambda _: local)
         taken = load_weights(engine, folder)
     assert taken.source.name == "step-00000002"
     return float(torch.cat([tensor.flatten() for tensor in engine.local.values()]).mean())

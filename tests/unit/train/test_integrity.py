@@ -56,10 +56,10 @@ def test_a_flipped_bit_is_named_under_every_stage(workers: Workers) -> None:
     by_rank = workers.run(everywhere, 3)
     assert by_rank[0] == by_rank[1] == by_rank[2]
     assert len(by_rank[0]) == 2 * len(COPIES)
-    for (layout, kind), said in by_rank[0].items():
+    for (layout, kind), message in by_rank[0].items():
         name = re.escape(f"model.{NAME}" if kind == "model" else f"optimizer.{NAME}.exp_avg")
-        found = rf"after step 6, replicas of one parameter differ: rank 1 on {HOST}: {name}\. A processor"
-        assert re.match(found, said), (layout, kind, said)
+        actual = rf"after step 6, replicas of one parameter differ: rank 1 on {HOST}: {name}\. A processor"
+        assert re.match(actual, message), (layout, kind, message)
 
 
 class Drawing:

@@ -45,7 +45,7 @@ def test_ranks_and_seeds_differ_and_repeat() -> None:
         rng_state.seed_all(seed, rank)
         seen.append(draw())
     assert seen[3] == seen[0]
-    assert len({tuple(each) for each in seen[:3]}) == 3
+    assert len({tuple(item) for item in seen[:3]}) == 3
 
 
 def test_generators_of_other_ranks_are_not_taken() -> None:

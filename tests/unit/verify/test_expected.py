@@ -55,6 +55,6 @@ def test_a_style_of_a_plugin(
         monkeypatch.setattr(registry, "_parts", dict(registry._parts))
     import_plugins(config.plugins)
     assert unpredicted(config) == ({"tp": why} if why else {})
-    found = verify(config)
-    assert not found.wrong
-    assert bool(found.traffic_mismatches) == misses
+    actual = verify(config)
+    assert not actual.wrong
+    assert bool(actual.traffic_mismatches) == misses

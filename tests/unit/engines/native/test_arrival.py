@@ -17,12 +17,12 @@ from tests.support.workers import Workers
 
 def trained(engine: NativeEngine) -> list[dict[str, Tensor]]:
     """Gradients of three steps, each of which sees the weights that the one before has moved."""
-    found = []
+    actual = []
     for step in range(3):
         engine.forward_backward(microbatches(engine, global_batch(seed=step)), CAUSAL)
-        found.append({name: gradient.clone() for name, gradient in engine.gradients().items()})
+        actual.append({name: gradient.clone() for name, gradient in engine.gradients().items()})
         engine.step(1e-2, clip=1.0)
-    return found
+    return actual
 
 
 def compare() -> None:
@@ -71,7 +71,9 @@ def read_by_hand() -> None:
         assert len(data._pending_parameters) == len(data._buckets) > 4
         attention = list(transformer_blocks(module))[3].attn
         names = [
-            name for name, p in module.named_parameters() if any(p is own for own in attention.parameters())
+            name
+            for name, p in module.named_parameters()
+            if any(p is parameter for parameter in attention.parameters())
         ]
         with torch.no_grad():
             for part in attention.children():

@@ -35,20 +35,20 @@ class Tape(TorchDispatchMode):
         self.calls: list[tuple[Any, Any, Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if not func.is_view and "profiler" not in func.namespace:
-            self.calls.append((func, args, kwargs or {}, made))
-        return made
+            self.calls.append((func, args, kwargs or {}, result))
+        return result
 
     @torch.no_grad()
     def replay(self) -> None:
-        for func, args, kwargs, made in self.calls:
+        for func, args, kwargs, output in self.calls:
             again = func(*args, **kwargs)
             if func._schema.is_mutable:
                 continue
-            for own, value in zip(tree_leaves(made), tree_leaves(again), strict=True):
-                if isinstance(own, Tensor) and not func._schema.name.startswith("aten::empty"):
-                    own.copy_(value)
+            for leaf, value in zip(tree_leaves(output), tree_leaves(again), strict=True):
+                if isinstance(leaf, Tensor) and not func._schema.name.startswith("aten::empty"):
+                    leaf.copy_(value)
 
 
 class Taped:
@@ -66,8 +66,8 @@ class Taped:
         self.recorded += 1
         with Tape() as tape:
             run()
-        for _, _, _, made in tape.calls:
-            for tensor in tree_leaves(made):
+        for _, _, _, output in tape.calls:
+            for tensor in tree_leaves(output):
                 if isinstance(tensor, Tensor) and tensor.is_floating_point():
                     tensor.detach().fill_(torch.nan)
 
@@ -97,7 +97,7 @@ def graphed(config: ModelConfig, precision: str, recorder: Taped) -> NativeEngin
 
 def steps(engine: NativeEngine) -> list[dict[str, Any]]:
     """Of several batches, one of other shapes, one watched: losses, norms, gradients, weights, an evaluation."""
-    found: list[dict[str, Any]] = []
+    actual: list[dict[str, Any]] = []
     for number in range(5):
         batch = global_batch(seed=number, length=8 if number == 3 else 12)
         batch["keys"] = torch.arange(len(batch["tokens"])) + 100 * number
@@ -106,17 +106,17 @@ def steps(engine: NativeEngine) -> list[dict[str, Any]]:
         if number == 2:  # watched, so not replayed; then dropped, and replayed
             watched = engine.forward_backward(parts, CAUSAL, record_activations=True)
             dropped = {f"dropped {name}": tensor.clone() for name, tensor in engine.gradients().items()}
-            found.append({"watched": watched.loss, **dropped})
+            actual.append({"watched": watched.loss, **dropped})
             engine.zero_grad()
             parts = other
         elif number == 3:  # two shapes in one step
             parts = [*parts, *other]
         sums = engine.forward_backward(parts, CAUSAL)
         gradients = {name: tensor.clone() for name, tensor in engine.gradients().items()}
-        found.append({"loss": sums.loss, "norm": engine.step(1e-2, 0.3, skip=number == 1), **gradients})
-    found.append({"evaluated": engine.evaluate(parts, CAUSAL).loss})
-    found.append({name: tensor.clone() for name, tensor in engine.local.items()})
-    return found
+        actual.append({"loss": sums.loss, "norm": engine.step(1e-2, 0.3, skip=number == 1), **gradients})
+    actual.append({"evaluated": engine.evaluate(parts, CAUSAL).loss})
+    actual.append({name: tensor.clone() for name, tensor in engine.local.items()})
+    return actual
 
 
 DROPPED = TIED_MODEL.with_changes({"dropout": 0.1, "attention.dropout": 0.1})
@@ -127,8 +127,8 @@ def compare() -> None:
         taped = Taped()
         engine = graphed(config, precision, taped)
         wanted = steps(build_engine(config, ParallelConfig(), ADAMW, precision=precision))
-        found = steps(engine)
-        for a, b in zip(wanted, found, strict=True):
+        actual = steps(engine)
+        for a, b in zip(wanted, actual, strict=True):
             assert a.keys() == b.keys()
             for key, value in a.items():
                 assert torch.equal(*(torch.as_tensor(x).nan_to_num() for x in (value, b[key]))), key
@@ -168,8 +168,8 @@ def refused(config: Config) -> str:
 
 def test_a_cpu_has_no_graphs(workers: Workers) -> None:
     assert make_graph_capture(load_config("quickstart", []), torch.device("cpu")) is None
-    (said,) = workers.run(refused, 1, load_config("quickstart", ["train.cuda_graphs=true"]))
-    assert "for one process on a GPU, and this run has 1 on cpu: set train.cuda_graphs = false" in said
+    (result,) = workers.run(refused, 1, load_config("quickstart", ["train.cuda_graphs=true"]))
+    assert "for one process on a GPU, and this run has 1 on cpu: set train.cuda_graphs = false" in result
 
 
 class Counting(nn.Module):

@@ -31,7 +31,7 @@ def waits_of_a_step(
 
     def noted(name: str) -> Callable[..., Any]:
         method = getattr(Tensor, name)
-        return lambda self, *given: (asked.append(name), method(self, *given))[1]
+        return lambda self, *inputs: (asked.append(name), method(self, *inputs))[1]
 
     def read(self: DeferredReads) -> None:
         reads.append(1)

@@ -52,21 +52,21 @@ class Device(HostWaits):
         self.put([there])
         return transfer.remember_host_copy(there, values)
 
-    def here(self, *given: Any) -> dict[str, Tensor]:
+    def here(self, *inputs: Any) -> dict[str, Tensor]:
         """In the place of `here`: what comes before the move is the host's."""
         self.moves = False
-        batch = HERE(*given)
+        batch = HERE(*inputs)
         self.moves = True
         return {name: self.moved(values, values.device) for name, values in batch.items()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         there = any(self.holds(x) for x in tree_leaves((args, kwargs)))
-        made = (
+        result = (
             super().__torch_dispatch__(func, types, args, kwargs) if there else func(*args, **(kwargs or {}))
         )
         if there:
-            self.put(tree_leaves(made))
-        return made
+            self.put(tree_leaves(result))
+        return result
 
 
 HERE, MOVED, READ = base.local_batch, transfer.moved, DeferredReads.read
@@ -83,7 +83,7 @@ def waits_of_rows(name: str, parallel: ParallelConfig, known: bool) -> list[str]
 
     def noted(name: str) -> Any:
         method = getattr(Tensor, name)
-        return lambda self, *given: (device.holds(self) and asked.append(name), method(self, *given))[1]
+        return lambda self, *inputs: (device.holds(self) and asked.append(name), method(self, *inputs))[1]
 
     with pytest.MonkeyPatch.context() as patch, device:
         for method in BLOCKING_METHODS:
@@ -99,10 +99,10 @@ def waits_of_rows(name: str, parallel: ParallelConfig, known: bool) -> list[str]
         if not known:
             patch.setattr(transfer, "remember_host_copy", lambda there, _: there)
         sums = engine.forward_backward(context_microbatches(engine, batch), objective)
-        found = [*device.found, *asked]
+        actual = [*device.found, *asked]
     assert sums.loss == pytest.approx(loss, rel=1e-12)
     assert model_gradient_errors(engine, model) == {}
-    return found
+    return actual
 
 
 @pytest.mark.parametrize(

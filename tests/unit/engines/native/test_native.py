@@ -216,11 +216,11 @@ def misused(parallel: ParallelConfig) -> None:
         genuine = Mesh.all_reduce_
         patch.setattr(Mesh, "all_reduce_", lambda *args: (counted.append(1), genuine(*args))[1])
         several = microbatches(engine, batch)
-        whole = engine.evaluate(several * 3, CAUSAL)
+        full = engine.evaluate(several * 3, CAUSAL)
         three = len(counted)
         engine.evaluate(several, CAUSAL)
     assert len(counted) - three == three, "as often for one batch as for three"
-    assert whole.target_counts == {
+    assert full.target_counts == {
         name: 3 * n for name, n in engine.evaluate(several, CAUSAL).target_counts.items()
     }
 

@@ -37,12 +37,12 @@ def reduced(parallel: ParallelConfig) -> tuple[float, int]:
 
 
 def compare() -> list[tuple[float, float]]:
-    found = []
+    actual = []
     for parallel in LAYOUTS:
         _, full = reduced(parallel)
         error, half = reduced(parallel.model_copy(update={"reduce_dtype": "bf16"}))
-        found.append((error, half / full))
-    return found
+        actual.append((error, half / full))
+    return actual
 
 
 def test_half_the_bytes_and_one_rounding(workers: Workers) -> None:

@@ -76,8 +76,8 @@ def test_packing_and_unpacking_lose_nothing(
             for name, block in bucket.unpack_shard(buffer[rank], rank).items():
                 first, rows = bucket.rows(name, rank)
                 assert torch.equal(block, tensors[name][first : first + rows])
-            own = {n: tensors[n][slice(*_span(bucket.rows(n, rank)))] for n in bucket.shapes}
-            assert torch.equal(bucket.pack_shard(own, torch.empty(0)), buffer[rank])
+            local = {n: tensors[n][slice(*_span(bucket.rows(n, rank)))] for n in bucket.shapes}
+            assert torch.equal(bucket.pack_shard(local, torch.empty(0)), buffer[rank])
         bucket.unpack(buffer, back)
     assert all(torch.equal(tensor, back[name]) for name, tensor in tensors.items())
 

@@ -23,7 +23,7 @@ STEPS = ("gradient", "", "clipped", "loss", "", "asked", "clipped", "")
 
 def early(engine: NativeEngine) -> NativeEngine:
     """As an engine on a GPU decides."""
-    engine.skipping_optimizers = [each for each in engine.optimizers if each.can_skip]
+    engine.skipping_optimizers = [optimizer for optimizer in engine.optimizers if optimizer.can_skip]
     return engine
 
 
@@ -66,9 +66,9 @@ def compare(parallel: ParallelConfig, optimizer: OptimizerSection, precision: st
         take(engine, ("gradient", "", "clipped"), len(STEPS))
     wanted = bits(host)
     for engine in (device, resumed):
-        found = bits(engine)
-        assert found.keys() == wanted.keys()
-        assert [name for name in wanted if not torch.equal(wanted[name], found[name])] == []
+        actual = bits(engine)
+        assert actual.keys() == wanted.keys()
+        assert [name for name in wanted if not torch.equal(wanted[name], actual[name])] == []
     return len(device.skipping_optimizers)
 
 
@@ -90,21 +90,21 @@ def test_steps_skipped_on_the_device_leave_the_same_bits(workers: Workers, tmp_p
 def order_of_a_step() -> list[str]:
     """Who did what, of a step whose gradients are clipped."""
     engine = early(build_engine(TIED_MODEL, ParallelConfig(), MUON))
-    said: list[str] = []
+    output: list[str] = []
     take(engine, ("",))
     engine.forward_backward(microbatches(engine, global_batch(seed=1)), CAUSAL)
     send, read = DeferredReads.start_copy, DeferredReads.read
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DeferredReads, "start_copy", lambda self: (said.append("sent"), send(self)))
-        patch.setattr(DeferredReads, "read", lambda self: (said.append("read"), read(self)))
-        for each in engine.optimizers:
-            kind = "AdamW" if isinstance(each, ElementwiseOptimizer) else "Muon"
-            step = each.step
-            patch.setattr(each, "step", lambda *args, s=step, k=kind: (said.append(k), s(*args)))
+        patch.setattr(DeferredReads, "start_copy", lambda self: (output.append("sent"), send(self)))
+        patch.setattr(DeferredReads, "read", lambda self: (output.append("read"), read(self)))
+        for optimizer in engine.optimizers:
+            kind = "AdamW" if isinstance(optimizer, ElementwiseOptimizer) else "Muon"
+            step = optimizer.step
+            patch.setattr(optimizer, "step", lambda *args, s=step, k=kind: (output.append(k), s(*args)))
         engine.step(1e-2, clip=1e-3)
-    return said
+    return output
 
 
 def test_what_decides_on_the_device_runs_before_the_host_reads(workers: Workers) -> None:
-    (said,) = workers.run(order_of_a_step, 1)
-    assert said == ["sent", "AdamW", "read", "Muon"]
+    (result,) = workers.run(order_of_a_step, 1)
+    assert result == ["sent", "AdamW", "read", "Muon"]
