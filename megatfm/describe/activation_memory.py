@@ -23,6 +23,7 @@ from megatfm.layers.attention.dot_product import DotProductAttention
 from megatfm.layers.attention.patterns.local import Full
 from megatfm.layers.embedding import InputEmbedding
 from megatfm.models.stack import Stack
+from megatfm.ops.attention.kernels import LONG
 from megatfm.ops.grouped_mm import KERNELS
 from megatfm.parallel.layout import replace_forward, transformer_blocks
 from megatfm.split_points import CarrySpec, SplitPoint, Splittable
@@ -115,9 +116,14 @@ def _measured(config: Config) -> tuple[int, int]:
     if not hasattr(model, "split_points"):
         raise UsageError(f"model.family = {config.model.family!r} has no split points")
     for core in model.modules():
-        if isinstance(core, DotProductAttention) and core.pattern.builtin_mask is None:
-            core.pattern, core.dropout.rate = Full(causal=True), 0.0
-            core.variant = replace(core.variant, dropout=0.0)
+        if not isinstance(core, DotProductAttention):
+            continue
+        if core.pattern.builtin_mask is None:
+            core.pattern = Full(causal=True)
+        elif config.data.sequence_length < LONG:
+            continue
+        # Blocks of keys look at values; a fused kernel draws its dropout anew in the backward pass, and keeps no mask.
+        core.dropout.rate, core.variant = 0.0, replace(core.variant, dropout=0.0)
     paths = {
         block: path.rpartition(".")[0]
         for path, block in model.named_modules()

@@ -255,21 +255,17 @@ def forward_backward_with_replay(
     step and sample, and global generators, which plugins may draw from, are set back, so the two agree wherever the
     kernels are deterministic.
     """
-
-    def forward_backward() -> LossTotals:
-        options = {"sources": sources} if sources else {}
-        return engine.forward_backward(
-            microbatches, objective, record_activations=collect_statistics, **options
-        )
-
+    options: dict[str, Any] = {"record_activations": collect_statistics}
+    if sources:  # an engine without the feature knows no such keyword
+        options["sources"] = sources
     if replay_every == 0 or step % replay_every:
-        return forward_backward()
+        return engine.forward_backward(microbatches, objective, **options)
     rng_state = rng_state_dict(0, engine.device)
-    stats = forward_backward()
+    stats = engine.forward_backward(microbatches, objective, **options)
     before = {name: gradient.clone() for name, gradient in engine.gradients().items()}
     engine.zero_grad()
     load_rng_state_dict(rng_state, 0, engine.device)
-    again = forward_backward()
+    again = engine.forward_backward(microbatches, objective, **options)
     differ = [name for name, gradient in engine.gradients().items() if not _same(before[name], gradient)]
     if stats.sums != again.sums and all(map(math.isfinite, stats.sums.values())):
         differ.insert(0, "the loss")

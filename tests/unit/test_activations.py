@@ -73,5 +73,16 @@ def test_what_goes_by_blocks_of_keys_keeps_what_a_fused_kernel_does() -> None:
     assert block_activation_bytes(plain.model_copy(update={"model": window})) == block_activation_bytes(plain)
 
 
+def test_attention_with_dropout_is_counted_as_without() -> None:
+    """GPT-2's goes by blocks of keys on a CPU, where they are as long as these rows."""
+    changes = {"position": {"name": "learned", "max_positions": 2048}, "dropout": 0.1}
+    config = config_of("decoder")
+    config = config.model_copy(update={"data": config.data.model_copy(update={"sequence_length": 2048})})
+    models = [config.model.with_changes({**changes, "attention.dropout": rate}) for rate in (0.0, 0.1)]
+    plain, dropped = (block_activation_bytes(config.model_copy(update={"model": model})) for model in models)
+    assert plain is not None
+    assert dropped == plain
+
+
 def test_what_can_not_be_counted_is_said() -> None:
     assert block_activation_bytes(load_config("longformer-base", ["model.vocab_size=50"])) is None
