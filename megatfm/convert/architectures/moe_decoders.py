@@ -1,5 +1,10 @@
 """Llamas with experts in all blocks: MixtralForCausalLM, OlmoeForCausalLM, Qwen3MoeForCausalLM."""
 
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Protocol
+
 from megatfm.config import GQAAttentionConfig, ModelConfig, require_variant
 from megatfm.convert.architecture import Architecture, register_architecture
 from megatfm.convert.architectures.llama import (
@@ -14,7 +19,7 @@ from megatfm.convert.architectures.llama import (
     write_llama,
     write_mistral,
 )
-from megatfm.convert.hf_config import COMMON, Json, alias, ignored, supported_values, used
+from megatfm.convert.hf_config import COMMON, Json, Key, alias, ignored, supported_values, used
 from megatfm.convert.weight_mapping import (
     ExpertNames,
     WeightMapping,
@@ -25,6 +30,38 @@ from megatfm.convert.weight_mapping import (
     top_k_moe_section,
 )
 from megatfm.errors import UsageError
+
+
+class _Rules(Protocol):
+    def __call__(self, config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]: ...
+
+
+def _register(
+    name: str,
+    model_type: str,
+    keys: Mapping[str, Key],
+    read: Callable[[Json], ModelConfig],
+    write: Callable[[ModelConfig], Json],
+    rules: _Rules,
+    *,
+    ignored_tensors: tuple[str, ...] = (),
+    marks: Mapping[str, object] = MappingProxyType({}),
+) -> None:
+    """Register a decoder with experts in all blocks; name: of its classes, without "Model" or "ForCausalLM"."""
+    architecture = Architecture(
+        model_type,
+        keys,
+        read,
+        write,
+        rules,
+        fused_rules=partial(rules, fused=True),
+        base_model_prefix="model.",
+        ignored_tensors=ignored_tensors,
+        max_length_key="max_position_embeddings",
+        fingerprint={**LLAMA_MARKS, "ffn.name": "moe", **marks},
+    )
+    register_architecture(f"{name}ForCausalLM", architecture, base=f"{name}Model")
+
 
 MIXTRAL_NAMES = ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2")
 MIXTRAL_THETA = 1e6
@@ -68,21 +105,14 @@ def mixtral_rules(config: ModelConfig, *, fused: bool = False) -> list[WeightMap
     return rules_around(config, attention, expert_rules(config, MIXTRAL_NAMES, fused=fused))
 
 
-register_architecture(
-    "MixtralForCausalLM",
-    Architecture(
-        "mixtral",
-        MIXTRAL_KEYS,
-        read_mixtral,
-        write_mixtral,
-        mixtral_rules,
-        fused_rules=lambda config: mixtral_rules(config, fused=True),
-        base_model_prefix="model.",
-        ignored_tensors=ROTARY_BUFFERS,
-        max_length_key="max_position_embeddings",
-        fingerprint=LLAMA_MARKS | {"ffn.name": "moe"},
-    ),
-    base="MixtralModel",
+_register(
+    "Mixtral",
+    "mixtral",
+    MIXTRAL_KEYS,
+    read_mixtral,
+    write_mixtral,
+    mixtral_rules,
+    ignored_tensors=ROTARY_BUFFERS,
 )
 
 # OLMoE normalises all heads' queries and keys together.
@@ -147,21 +177,15 @@ def olmoe_rules(config: ModelConfig, *, fused: bool = False) -> list[WeightMappi
     return rules_around(config, attention, expert_rules(config, ExpertNames(), fused=fused))
 
 
-register_architecture(
-    "OlmoeForCausalLM",
-    Architecture(
-        "olmoe",
-        OLMOE_KEYS,
-        read_olmoe,
-        write_olmoe,
-        olmoe_rules,
-        fused_rules=lambda config: olmoe_rules(config, fused=True),
-        base_model_prefix="model.",
-        ignored_tensors=ROTARY_BUFFERS,
-        max_length_key="max_position_embeddings",
-        fingerprint=LLAMA_MARKS | {"ffn.name": "moe", "attention.qk_norm": "all_heads"},
-    ),
-    base="OlmoeModel",
+_register(
+    "Olmoe",
+    "olmoe",
+    OLMOE_KEYS,
+    read_olmoe,
+    write_olmoe,
+    olmoe_rules,
+    ignored_tensors=ROTARY_BUFFERS,
+    marks={"attention.qk_norm": "all_heads"},
 )
 
 # Qwen3 normalises queries and keys head by head.
@@ -230,18 +254,12 @@ def qwen3_moe_rules(config: ModelConfig, *, fused: bool = False) -> list[WeightM
     return rules_around(config, attention, expert_rules(config, ExpertNames(), fused=fused))
 
 
-register_architecture(
-    "Qwen3MoeForCausalLM",
-    Architecture(
-        "qwen3_moe",
-        QWEN3_MOE_KEYS,
-        read_qwen3_moe,
-        write_qwen3_moe,
-        qwen3_moe_rules,
-        fused_rules=lambda config: qwen3_moe_rules(config, fused=True),
-        base_model_prefix="model.",
-        max_length_key="max_position_embeddings",
-        fingerprint=LLAMA_MARKS | {"ffn.name": "moe", "attention.qk_norm": True},
-    ),
-    base="Qwen3MoeModel",
+_register(
+    "Qwen3Moe",
+    "qwen3_moe",
+    QWEN3_MOE_KEYS,
+    read_qwen3_moe,
+    write_qwen3_moe,
+    qwen3_moe_rules,
+    marks={"attention.qk_norm": True},
 )
