@@ -124,7 +124,8 @@ def compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
     config = CONFIGS[name]
     batch = family_batch(config)
     del batch["targets"]
-    batch["examples"] = torch.arange(batch["tokens"].numel()).view_as(batch["tokens"])
+    numbers = torch.arange(batch["tokens"].numel()).view_as(batch["tokens"])
+    batch["examples"] = numbers.where(batch["sentence_targets"] >= 0, -1)
     model, objective, loss = one_device_reference(config, batch)
     assert list(objective.loss_weights) == ["sentence"]
     for layout, parallel in layouts.items():

@@ -427,6 +427,14 @@ def test_the_glossary_s_names_are_there() -> None:
     assert not {"Judge", "Verdict"} & defined_names()
 
 
+def test_the_log_of_experiments_has_the_newest_first() -> None:
+    log = (ROOT / "docs/LOG.md").read_text(encoding="utf-8")
+    headings = re.findall(r"(?m)^## (.*)", log)
+    dates = [heading[:10] for heading in headings]
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d", date) for date in dates), headings
+    assert dates == sorted(dates, reverse=True)
+
+
 MEMBER_OF_LIST = re.compile(r"^(?:- |\| )(?:\*\*[^*]+\*\*:? )?((?:`[^`]+`(?:, | and | or | )?)+)", re.M)
 
 

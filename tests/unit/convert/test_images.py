@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -11,9 +12,11 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 import megatfm
+from megatfm.commands.from_model import continue_from_config
 from megatfm.convert.convert import convert
 from megatfm.convert.hf_checkpoint import HfFolder
 from megatfm.errors import UsageError
+from megatfm.objectives import build_objective
 from tests.support.hf_folders import folder_tensors, hf_config_of, perturbed, with_fresh_memory
 from tests.support.images import pixels, to_batch
 
@@ -126,3 +129,24 @@ def test_pixels_scaled_otherwise_are_refused(change: dict[str, Any], message: st
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(PIXELS | change))
     with pytest.raises(UsageError, match=message):
         HfFolder(tmp_path)
+
+
+def test_training_goes_on_at_another_resolution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--from` keeps the table of positions, which is interpolated to the images of the run."""
+    monkeypatch.chdir(tmp_path)
+    make("ViTForImageClassification", tmp_path / "theirs")
+    overrides = ["data.train=digits", "data.images.size=24", "data.sequence_length=37", "name=larger"]
+    alone, _ = continue_from_config(tmp_path / "theirs", None, ["data.train=digits"])
+    assert (alone.objective.name, alone.data.sequence_length, alone.data.images.size) == (
+        "classification",
+        17,
+        16,
+    )
+    assert alone.data.tokenizer is None
+    config, _ = continue_from_config(
+        tmp_path / "theirs", "quickstart-vision", [*overrides, "data.validation={}"]
+    )
+    assert config.model.position.grid == (4, 4)
+    assert (config.model.embedding.patch_size, config.data.images.size) == (4, 24)
+    objective = build_objective(config.objective, config.model, None, (37,), config.data.images)
+    assert objective.sequence_lengths(np.ones(2, np.int64), np.zeros(2, np.uint64)).tolist() == [37, 37]

@@ -10,7 +10,7 @@ from transformers.models.vit_mae import modeling_vit_mae
 
 from megatfm.config import ModelConfig
 from megatfm.models import build
-from tests.support.images import grid_rows, patches_of, pixels
+from tests.support.images import masked_batch, pixels
 from tests.support.reference_gradients import doubled
 
 SIDE, GRID, D, D_DECODER = 4, (5, 5), 24, 16
@@ -104,35 +104,6 @@ def kept_patches(number: int) -> list[int]:
     return sorted(torch.randperm(25, generator=torch.Generator().manual_seed(number))[:6].tolist())
 
 
-def batch_of(images: list[Tensor], rows: list[list[int]]) -> dict[str, Tensor]:
-    """Rows that hold the images of these numbers, with one token of padding on the encoder's side and two on the
-    decoder's."""
-    n_visible, n_all = 7, 26
-    lengths = {"encoder_": n_visible * max(map(len, rows)) + 1, "": n_all * max(map(len, rows)) + 2}
-    batch: dict[str, Tensor] = {"source": torch.full((len(rows), lengths[""]), -1)}
-    for side, length in lengths.items():
-        batch[f"{side}patches"] = torch.zeros(len(rows), length, 3 * SIDE**2, dtype=torch.uint8)
-        batch[f"{side}grid"] = torch.tensor([0, 0, 1, 1], dtype=torch.int32).repeat(len(rows), length, 1)
-        batch[f"{side}positions"] = torch.zeros(len(rows), length, dtype=torch.int64)
-        batch[f"{side}documents"] = torch.full((len(rows), length), -1)
-    for index, row in enumerate(rows):
-        for document, number in enumerate(row):
-            visible = [0, *(1 + patch for patch in kept_patches(number))]
-            patches = torch.cat([torch.zeros(1, 3 * SIDE**2), patches_of(images[number], SIDE)]).to(
-                torch.uint8
-            )
-            grid = torch.tensor(grid_rows(*GRID, 1), dtype=torch.int32)
-            for side, tokens in (("encoder_", visible), ("", list(range(n_all)))):
-                at = (index, slice(document * len(tokens), (document + 1) * len(tokens)))
-                batch[f"{side}patches"][at] = patches[tokens]
-                batch[f"{side}grid"][at] = grid[tokens]
-                batch[f"{side}positions"][at] = torch.arange(len(tokens))
-                batch[f"{side}documents"][at] = document
-            for order, token in enumerate(visible):
-                batch["source"][index, document * n_all + token] = order
-    return batch
-
-
 @pytest.mark.parametrize("normalize", [True, False])
 def test_transformers_mae(normalize: bool) -> None:
     """Two images in one row and one in another: loss, pixels and every gradient, as of three in theirs."""
@@ -148,7 +119,8 @@ def test_transformers_mae(normalize: bool) -> None:
     with doubled(torch.float64, modeling_vit_mae):
         output = expected(pixel_values=values, noise=noise)
     output.loss.backward()
-    batch = batch_of(images, [[0, 1], [2]])
+    kept = [kept_patches(number) for number in range(3)]
+    batch = masked_batch(images, SIDE, 1, [[0, 1], [2]], kept, (15, 54))
     loss = model(**batch).losses["reconstruction"]
     torch.testing.assert_close(loss / (3 * 19), output.loss, rtol=1e-11, atol=1e-11)
     (loss / (3 * 19)).backward()
