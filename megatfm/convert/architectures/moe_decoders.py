@@ -77,7 +77,7 @@ MIXTRAL_KEYS = MISTRAL_KEYS | {
 }
 
 
-def read_mixtral(hf_config: Json) -> ModelConfig:
+def _read_mixtral(hf_config: Json) -> ModelConfig:
     table = hf_config["rope_scaling"] or hf_config["rope_parameters"] or {}
     if hf_config["rope_theta"] is None and "rope_theta" not in table:
         hf_config = hf_config | {"rope_theta": MIXTRAL_THETA}
@@ -88,7 +88,7 @@ def read_mixtral(hf_config: Json) -> ModelConfig:
     return dense.with_changes({"ffn": experts})
 
 
-def write_mixtral(config: ModelConfig) -> Json:
+def _write_mixtral(config: ModelConfig) -> Json:
     router, experts = require_top_k_router(config), require_dropless(config)
     if not router.norm_topk_prob:
         raise UsageError("model.ffn.router.norm_topk_prob = false: Mixtral's weights add up to 1")
@@ -99,7 +99,7 @@ def write_mixtral(config: ModelConfig) -> Json:
     }
 
 
-def mixtral_rules(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
+def _mixtral_rules(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
     bias = require_variant(config.attention, GQAAttentionConfig, "model.attention").bias
     attention = attention_rules(bias=bias)
     return rules_around(config, attention, expert_rules(config, MIXTRAL_NAMES, fused=fused))
@@ -109,9 +109,9 @@ _register(
     "Mixtral",
     "mixtral",
     MIXTRAL_KEYS,
-    read_mixtral,
-    write_mixtral,
-    mixtral_rules,
+    _read_mixtral,
+    _write_mixtral,
+    _mixtral_rules,
     ignored_tensors=ROTARY_BUFFERS,
 )
 
@@ -140,7 +140,7 @@ OLMOE_KEYS = LLAMA_KEYS | {
 }
 
 
-def read_olmoe(hf_config: Json) -> ModelConfig:
+def _read_olmoe(hf_config: Json) -> ModelConfig:
     dense = read_llama(hf_config)
     if hf_config["head_dim"] not in (None, dense.d_model // dense.attention.n_heads):
         raise UsageError(
@@ -157,7 +157,7 @@ def read_olmoe(hf_config: Json) -> ModelConfig:
     return dense.with_changes({"ffn": experts, "attention.qk_norm": "all_heads"})
 
 
-def write_olmoe(config: ModelConfig) -> Json:
+def _write_olmoe(config: ModelConfig) -> Json:
     router, experts = require_top_k_router(config), require_dropless(config)
     return {
         **{key: value for key, value in write_llama(config).items() if key not in ("mlp_bias", "head_dim")},
@@ -168,7 +168,7 @@ def write_olmoe(config: ModelConfig) -> Json:
     }
 
 
-def olmoe_rules(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
+def _olmoe_rules(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
     bias = bool(getattr(config.attention, "bias", False))
     attention = [
         *attention_rules(bias=bias),
@@ -181,9 +181,9 @@ _register(
     "Olmoe",
     "olmoe",
     OLMOE_KEYS,
-    read_olmoe,
-    write_olmoe,
-    olmoe_rules,
+    _read_olmoe,
+    _write_olmoe,
+    _olmoe_rules,
     ignored_tensors=ROTARY_BUFFERS,
     marks={"attention.qk_norm": "all_heads"},
 )
@@ -220,7 +220,7 @@ QWEN3_MOE_KEYS = LLAMA_KEYS | {
 }
 
 
-def read_qwen3_moe(hf_config: Json) -> ModelConfig:
+def _read_qwen3_moe(hf_config: Json) -> ModelConfig:
     dense = read_llama(hf_config)
     experts = top_k_moe_section(
         hf_config,
@@ -232,7 +232,7 @@ def read_qwen3_moe(hf_config: Json) -> ModelConfig:
     return dense.with_changes({"ffn": experts, "attention.qk_norm": True})
 
 
-def write_qwen3_moe(config: ModelConfig) -> Json:
+def _write_qwen3_moe(config: ModelConfig) -> Json:
     router, experts = require_top_k_router(config), require_dropless(config)
     hf_config = {key: value for key, value in write_llama(config).items() if key != "mlp_bias"}
     return {
@@ -246,7 +246,7 @@ def write_qwen3_moe(config: ModelConfig) -> Json:
     }
 
 
-def qwen3_moe_rules(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
+def _qwen3_moe_rules(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
     attention = [
         *attention_rules(),
         *(rule for part in "qk" for rule in rename_linear(f"attn.{part}_norm", f"self_attn.{part}_norm")),
@@ -258,8 +258,8 @@ _register(
     "Qwen3Moe",
     "qwen3_moe",
     QWEN3_MOE_KEYS,
-    read_qwen3_moe,
-    write_qwen3_moe,
-    qwen3_moe_rules,
+    _read_qwen3_moe,
+    _write_qwen3_moe,
+    _qwen3_moe_rules,
     marks={"attention.qk_norm": True},
 )
