@@ -1,6 +1,7 @@
 """MkDocs hook: the configuration reference, made from the config classes whenever the docs are built."""
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -36,28 +37,46 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def page(title: str, kind: type[Section]) -> str:
     """One config class as Markdown: a table for the keys outside a section, then one for each section."""
     parts = [f"# {title}", str(kind.__doc__), INTRODUCTION]
+    places: dict[tuple[type[Section], ...], str] = {}
     parts.append(table(kind, [name for name, field in kind.model_fields.items() if not sections(field)]))
     for name, field in kind.model_fields.items():
         title = f"[[{name}]]" if get_origin(field.annotation) is tuple else f"[{name}]"
         for section in sections(field):
             # Every key each time: a key that one section has and another has not would else look alike.
             parts.append(f"## `{title}`{variant(section) if len(sections(field)) > 1 else ''}")
-            parts += [str(section.__doc__), table(section, section.model_fields), *inside(name, section)]
+            parts += [
+                str(section.__doc__),
+                table(section, section.model_fields),
+                *inside(name, section, places),
+            ]
     return "\n\n".join(parts) + "\n"
 
 
-def inside(place: str, section: type[Section]) -> Iterator[str]:
-    """The sections in a section, however deep."""
+def inside(place: str, section: type[Section], places: dict[tuple[type[Section], ...], str]) -> Iterator[str]:
+    """The sections in a section, however deep; places: where those of several variants are, which come only once."""
     for key, field in section.model_fields.items():
         kinds = sections(field)
         name = f"{place}.{key}"
         if get_origin(field.annotation) in (list, dict):
             name += "[]" if get_origin(field.annotation) is list else ".NAME"
-        for kind in kinds:
-            yield f"### `{name}`{variant(kind) if len(kinds) > 1 else ''}"
+        if tuple(kinds) in places:
+            first = places[tuple(kinds)]
+            where = "above" if first == name else f"those of `{first}`"
+            yield f"The sections of `{name}` are [{where}](#{anchor(first)})."
+            continue
+        if len(kinds) > 1:
+            places[tuple(kinds)] = name
+        for number, kind in enumerate(kinds):
+            mark = f" {{#{anchor(name)}}}" if len(kinds) > 1 and not number else ""
+            yield f"### `{name}`{variant(kind) if len(kinds) > 1 else ''}{mark}"
             yield str(kind.__doc__)
             yield table(kind, kind.model_fields)
-            yield from inside(name, kind)
+            yield from inside(name, kind, places)
+
+
+def anchor(place: str) -> str:
+    """The anchor of the first variant at a place."""
+    return re.sub(r"\W+", "-", place).strip("-").lower() + "-variants"
 
 
 def variant(section: type[Section]) -> str:

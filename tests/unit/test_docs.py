@@ -151,6 +151,12 @@ def test_the_reference_explains_every_key(kind: type[Config]) -> None:
 
 def test_the_reference_spells_types_and_defaults() -> None:
     text = load_module(ROOT / "docs" / "gen_reference.py").page("x", Config)
+    assert text.count('### `model.attention.pattern` with `name = "window"`') == 1, (
+        "once, whichever attention has it"
+    )
+    anchors_of_page = re.findall(r"\{#([^}]+)\}", text)
+    assert len(set(anchors_of_page)) == len(anchors_of_page)
+    assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= set(anchors_of_page)
     for row in (
         "| `d_model` | integer > 0 ≤ 16,777,216 | required, e.g. `256` | Width of the residual stream. |",
         '| `tokenizer` | path | not set, e.g. `"corpora/quickstart/tokenizer.model"` |',

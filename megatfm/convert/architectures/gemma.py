@@ -6,7 +6,7 @@ rotary positions by kind of block (3).
 
 from megatfm.config import ModelConfig, RopeConfig, ScaledAttention, require_variant
 from megatfm.convert.architecture import Architecture, register_architecture
-from megatfm.convert.architectures.llama import LLAMA_MARKS, attention_rules, dense_rules
+from megatfm.convert.architectures.llama import LLAMA_MARKS, attention_rules, decoder_rules, dense_rules
 from megatfm.convert.hf_config import WORD, Json, ignored, supported_values, used
 from megatfm.convert.hf_values import (
     GLOBAL,
@@ -24,7 +24,7 @@ from megatfm.convert.hf_values import (
     write_layer_types,
     write_mapped,
 )
-from megatfm.convert.weight_mapping import WeightMapping, rename, rename_linear, with_prefix
+from megatfm.convert.weight_mapping import WeightMapping, rename_linear
 from megatfm.errors import UsageError
 
 GEMMA2 = ROPE | {
@@ -190,17 +190,7 @@ def rules(config: ModelConfig) -> list[WeightMapping]:
         *dense_rules("ffn", "mlp"),
         *rename_linear("ffn_residual.norm_out", "post_feedforward_layernorm"),
     ]
-    copies = ["lm_head.weight"] if config.embedding.tied else []
-    return [
-        rename("decoder.embedding.tokens.weight", "model.embed_tokens.weight", copies=copies),
-        *(
-            rule
-            for i in range(config.n_layers)
-            for rule in with_prefix(f"decoder.layers.{i}.", f"model.layers.{i}.", block)
-        ),
-        *rename_linear("decoder.norm", "model.norm"),
-        *([] if config.embedding.tied else [rename("head.weight", "lm_head.weight")]),
-    ]
+    return decoder_rules(config, block)
 
 
 MARKS = LLAMA_MARKS | {"norm.placement": "sandwich", "norm.zero_centered": True}

@@ -1,5 +1,7 @@
 """GPT-1 to GPT-3: OpenAIGPTLMHeadModel, GPT2LMHeadModel. Matrices are [d_in, d_out], and q, k and v are one."""
 
+from collections.abc import Sequence
+
 from megatfm.config import ModelConfig
 from megatfm.convert.architecture import Architecture, register_architecture
 from megatfm.convert.hf_config import SUMMARY, Json, alias, ignored, supported_values, used
@@ -38,6 +40,13 @@ GPT2_KEYS = SUMMARY | {
 }
 
 
+GPT_IMPLIED = {
+    "norm.name": "layer_norm",
+    "attention.bias": True,
+    "ffn.bias": True,
+    "position.name": "learned",
+}
+"""Our keys that no key of theirs says."""
 GPT_MAPPING = {
     "vocab_size": "vocab_size",
     "n_embd": "d_model",
@@ -56,13 +65,10 @@ def read_gpt2(hf_config: Json) -> ModelConfig:
     width = hf_config["n_embd"]
     return ModelConfig.from_dotted(
         {
+            **GPT_IMPLIED,
             **read_mapped(hf_config, GPT_MAPPING),
             "ffn.d_ff": 4 * width if hf_config["n_inner"] is None else hf_config["n_inner"],
-            "norm.name": "layer_norm",
             "ffn.activation": activation_from_hf(hf_config["activation_function"]),
-            "attention.bias": True,
-            "ffn.bias": True,
-            "position.name": "learned",
             "init.name": "gpt2",
         }
     )
@@ -95,15 +101,22 @@ def gpt_block_rules(config: ModelConfig) -> list[WeightMapping]:
     ]
 
 
-def gpt2_rules(config: ModelConfig) -> list[WeightMapping]:
+def gpt_rules(
+    config: ModelConfig, tokens: str, positions: str, norm: Sequence[WeightMapping] = ()
+) -> list[WeightMapping]:
+    """Rules of a model, by their names of its two tables; norm: those of the last norm, if it has one."""
     copies = ["lm_head.weight"] if config.embedding.tied else []
     return [
-        rename("decoder.embedding.tokens.weight", "transformer.wte.weight", copies=copies),
-        rename("decoder.embedding.positions.weight", "transformer.wpe.weight"),
+        rename("decoder.embedding.tokens.weight", f"transformer.{tokens}.weight", copies=copies),
+        rename("decoder.embedding.positions.weight", f"transformer.{positions}.weight"),
         *per_layer(config.n_layers, "decoder.layers.", "transformer.h.", gpt_block_rules(config)),
-        *rename_linear("decoder.norm", "transformer.ln_f", bias=True),
+        *norm,
         *([] if config.embedding.tied else [rename("head.weight", "lm_head.weight")]),
     ]
+
+
+def gpt2_rules(config: ModelConfig) -> list[WeightMapping]:
+    return gpt_rules(config, "wte", "wpe", rename_linear("decoder.norm", "transformer.ln_f", bias=True))
 
 
 register_architecture(
@@ -151,14 +164,11 @@ def read_gpt1(hf_config: Json) -> ModelConfig:
         raise UsageError(f"config.json: afn = {afn!r} is not one of {', '.join(GPT1_ACTIVATIONS)}")
     return ModelConfig.from_dotted(
         {
+            **GPT_IMPLIED,
             **read_mapped(hf_config, GPT_MAPPING),
             "ffn.d_ff": 4 * width,
-            "norm.name": "layer_norm",
             "norm.placement": "post",
             "ffn.activation": GPT1_ACTIVATIONS[afn],
-            "attention.bias": True,
-            "ffn.bias": True,
-            "position.name": "learned",
             "init.name": "normal",
         }
     )
@@ -178,13 +188,7 @@ def write_gpt1(config: ModelConfig) -> Json:
 
 
 def gpt1_rules(config: ModelConfig) -> list[WeightMapping]:
-    copies = ["lm_head.weight"] if config.embedding.tied else []
-    return [
-        rename("decoder.embedding.tokens.weight", "transformer.tokens_embed.weight", copies=copies),
-        rename("decoder.embedding.positions.weight", "transformer.positions_embed.weight"),
-        *per_layer(config.n_layers, "decoder.layers.", "transformer.h.", gpt_block_rules(config)),
-        *([] if config.embedding.tied else [rename("head.weight", "lm_head.weight")]),
-    ]
+    return gpt_rules(config, "tokens_embed", "positions_embed")
 
 
 register_architecture(

@@ -115,6 +115,11 @@ def rules_around(
         ]
         for ffn in ffns
     ]
+    return decoder_rules(config, *blocks)
+
+
+def decoder_rules(config: ModelConfig, *blocks: Sequence[WeightMapping]) -> list[WeightMapping]:
+    """Rules of a decoder around those of its blocks, which repeat."""
     copies = ["lm_head.weight"] if config.embedding.tied else []
     return [
         rename("decoder.embedding.tokens.weight", "model.embed_tokens.weight", copies=copies),

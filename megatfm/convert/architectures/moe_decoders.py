@@ -1,5 +1,10 @@
 """Llamas with experts in all blocks: MixtralForCausalLM, OlmoeForCausalLM, Qwen3MoeForCausalLM."""
 
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Protocol
+
 from megatfm.config import GQAAttentionConfig, ModelConfig, require_variant
 from megatfm.convert.architecture import Architecture, register_architecture
 from megatfm.convert.architectures.llama import (
@@ -14,7 +19,7 @@ from megatfm.convert.architectures.llama import (
     write_llama,
     write_mistral,
 )
-from megatfm.convert.hf_config import COMMON, Json, alias, ignored, supported_values, used
+from megatfm.convert.hf_config import COMMON, Json, Key, alias, ignored, supported_values, used
 from megatfm.convert.weight_mapping import (
     ExpertNames,
     WeightMapping,
@@ -25,6 +30,38 @@ from megatfm.convert.weight_mapping import (
     top_k_moe_section,
 )
 from megatfm.errors import UsageError
+
+
+class _Rules(Protocol):
+    def __call__(self, config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]: ...
+
+
+def _register(
+    name: str,
+    model_type: str,
+    keys: Mapping[str, Key],
+    read: Callable[[Json], ModelConfig],
+    write: Callable[[ModelConfig], Json],
+    rules: _Rules,
+    *,
+    ignored_tensors: tuple[str, ...] = (),
+    marks: Mapping[str, object] = MappingProxyType({}),
+) -> None:
+    """Register a decoder with experts in all blocks; name: of its classes, without "Model" or "ForCausalLM"."""
+    architecture = Architecture(
+        model_type,
+        keys,
+        read,
+        write,
+        rules,
+        fused_rules=partial(rules, fused=True),
+        base_model_prefix="model.",
+        ignored_tensors=ignored_tensors,
+        max_length_key="max_position_embeddings",
+        fingerprint={**LLAMA_MARKS, "ffn.name": "moe", **marks},
+    )
+    register_architecture(f"{name}ForCausalLM", architecture, base=f"{name}Model")
+
 
 MIXTRAL_NAMES = ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2")
 MIXTRAL_THETA = 1e6
@@ -40,7 +77,7 @@ MIXTRAL_KEYS = MISTRAL_KEYS | {
 }
 
 
-def read_mixtral(hf_config: Json) -> ModelConfig:
+def _read_mixtral(hf_config: Json) -> ModelConfig:
     table = hf_config["rope_scaling"] or hf_config["rope_parameters"] or {}
     if hf_config["rope_theta"] is None and "rope_theta" not in table:
         hf_config = hf_config | {"rope_theta": MIXTRAL_THETA}
@@ -51,7 +88,7 @@ def read_mixtral(hf_config: Json) -> ModelConfig:
     return dense.with_changes({"ffn": experts})
 
 
-def write_mixtral(config: ModelConfig) -> Json:
+def _write_mixtral(config: ModelConfig) -> Json:
     router, experts = require_top_k_router(config), require_dropless(config)
     if not router.norm_topk_prob:
         raise UsageError("model.ffn.router.norm_topk_prob = false: Mixtral's weights add up to 1")
@@ -62,27 +99,20 @@ def write_mixtral(config: ModelConfig) -> Json:
     }
 
 
-def mixtral_rules(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
+def _mixtral_rules(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
     bias = require_variant(config.attention, GQAAttentionConfig, "model.attention").bias
     attention = attention_rules(bias=bias)
     return rules_around(config, attention, expert_rules(config, MIXTRAL_NAMES, fused=fused))
 
 
-register_architecture(
-    "MixtralForCausalLM",
-    Architecture(
-        "mixtral",
-        MIXTRAL_KEYS,
-        read_mixtral,
-        write_mixtral,
-        mixtral_rules,
-        fused_rules=lambda config: mixtral_rules(config, fused=True),
-        base_model_prefix="model.",
-        ignored_tensors=ROTARY_BUFFERS,
-        max_length_key="max_position_embeddings",
-        fingerprint=LLAMA_MARKS | {"ffn.name": "moe"},
-    ),
-    base="MixtralModel",
+_register(
+    "Mixtral",
+    "mixtral",
+    MIXTRAL_KEYS,
+    _read_mixtral,
+    _write_mixtral,
+    _mixtral_rules,
+    ignored_tensors=ROTARY_BUFFERS,
 )
 
 # OLMoE normalises all heads' queries and keys together.
@@ -110,7 +140,7 @@ OLMOE_KEYS = LLAMA_KEYS | {
 }
 
 
-def read_olmoe(hf_config: Json) -> ModelConfig:
+def _read_olmoe(hf_config: Json) -> ModelConfig:
     dense = read_llama(hf_config)
     if hf_config["head_dim"] not in (None, dense.d_model // dense.attention.n_heads):
         raise UsageError(
@@ -127,7 +157,7 @@ def read_olmoe(hf_config: Json) -> ModelConfig:
     return dense.with_changes({"ffn": experts, "attention.qk_norm": "all_heads"})
 
 
-def write_olmoe(config: ModelConfig) -> Json:
+def _write_olmoe(config: ModelConfig) -> Json:
     router, experts = require_top_k_router(config), require_dropless(config)
     return {
         **{key: value for key, value in write_llama(config).items() if key not in ("mlp_bias", "head_dim")},
@@ -138,7 +168,7 @@ def write_olmoe(config: ModelConfig) -> Json:
     }
 
 
-def olmoe_rules(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
+def _olmoe_rules(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
     bias = bool(getattr(config.attention, "bias", False))
     attention = [
         *attention_rules(bias=bias),
@@ -147,21 +177,15 @@ def olmoe_rules(config: ModelConfig, *, fused: bool = False) -> list[WeightMappi
     return rules_around(config, attention, expert_rules(config, ExpertNames(), fused=fused))
 
 
-register_architecture(
-    "OlmoeForCausalLM",
-    Architecture(
-        "olmoe",
-        OLMOE_KEYS,
-        read_olmoe,
-        write_olmoe,
-        olmoe_rules,
-        fused_rules=lambda config: olmoe_rules(config, fused=True),
-        base_model_prefix="model.",
-        ignored_tensors=ROTARY_BUFFERS,
-        max_length_key="max_position_embeddings",
-        fingerprint=LLAMA_MARKS | {"ffn.name": "moe", "attention.qk_norm": "all_heads"},
-    ),
-    base="OlmoeModel",
+_register(
+    "Olmoe",
+    "olmoe",
+    OLMOE_KEYS,
+    _read_olmoe,
+    _write_olmoe,
+    _olmoe_rules,
+    ignored_tensors=ROTARY_BUFFERS,
+    marks={"attention.qk_norm": "all_heads"},
 )
 
 # Qwen3 normalises queries and keys head by head.
@@ -196,7 +220,7 @@ QWEN3_MOE_KEYS = LLAMA_KEYS | {
 }
 
 
-def read_qwen3_moe(hf_config: Json) -> ModelConfig:
+def _read_qwen3_moe(hf_config: Json) -> ModelConfig:
     dense = read_llama(hf_config)
     experts = top_k_moe_section(
         hf_config,
@@ -208,7 +232,7 @@ def read_qwen3_moe(hf_config: Json) -> ModelConfig:
     return dense.with_changes({"ffn": experts, "attention.qk_norm": True})
 
 
-def write_qwen3_moe(config: ModelConfig) -> Json:
+def _write_qwen3_moe(config: ModelConfig) -> Json:
     router, experts = require_top_k_router(config), require_dropless(config)
     hf_config = {key: value for key, value in write_llama(config).items() if key != "mlp_bias"}
     return {
@@ -222,7 +246,7 @@ def write_qwen3_moe(config: ModelConfig) -> Json:
     }
 
 
-def qwen3_moe_rules(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
+def _qwen3_moe_rules(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
     attention = [
         *attention_rules(),
         *(rule for part in "qk" for rule in rename_linear(f"attn.{part}_norm", f"self_attn.{part}_norm")),
@@ -230,18 +254,12 @@ def qwen3_moe_rules(config: ModelConfig, *, fused: bool = False) -> list[WeightM
     return rules_around(config, attention, expert_rules(config, ExpertNames(), fused=fused))
 
 
-register_architecture(
-    "Qwen3MoeForCausalLM",
-    Architecture(
-        "qwen3_moe",
-        QWEN3_MOE_KEYS,
-        read_qwen3_moe,
-        write_qwen3_moe,
-        qwen3_moe_rules,
-        fused_rules=lambda config: qwen3_moe_rules(config, fused=True),
-        base_model_prefix="model.",
-        max_length_key="max_position_embeddings",
-        fingerprint=LLAMA_MARKS | {"ffn.name": "moe", "attention.qk_norm": True},
-    ),
-    base="Qwen3MoeModel",
+_register(
+    "Qwen3Moe",
+    "qwen3_moe",
+    QWEN3_MOE_KEYS,
+    _read_qwen3_moe,
+    _write_qwen3_moe,
+    _qwen3_moe_rules,
+    marks={"attention.qk_norm": True},
 )

@@ -203,10 +203,7 @@ class Chunked(AttentionPattern):
         return same & (k.first <= q.last) if self.causal else same
 
     def full_block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
-        chunk = q.first // self.size
-        same = (
-            (q.last // self.size == chunk) & (k.first // self.size == chunk) & (k.last // self.size == chunk)
-        )
+        same = _in_one_stretch(q, k, self.size)
         return same & (k.last <= q.first) if self.causal else same
 
     def pairs(self, length: int, n_heads: int = 1) -> float:
@@ -216,6 +213,12 @@ class Chunked(AttentionPattern):
         return length // self.size * of(self.size) + of(length % self.size)
 
 
+def _in_one_stretch(q: BlockBounds, k: BlockBounds, size: int) -> Tensor:
+    """Whether both blocks lie in the same stretch of `size` tokens."""
+    stretch = q.first // size
+    return (q.last // size == stretch) & (k.first // size == stretch) & (k.last // size == stretch)
+
+
 @PATTERNS.register("chunked")
 def chunked(config: ModelConfig, causal: bool) -> Chunked:
     """Chunks count from the beginning of each document."""
@@ -223,11 +226,9 @@ def chunked(config: ModelConfig, causal: bool) -> Chunked:
     return Chunked(options.size, causal)
 
 
-@dataclass(frozen=True)
-class Strided(AttentionPattern):
-    """Keys fewer than `stride` tokens away, and those a multiple of it away; causal: no later ones."""
+class _CausalByOption(AttentionPattern):
+    """The base of patterns that see later keys unless `causal`, and more keys the later the query is if it is set."""
 
-    stride: int
     causal: bool
 
     @property
@@ -237,6 +238,14 @@ class Strided(AttentionPattern):
     @property
     def sees_later(self) -> bool:
         return not self.causal
+
+
+@dataclass(frozen=True)
+class Strided(_CausalByOption):
+    """Keys fewer than `stride` tokens away, and those a multiple of it away; causal: no later ones."""
+
+    stride: int
+    causal: bool
 
     @property
     def is_relative(self) -> bool:
@@ -266,20 +275,12 @@ def strided(config: ModelConfig, causal: bool) -> Strided:
 
 
 @dataclass(frozen=True)
-class Fixed(AttentionPattern):
+class Fixed(_CausalByOption):
     """Keys of the query's stretch of `stride` tokens, and the last `summary` of each; causal: no later ones."""
 
     stride: int
     summary: int
     causal: bool
-
-    @property
-    def has_uneven_work(self) -> bool:
-        return self.causal
-
-    @property
-    def sees_later(self) -> bool:
-        return not self.causal
 
     def mask_mod(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
         seen = (q // self.stride == k // self.stride) | (k % self.stride >= self.stride - self.summary)
@@ -292,12 +293,7 @@ class Fixed(AttentionPattern):
         return seen & (k.first <= q.last) if self.causal else seen
 
     def full_block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
-        stretch = q.first // self.stride
-        seen = (
-            (q.last // self.stride == stretch)
-            & (k.first // self.stride == stretch)
-            & (k.last // self.stride == stretch)
-        )
+        seen = _in_one_stretch(q, k, self.stride)
         return seen & (k.last <= q.first) if self.causal else seen
 
 
