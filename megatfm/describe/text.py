@@ -75,14 +75,6 @@ def _architecture(model: ModelConfig) -> list[Line]:
     return lines
 
 
-def _stages(stages: StagesConfig, d_model: int) -> str:
-    """Blocks, widths and heads of each stage."""
-    blocks, heads = (" · ".join(map(str, numbers)) for numbers in (stages.layers, stages.heads))
-    widths = " · ".join(str(d_model * 2**stage) for stage in range(len(stages.layers)))
-    rows, columns = stages.grid
-    return f"{blocks} blocks of width {widths} with {heads} heads, from {rows} × {columns} patches on"
-
-
 def _input(model: ModelConfig) -> Line:
     """The vocabulary, or the patches of images."""
     embedding = model.embedding
@@ -95,6 +87,14 @@ def _input(model: ModelConfig) -> Line:
         )
     known = "" if model.vocab_size is None else f"{model.vocab_size:,}; "
     return "vocabulary", f"{known}{_embeddings(model)}"
+
+
+def _stages(stages: StagesConfig, d_model: int) -> str:
+    """Blocks, widths and heads of each stage."""
+    blocks, heads = (" · ".join(map(str, numbers)) for numbers in (stages.layers, stages.heads))
+    widths = " · ".join(str(d_model * 2**stage) for stage in range(len(stages.layers)))
+    rows, columns = stages.grid
+    return f"{blocks} blocks of width {widths} with {heads} heads, from {rows} × {columns} patches on"
 
 
 def _heads(model: ModelConfig) -> str:
