@@ -250,7 +250,7 @@ class WindowedAttentionConfig(ScaledAttention, HeadAttention):
     """Cosines of queries and keys, times a factor that each head learns, as scores (Swin-V2; keys have no bias)."""
 
 
-class PooledAttentionConfig(ScaledAttention):
+class PooledAttentionConfig(ScaledAttention, HeadAttention):
     """Attention with queries, keys and values pooled over the map (MViTv2; Li et al. 2022)."""
 
     name: Literal["pooled"] = "pooled"

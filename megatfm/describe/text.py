@@ -75,6 +75,20 @@ def _architecture(model: ModelConfig) -> list[Line]:
     return lines
 
 
+def _input(model: ModelConfig) -> Line:
+    """The vocabulary, or the patches of images."""
+    embedding = model.embedding
+    if isinstance(embedding, PatchEmbeddingConfig):
+        counts = ((embedding.n_class_tokens, "class token"), (embedding.n_register_tokens, "register"))
+        special = "".join(f", {number} {kind}{'s' * (number > 1)}" for number, kind in counts if number)
+        return (
+            "images",
+            f"patches of {embedding.patch_size} × {embedding.patch_size} × {embedding.channels}{special}",
+        )
+    known = "" if model.vocab_size is None else f"{model.vocab_size:,}; "
+    return "vocabulary", f"{known}{_embeddings(model)}"
+
+
 def _stages(stages: StagesConfig, d_model: int) -> str:
     """Blocks, widths and heads of each stage."""
     blocks, heads = (" · ".join(map(str, numbers)) for numbers in (stages.layers, stages.heads))
