@@ -271,7 +271,7 @@ class DebertaAttentionConfig(HeadAttention):
 
 
 class DebertaV2AttentionConfig(HeadAttention):
-    """DeBERTa's attention from version 2 on; it reads `disentangled_buckets`."""
+    """DeBERTa's attention from version 2 on; it reads the positions of that name."""
 
     name: Literal["deberta_v2"] = "deberta_v2"
 

@@ -32,7 +32,7 @@ def read_annotation(piece: DocumentChunk) -> dict[str, Any]:
 
 
 @OBJECTIVES.register("text_classification")
-class Classification(Objective):
+class TextClassification(Objective):
     """Predict the labels of an example at the tokens that carry them: its first in encoders, its last in decoders, the
     first of each word in tagging.
 
