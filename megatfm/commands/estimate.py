@@ -7,11 +7,16 @@ from typing import TYPE_CHECKING
 
 from megatfm.commands.arguments import add_config_and_overrides, add_trust_argument, check_trust
 from megatfm.config import load_config
+from megatfm.config.section import divisors
+from megatfm.errors import UsageError
 from megatfm.terminal import print_table
 
 if TYPE_CHECKING:
     from megatfm.estimate.estimator import Estimate, Estimator
+    from megatfm.estimate.search import SearchResult
 
+BEST_SHOWN = 10
+"""Layouts that a search lists."""
 SHOWN = 3
 """Changes that are listed where nothing fits."""
 
@@ -28,6 +33,13 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hardware", type=Path, metavar="FILE", help="devices and nodes of your own, in TOML"
     )
+    parser.add_argument("--search", action="store_true", help="try all layouts, and estimate the best one")
+    parser.add_argument(
+        "--write",
+        type=Path,
+        metavar="FILE",
+        help="write the layout as a config, and a SLURM script beside it",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead")
     add_trust_argument(parser)
 
@@ -43,13 +55,66 @@ def estimate_command(args: argparse.Namespace) -> int:
     from megatfm.estimate.estimator import estimator
     from megatfm.estimate.text import as_dict
 
-    with estimator(config, cluster, (1, 2, 4, 8)) as opened:
-        estimate = opened.estimate(opened.base)
+    sizes = [size for size in divisors(cluster.gpus) if size <= cluster.node.gpus]
+    with estimator(config, cluster, sizes) as opened:
+        estimate = _best(opened, args.json) if args.search else opened.estimate(opened.base)
         if args.json:
             print(json.dumps(as_dict(estimate), indent=2))
         else:
             _print(opened, estimate)
+    if args.write:
+        _write(args, estimate)
     return 0 if estimate.fits else 1
+
+
+def _best(opened: "Estimator", is_quiet: bool) -> "Estimate":
+    """Search, print what was found, and return the best. Raises UsageError where nothing fits."""
+    from megatfm.estimate.search import search
+    from megatfm.estimate.text import search_summary, search_table
+
+    result = search(opened)
+    if not result.best:
+        raise UsageError(_nothing_fits(opened, result))
+    if not is_quiet:
+        for line in search_summary(result):
+            print(line)
+        print_table(search_table(result, BEST_SHOWN))
+    return result.best[0]
+
+
+def _nothing_fits(opened: "Estimator", result: "SearchResult") -> str:
+    """Say how far from fitting the smallest layout is."""
+    cluster = opened.cluster
+    if result.smallest is None:
+        reasons = "; ".join(reason for reason, _ in result.refused.most_common(2))
+        return f"--search: no layout of {opened.base.name} is possible on {cluster.gpus} GPUs: {reasons}"
+    needed = result.smallest.score.n_bytes / 2**30
+    return (
+        f"--search: none of {result.tried:,} layouts of {opened.base.name} fits {cluster}: the smallest takes "
+        f"{needed:.0f} GiB of {cluster.device.memory_gib:.0f}: take more GPUs, or shorter rows"
+    )
+
+
+def _write(args: argparse.Namespace, estimate: "Estimate") -> None:
+    """Write config and job script, and say how to start them."""
+    from megatfm.estimate.write import launch_words, write_layout
+    from megatfm.files import atomic_write
+    from megatfm.launchers import cli
+
+    write_layout(args.config, estimate, args.write)
+    words = launch_words(args.write, estimate)
+    parser = argparse.ArgumentParser()
+    add_config_and_overrides(parser)
+    cli.add_arguments(parser)
+    launcher, job = cli.build_launch(parser.parse_args([*words, "--dry-run"]))
+    written = [args.write]
+    for name, text in launcher.render(job).items():
+        path = args.write.with_name(
+            f"{args.write.stem}.{name}" if "." in name else f"{args.write.stem}.sbatch"
+        )
+        atomic_write(path, text)
+        written.append(path)
+    print(f"written: {', '.join(map(str, written))}; start it with: megatfm launch {' '.join(words)}")
 
 
 def _print(opened: "Estimator", estimate: "Estimate") -> None:

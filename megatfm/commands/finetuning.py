@@ -150,8 +150,8 @@ def print_results(results: "TaskResults") -> None:
     for name, result in results.sets.items():
         cells = []
         for metric, value in result["metrics"].items():
-            low, high = result["intervals"].get(metric, (value, value))
-            cells.append(f"{value:.4f} [{low:.3f}, {high:.3f}]")
+            interval = result["intervals"].get(metric)
+            cells.append(f"{value:.4f}" + (f" [{interval[0]:.3f}, {interval[1]:.3f}]" if interval else ""))
         table.add_row(name, f"{result['examples']:,}", f"{result['loss']:.4f}", *cells)
     print_table(table)
     for name, result in results.sets.items():

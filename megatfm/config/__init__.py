@@ -10,6 +10,7 @@ from megatfm.config.attention import (
     LongformerAttentionConfig,
     LongformerPatternConfig,
     MLAAttentionConfig,
+    PooledAttentionConfig,
     ScaledAttention,
     StridedPatternConfig,
     WindowedAttentionConfig,
@@ -22,10 +23,11 @@ from megatfm.config.load import load, load_config, to_toml
 from megatfm.config.model import ModelConfig
 from megatfm.config.model_parts import (
     ClassifierHeadConfig,
+    OverlappingPatchesConfig,
     PatchEmbeddingConfig,
     PixelDecoderConfig,
     SentenceHeadConfig,
-    SequenceClassifierHeadConfig,
+    TextClassifierHeadConfig,
 )
 from megatfm.config.objective import (
     CausalObjective,
@@ -121,6 +123,7 @@ __all__ = [
     "NextSentenceObjective",
     "OptimizerConfig",
     "OptimizerSection",
+    "OverlappingPatchesConfig",
     "ParallelConfig",
     "PatchEmbeddingConfig",
     "PermutationObjective",
@@ -128,6 +131,7 @@ __all__ = [
     "PluginObjective",
     "PluginOptimizer",
     "PluginSchedule",
+    "PooledAttentionConfig",
     "PrefixObjective",
     "ReplacedTokenObjective",
     "ResilienceConfig",
@@ -140,7 +144,6 @@ __all__ = [
     "ScheduleSection",
     "SentenceHeadConfig",
     "SentenceOrderObjective",
-    "SequenceClassifierHeadConfig",
     "ShawConfig",
     "SoapConfig",
     "SpanBoundaryObjective",
@@ -149,6 +152,7 @@ __all__ = [
     "T5PositionConfig",
     "TaskConfig",
     "TextClassificationObjective",
+    "TextClassifierHeadConfig",
     "TrainConfig",
     "UL2Objective",
     "WSDSchedule",

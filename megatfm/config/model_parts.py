@@ -157,6 +157,14 @@ class PatchEmbeddingConfig(EmbeddingSection):
         return self
 
 
+class OverlappingPatchesConfig(PatchEmbeddingConfig):
+    """Square patches of images, each embedded together with a margin of its neighbours (Li et al. 2022)."""
+
+    name: Literal["overlapping_patches"] = "overlapping_patches"  # type: ignore[assignment]
+    margin: PositiveInt = Field(default=3, le=MAX_WIDTH)
+    """Pixels before a patch that its vector sees; the convolution's side is 2 · margin + 1."""
+
+
 class PluginEmbeddingConfig(EmbeddingSection):
     """An embedding that a package in `plugins` registers, for other inputs than tokens, with keys of its own."""
 
@@ -166,7 +174,7 @@ class PluginEmbeddingConfig(EmbeddingSection):
 
 
 EmbeddingConfig = Annotated[
-    TokenEmbeddingConfig | PatchEmbeddingConfig | PluginEmbeddingConfig,
+    TokenEmbeddingConfig | PatchEmbeddingConfig | OverlappingPatchesConfig | PluginEmbeddingConfig,
     ByName(),
 ]
 
@@ -312,14 +320,18 @@ class SentenceHeadConfig(Section):
     """How many."""
 
 
-class SequenceClassifierHeadConfig(Section):
+class TextClassifierHeadConfig(Section):
     """Classes of labelled texts, told from one token of each."""
 
-    name: Literal["sequence_classifier"] = "sequence_classifier"
+    name: Literal["text_classifier"] = "text_classifier"
     classes: PositiveInt = Field(default=2, le=MAX_WIDTH)
     """How many."""
     pooler: Literal["tanh", "none"] = "tanh"
     """BERT's dense layer and tanh before the classes, or the hidden vector as it is."""
+    loss: Literal["cross_entropy", "binary_cross_entropy", "squared_error"] = "cross_entropy"
+    """One class of several, any number of them, or one number for each."""
+    token: Literal["first", "last"] = "first"
+    """Which token of a row stands for it where a batch has no targets: the last in decoders."""
     bias: bool = True
     """A bias for each class."""
     dropout: DropProbability = 0.1
@@ -371,7 +383,7 @@ HeadSection = Annotated[
     SentenceHeadConfig
     | BoundaryHeadConfig
     | ClassifierHeadConfig
-    | SequenceClassifierHeadConfig
+    | TextClassifierHeadConfig
     | PluginHeadConfig,
     ByName(),
 ]

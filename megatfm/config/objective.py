@@ -148,9 +148,11 @@ class ReplacedTokenObjective(Section):
 
 
 class TextClassificationObjective(Section):
-    """Predict the class of a labelled text, or pair of texts; `megatfm finetune` sets it."""
+    """Predict the labels of texts, pairs of texts or words; `megatfm finetune` sets it."""
 
     name: Literal["text_classification"] = "text_classification"
+    lm_weight: NonNegativeFloat = 0.0
+    """Weight of the next tokens' loss besides, in decoders (Radford et al. 2018: 0.5)."""
 
 
 class ImageObjective(Section):

@@ -97,20 +97,6 @@ def _stages(stages: StagesConfig, d_model: int) -> str:
     return f"{blocks} blocks of width {widths} with {heads} heads, from {rows} × {columns} patches on"
 
 
-def _input(model: ModelConfig) -> Line:
-    """The vocabulary, or the patches of images."""
-    embedding = model.embedding
-    if isinstance(embedding, PatchEmbeddingConfig):
-        counts = ((embedding.n_class_tokens, "class token"), (embedding.n_register_tokens, "register"))
-        special = "".join(f", {number} {kind}{'s' * (number > 1)}" for number, kind in counts if number)
-        return (
-            "images",
-            f"patches of {embedding.patch_size} × {embedding.patch_size} × {embedding.channels}{special}",
-        )
-    known = "" if model.vocab_size is None else f"{model.vocab_size:,}; "
-    return "vocabulary", f"{known}{_embeddings(model)}"
-
-
 def _heads(model: ModelConfig) -> str:
     text = f"{model.attention.n_heads} heads of {model.head_width}"
     if isinstance(latent := model.attention, MLAAttentionConfig):

@@ -23,7 +23,7 @@ from megatfm.estimate.weights import LocalWeight, local_weights
 from megatfm.parallel.mesh import SHARD, axis_sizes
 from megatfm.parallel.pipeline_stages import Pipeline
 from megatfm.registry import import_plugins
-from megatfm.split_points import Splittable
+from megatfm.split_points import SplitPoint, Splittable
 from megatfm.train.build import build_model, plan_pipeline_split
 
 
@@ -83,7 +83,7 @@ class Estimator:
     _models: dict[object, LocalModel] = field(default_factory=dict)
     _profiles: dict[object, ModelProfile] = field(default_factory=dict)
     _weights: dict[object, list[LocalWeight]] = field(default_factory=dict)
-    _pipelines: dict[object, Pipeline] = field(default_factory=dict)
+    _pipelines: dict[object, Pipeline | UsageError] = field(default_factory=dict)
 
     @cached_property
     def description(self) -> Description:
@@ -103,8 +103,8 @@ class Estimator:
         config = config.model_copy(update={"parallel": parallel})
         microbatches = microbatches_of(config)
         compiled = compiles(config)
-        model, profile = self._model(config), self._profile(config)
-        weights = self._local_weights(config, model)
+        profile = self.profile(config)
+        weights = self.local_weights(config)
         parts_of_rank, rank_of, stages = self._stages(config, profile)
         time, flows, timeline, in_flight = step_time(
             config, self.cluster, profile, weights, stages, rank_of, microbatches, compiled=compiled
@@ -140,15 +140,17 @@ class Estimator:
             self._models[key] = LocalModel(config)
         return self._models[key]
 
-    def _profile(self, config: Config) -> ModelProfile:
+    def profile(self, config: Config) -> ModelProfile:
+        """Profile of the parts, by tensor and context parallelism and micro-batch."""
         model = self._model(config)
         key = id(model), config.train.micro_batch, config.parallel.cp
         if key not in self._profiles:
             self._profiles[key] = model.profile(config.train.micro_batch, config.parallel.cp)
         return self._profiles[key]
 
-    def _local_weights(self, config: Config, model: LocalModel) -> list[LocalWeight]:
-        parallel = config.parallel
+    def local_weights(self, config: Config) -> list[LocalWeight]:
+        """Parameters as a rank has them before ZeRO."""
+        parallel, model = config.parallel, self._model(config)
         shards = parallel.expert_mesh_size // parallel.ep if parallel.ep > 1 else parallel.dp_shard
         key = id(model), parallel.ep, parallel.expert_tp, shards, parallel.zero >= 2
         if key not in self._weights:
@@ -164,7 +166,7 @@ class Estimator:
         if parallel.pp == 1:
             everything = range(len(profile.parts))
             return [{0: everything}], [0], [everything]
-        pipeline = self._pipeline(config)
+        pipeline = self.pipeline(config)
         indices, start = list[Sequence[int]](), 0
         for stage in pipeline.stages:
             indices.append(range(start, start + len(stage.split_points)))
@@ -175,13 +177,24 @@ class Estimator:
             by_rank[rank][stage_index] = indices[stage_index]
         return by_rank, rank_of, indices
 
-    def _pipeline(self, config: Config) -> Pipeline:
+    def points(self, config: Config) -> Sequence[SplitPoint]:
+        """Split points of the model."""
+        return cast(Splittable, self._model(config).model).split_points
+
+    def pipeline(self, config: Config) -> Pipeline:
+        """Cut of the model into stages."""
         parallel = config.parallel
         shape = parallel.pp_schedule in ("zbv", "dualpipev")
         key = parallel.pp, parallel.stages_per_rank, shape, tuple(parallel.pp_split_points)
         if key not in self._pipelines:
-            self._pipelines[key] = plan_pipeline_split(config, self._whole)
-        return self._pipelines[key]
+            try:
+                self._pipelines[key] = plan_pipeline_split(config, self._whole)
+            except UsageError as error:
+                self._pipelines[key] = error
+        planned = self._pipelines[key]
+        if isinstance(planned, UsageError):
+            raise planned
+        return planned
 
 
 @contextmanager

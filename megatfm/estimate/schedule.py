@@ -20,13 +20,13 @@ class Pass:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A simulated step. busy: seconds of each rank's passes. in_flight: most micro-batches of each stage between their
-    two passes."""
+    """A simulated step. busy: seconds of each rank's passes. held: most micro-batches of each stage between their two
+    passes."""
 
     passes: Sequence[Pass]
     seconds: float
     busy: Sequence[float]
-    in_flight: Mapping[int, int]
+    held: Mapping[int, int]
 
     @property
     def bubble(self) -> float:
@@ -67,7 +67,7 @@ def simulate(
                 moved = True
     if any(place < len(queue) for place, queue in zip(places, queues, strict=True)):
         raise ValueError(f"the order of {schedule!r} waits for ever")
-    return Timeline(passes, max(free), busy, _in_flight(queues))
+    return Timeline(passes, max(free), busy, in_flight(queues))
 
 
 def _ready(
@@ -90,7 +90,7 @@ def _ready(
     return latest
 
 
-def _in_flight(queues: Sequence[Sequence[Action]]) -> dict[int, int]:
+def in_flight(queues: Sequence[Sequence[Action]]) -> dict[int, int]:
     """Return the most micro-batches that each stage holds when its rank holds most."""
     most: dict[int, int] = {}
     for queue in queues:

@@ -135,7 +135,7 @@ def step_time(
         transfer,
     )
     bubble = timeline.seconds - sum(computed.values())
-    return _step(computed, bubble, data, optimizer), flows, timeline, timeline.in_flight
+    return _step(computed, bubble, data, optimizer), flows, timeline, timeline.held
 
 
 def _pipeline_flows(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from megatfm.estimate.devices import GIB
 from megatfm.estimate.estimator import Estimate
 from megatfm.estimate.memory import RankMemory
+from megatfm.estimate.search import SearchResult
 from megatfm.estimate.step_time import StepTime
 from megatfm.estimate.traffic import axes_of, in_node
 from megatfm.parallel.mesh import EXPERT, EXPERT_SHARD, SHARD, describe_sizes
@@ -192,3 +193,45 @@ def as_dict(estimate: Estimate) -> dict[str, object]:
 
 def _gib(n_bytes: float) -> str:
     return f"{n_bytes / GIB:,.2f}"
+
+
+def search_table(result: SearchResult, shown: int) -> "Table":
+    """The best layouts that a search found, and what each loses against the first."""
+    from rich.table import Table
+
+    table = Table(title="Best layouts", title_justify="left")
+    for name in ("step, s", "GiB", "MFU", "layout", "why not"):
+        table.add_column(name, justify="left" if name in ("layout", "why not") else "right")
+    first = result.best[0]
+    for estimate in result.best[:shown]:
+        table.add_row(
+            f"{estimate.time.step:.3f}",
+            f"{estimate.worst.total / GIB:.1f}",
+            f"{100 * estimate.mfu[0]:.1f} %",
+            layout_text(estimate),
+            loss_against(estimate, first),
+        )
+    return table
+
+
+def loss_against(estimate: Estimate, best: Estimate) -> str:
+    """What an estimate spends most on beyond the best one."""
+    if estimate is best:
+        return ""
+    extra = {text: getattr(estimate.time, key) - getattr(best.time, key) for key, text in CAUSES.items()}
+    cause = max(extra, key=lambda text: extra[text])
+    share = 100 * (estimate.time.step / best.time.step - 1)
+    if share < 0.05:
+        return "as fast, with more memory" if estimate.worst.total > best.worst.total else "as fast"
+    return f"{share:.1f} % slower: {extra[cause]:+.3g} s {cause}"
+
+
+def search_summary(result: SearchResult) -> list[str]:
+    """Lines of how many layouts there were, and why others are out."""
+    legal = result.tried - result.refused.total()
+    lines = [
+        f"{result.tried:,} layouts in {result.seconds:.0f} s: {result.refused.total():,} refused, "
+        f"{legal - result.n_fit:,} do not fit, {result.n_fit:,} fit"
+    ]
+    lines += [f"refused {count:,} times: {reason}" for reason, count in result.refused.most_common(3)]
+    return lines

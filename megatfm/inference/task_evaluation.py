@@ -1,10 +1,12 @@
 """Evaluate the best checkpoint of a fine-tuning run on its files, and predict the labels of others."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from megatfm import checkpoint
 from megatfm.config import Config, ParallelConfig, load_config
@@ -14,14 +16,8 @@ from megatfm.object_collectives import run_on_rank_0_raising
 from megatfm.parallel import distributed
 from megatfm.parallel.mesh import build_mesh
 from megatfm.registry import import_foreign_plugins
-from megatfm.tasks.metrics import CLASSIFICATION, bootstrap_interval, confusion_matrix, per_class_scores
-from megatfm.tasks.predictions import (
-    Predictions,
-    collect_predictions,
-    model_of,
-    prediction_rows,
-    task_metrics,
-)
+from megatfm.tasks.metrics import METRICS_OF_FORM, bootstrap_interval, confusion_matrix, per_class_scores
+from megatfm.tasks.predictions import Predictions, collect_predictions, model_of
 from megatfm.tokenizers import Tokenizer
 from megatfm.train.best_checkpoint import best_checkpoint
 from megatfm.train.build import build_engine
@@ -59,24 +55,30 @@ def evaluate_task(run_dir: Path, *, trust_plugins: bool = False) -> TaskResults 
     results: dict[str, dict[str, Any]] = {}
     for name, (predictions, loss) in by_set.items():
         file = run_dir / PREDICTIONS / f"{name}.jsonl"
-        _write_predictions(file, predictions, task.labels)
-        targets, predicted = predictions.targets, predictions.predicted
-        results[name] = {
-            "examples": len(targets),
-            "loss": loss,
-            "metrics": task_metrics(task, predictions),
-            "intervals": {
-                metric: bootstrap_interval(CLASSIFICATION[metric], targets, predicted)
-                for metric in dict.fromkeys(("accuracy", task.best_by))
-            },
-            "per_class": per_class_scores(targets, predicted, task.labels),
-            "confusion": confusion_matrix(targets, predicted, len(task.labels)),
-            "predictions": str(file),
-        }
+        _write_predictions(file, predictions)
+        results[name] = {**summarise(predictions), "loss": loss, "predictions": str(file)}
     step = dict(checkpoint.read_state(source))["step"]
     stored = {"checkpoint": source.name, "step": step, "labels": task.labels, "sets": results}
     atomic_write(run_dir / RESULTS, json.dumps(stored, indent=2) + "\n")
     return TaskResults(source, int(str(step)), results)
+
+
+def summarise(predictions: Predictions) -> dict[str, Any]:
+    """Return metrics, intervals of those that are means over examples, and what is told of each class."""
+    task, targets, predicted = predictions.task, predictions.expected, predictions.predicted
+    table = METRICS_OF_FORM[task.form]
+    usual = [name for name in dict.fromkeys((next(iter(table)), task.best_by)) if name in table]
+    summary: dict[str, Any] = {
+        "examples": len(np.unique(predictions.examples)),
+        "metrics": predictions.metrics(),
+        "intervals": {},
+    }
+    if task.form != "tagging":  # whose words are not independent
+        summary["intervals"] = {name: bootstrap_interval(table[name], targets, predicted) for name in usual}
+    if task.form in ("classification", "tagging"):
+        summary["per_class"] = per_class_scores(targets, predicted, task.labels)
+        summary["confusion"] = confusion_matrix(targets, predicted, len(task.labels))
+    return summary
 
 
 def predict_file(
@@ -95,8 +97,8 @@ def predict_file(
         return None
     predictions, _ = collected[1]["predicted"]
     target = Path(out) if out else run_dir / PREDICTIONS / f"{Path(file).stem}.jsonl"
-    _write_predictions(target, predictions, config.task.labels)
-    return target, len(predictions.examples)
+    _write_predictions(target, predictions)
+    return target, len(np.unique(predictions.examples))
 
 
 def _open_run(run_dir: Path, trust_plugins: bool) -> tuple[Config, Tokenizer]:
@@ -106,7 +108,7 @@ def _open_run(run_dir: Path, trust_plugins: bool) -> tuple[Config, Tokenizer]:
             f"{run_dir}: no run directory (config.toml is missing): give one, for example runs/topics"
         )
     config = load_config(run_dir / "config.toml")
-    if config.task is None or not config.task.labels:
+    if config.task is None:
         raise UsageError(f"{run_dir}: a run without a [task]: give one that `megatfm finetune` trained")
     import_foreign_plugins(config.plugins, run_dir, trusted=trust_plugins)
     parallel = ParallelConfig(engine=config.parallel.engine, zero=config.parallel.zero)
@@ -121,6 +123,8 @@ def _predict(
     run_dir: Path, config: Config, tokenizer: Tokenizer, files: Mapping[str, str], *, with_labels: bool
 ) -> tuple[Path, dict[str, tuple[Predictions, float]]] | None:
     """Return the checkpoint, and for each file its predictions and mean loss; None on ranks other than 0."""
+    task = config.task
+    assert task is not None
     with distributed.distributed_session(device=config.train.device) as rank:
         folders = {
             name: str(
@@ -146,11 +150,11 @@ def _predict(
                 loss = evaluate(engine, rows, corpora.objective, None, micro_batch=config.train.micro_batch)[
                     "loss"
                 ]
-            results[name] = collector.gather(), float(loss)
+            results[name] = collector.gather(task), float(loss)
     return (source, results) if rank.is_main else None
 
 
-def _write_predictions(file: Path, predictions: Predictions, labels: Iterable[str]) -> None:
-    rows = prediction_rows(predictions, list(labels))
+def _write_predictions(file: Path, predictions: Predictions) -> None:
+    rows = predictions.rows()
     file.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

@@ -14,7 +14,7 @@ from megatfm.layers.loss_terms import BlockOutput, add_by_name
 from megatfm.layers.output_head import HEADS
 from megatfm.layers.output_head import SpanBoundaryHead as SpanBoundaryHead
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.layers.task_heads import SequenceClassifier as SequenceClassifier
+from megatfm.layers.task_heads import TextClassifier as TextClassifier
 from megatfm.registry import Registry, did_you_mean
 from megatfm.split_points import SplitPoint
 

@@ -15,7 +15,7 @@ from megatfm.errors import UsageError
 from megatfm.files import temporary_path
 from megatfm.objectives.supervised import ANNOTATION
 from megatfm.tasks.files import read_rows, require_columns
-from megatfm.tasks.forms import EncodedExample, encode_rows, labels_of
+from megatfm.tasks.forms import EncodedExample, RowEncoder, labels_of
 from megatfm.tokenizers import Tokenizer
 from megatfm.version import __version__
 
@@ -31,7 +31,7 @@ class TaskCorpus:
 
 def read_labels(task: TaskConfig) -> list[str]:
     """Return the labels of a task in the order of the classes: those of the config, or of the training file."""
-    if task.labels:
+    if task.labels or task.form == "regression":
         return list(task.labels)
     rows = read_rows(task.train)
     require_columns(task.train, rows, {"task.label": task.label})
@@ -46,11 +46,12 @@ def prepare_corpus(
     folder: Path,
     *,
     with_labels: bool = True,
+    is_causal: bool = False,
 ) -> TaskCorpus:
     """Tokenize a file into a corpus below `folder`, or find the one that an earlier call left there.
 
-    task: with all `labels`. with_labels: false for files whose labels are to be predicted. Raises UsageError that names
-    file and row.
+    task: with all `labels`. with_labels: false for files whose labels are to be predicted. is_causal: for a decoder,
+    in which the last token of an example carries its label. Raises UsageError that names file and row.
     """
     rows = read_rows(path)
     key = {
@@ -64,10 +65,12 @@ def prepare_corpus(
         },
         "sequence_length": sequence_length,
         "with_labels": with_labels,
+        "is_causal": is_causal,
     }
     target = folder / blake3(json.dumps(key, sort_keys=True).encode()).hexdigest(8)
     if not (target / MANIFEST).is_file():
-        encoded, notes = encode_rows(path, rows, task, tokenizer, sequence_length, with_labels=with_labels)
+        encoder = RowEncoder(path, task, tokenizer, sequence_length, with_labels, -1 if is_causal else 0)
+        encoded, notes = encoder.encode(rows)
         _write(target, encoded, str(path), tokenizer, key | {"notes": notes})
     manifest = json.loads((target / MANIFEST).read_bytes())
     return TaskCorpus(target, len(rows), manifest["provenance"]["notes"])

@@ -39,11 +39,17 @@ class Frame:
         return Framed(np.concatenate([head, second, self.after]).astype(np.int64), len(head))
 
 
-def frame_of(tokenizer: Tokenizer) -> Frame:
+def frame_of(tokenizer: Tokenizer, *, is_causal: bool = False) -> Frame:
     """Return a tokenizer's frame: [CLS] a [SEP] b [SEP], or what its file's post-processor puts around texts.
 
-    Raises UsageError if it has neither the marks nor a post-processor.
+    is_causal: of a decoder, as GPT-1's [START] a [DELIM] b [EXTRACT]: BOS; [SEP] or EOS; [CLS] or EOS. Raises
+    UsageError if an encoder's has neither the marks nor a post-processor.
     """
+    if is_causal:
+        between = tokenizer.eos if tokenizer.sep is None else tokenizer.sep
+        return Frame(
+            (tokenizer.bos,), (between,), (tokenizer.eos if tokenizer.cls is None else tokenizer.cls,)
+        )
     declared = getattr(tokenizer, "pair_frame", lambda: None)()
     if declared is not None:
         return Frame(*declared)

@@ -1,6 +1,9 @@
-"""Metrics of tasks, as the field's libraries define them, with bootstrap intervals. Free of training."""
+"""Metrics of tasks, as the field's libraries define them, with bootstrap intervals. Free of training.
 
-from collections.abc import Callable, Sequence
+Numbers come as arrays over examples: classes [N], flags [N, C] of tasks with many labels, or values [N].
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,7 +11,9 @@ from numpy.typing import NDArray
 
 from megatfm.errors import MegatfmError
 
-Classes = NDArray[np.int64]
+Numbers = NDArray[Any]
+Metric = Callable[[Numbers, Numbers], float]
+"""Targets, predictions → value."""
 BOOTSTRAP_SAMPLES = 1000
 CONFIDENCE = 0.95
 
@@ -23,44 +28,97 @@ def _sklearn_metrics() -> Any:
     return metrics
 
 
-def accuracy(targets: Classes, predicted: Classes) -> float:
+def accuracy(targets: Numbers, predicted: Numbers) -> float:
     """Share of examples whose class is predicted."""
     return float(np.mean(targets == predicted))
 
 
-def f1(targets: Classes, predicted: Classes) -> float:
+def f1(targets: Numbers, predicted: Numbers) -> float:
     """F1 of class 1, the positive one of two; with more classes, the mean over classes, weighted by their examples."""
     average = "binary" if max(targets.max(initial=0), predicted.max(initial=0)) < 2 else "weighted"
     return float(_sklearn_metrics().f1_score(targets, predicted, average=average, zero_division=0.0))
 
 
-def f1_macro(targets: Classes, predicted: Classes) -> float:
-    """Mean of the classes' F1, over the classes that occur."""
+def f1_macro(targets: Numbers, predicted: Numbers) -> float:
+    """Mean of the classes' F1; of flags over all classes, else over those that occur."""
     return float(_sklearn_metrics().f1_score(targets, predicted, average="macro", zero_division=0.0))
 
 
-def matthews(targets: Classes, predicted: Classes) -> float:
+def f1_micro(targets: Numbers, predicted: Numbers) -> float:
+    """F1 over all decisions of all classes."""
+    return float(_sklearn_metrics().f1_score(targets, predicted, average="micro", zero_division=0.0))
+
+
+def matthews(targets: Numbers, predicted: Numbers) -> float:
     """Matthews correlation coefficient (CoLA's metric)."""
     return float(_sklearn_metrics().matthews_corrcoef(targets, predicted))
 
 
-CLASSIFICATION: dict[str, Callable[[Classes, Classes], float]] = {
-    "accuracy": accuracy,
-    "f1": f1,
-    "f1_macro": f1_macro,
-    "matthews": matthews,
+def exact_match(targets: Numbers, predicted: Numbers) -> float:
+    """Share of examples [N, C] all of whose flags are predicted."""
+    return float(np.mean((targets == predicted).all(-1)))
+
+
+def pearson(targets: Numbers, predicted: Numbers) -> float:
+    """Pearson's correlation; 0 where one side is constant."""
+    if np.ptp(targets) == 0 or np.ptp(predicted) == 0:
+        return 0.0
+    return float(np.corrcoef(targets, predicted)[0, 1])
+
+
+def spearman(targets: Numbers, predicted: Numbers) -> float:
+    """Spearman's rank correlation: Pearson's of ranks, ties by their mean rank."""
+    return pearson(_ranks(targets), _ranks(predicted))
+
+
+def r2(targets: Numbers, predicted: Numbers) -> float:
+    """Coefficient of determination."""
+    return float(_sklearn_metrics().r2_score(targets, predicted)) if len(targets) > 1 else 0.0
+
+
+def _ranks(values: Numbers) -> NDArray[np.float64]:
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    means: NDArray[np.float64] = (ends - (counts - 1) / 2)[inverse]
+    return means
+
+
+METRICS_OF_FORM: Mapping[str, Mapping[str, Metric]] = {
+    "classification": {"accuracy": accuracy, "f1": f1, "f1_macro": f1_macro, "matthews": matthews},
+    "multilabel": {"f1_micro": f1_micro, "f1_macro": f1_macro, "exact_match": exact_match},
+    "regression": {"pearson": pearson, "spearman": spearman, "r2": r2},
+    "tagging": {"accuracy": accuracy, "f1_macro": f1_macro},
 }
+"""Metrics of each form over its examples, or over words."""
 
 
-def classification_metrics(targets: Classes, predicted: Classes) -> dict[str, float]:
-    """Return every metric of classification."""
-    return {name: metric(targets, predicted) for name, metric in CLASSIFICATION.items()}
+def span_f1(targets: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> float:
+    """F1 of whole spans of tags such as B-PER and I-PER, over all texts, as conlleval and seqeval count them."""
+    expected, found = (
+        {(number, *span) for number, tags in enumerate(texts) for span in spans_of(tags)}
+        for texts in (targets, predicted)
+    )
+    return 2 * len(expected & found) / max(len(expected) + len(found), 1)
+
+
+def spans_of(tags: Sequence[str]) -> list[tuple[str, int, int]]:
+    """Return type, first word and end of each span of BIO or BIOES tags. An I- without a beginning begins a span."""
+    spans, start, before, kind_before = [], 0, "O", ""
+    for place, tag in enumerate([*tags, "O"]):
+        mark, _, kind = tag.partition("-")
+        begins = mark in ("B", "S") or before in ("O", "E", "S") or kind != kind_before
+        if before != "O" and (mark == "O" or begins):
+            spans.append((kind_before, start, place))
+        if mark != "O" and begins:
+            start = place
+        before, kind_before = mark, kind
+    return spans
 
 
 def bootstrap_interval(
-    metric: Callable[[Classes, Classes], float],
-    targets: Classes,
-    predicted: Classes,
+    metric: Metric,
+    targets: Numbers,
+    predicted: Numbers,
     *,
     samples: int = BOOTSTRAP_SAMPLES,
     confidence: float = CONFIDENCE,
@@ -73,7 +131,7 @@ def bootstrap_interval(
     return float(low), float(high)
 
 
-def confusion_matrix(targets: Classes, predicted: Classes, classes: int) -> list[list[int]]:
+def confusion_matrix(targets: Numbers, predicted: Numbers, classes: int) -> list[list[int]]:
     """Return counts [target][predicted]."""
     counts = np.zeros((classes, classes), np.int64)
     np.add.at(counts, (targets, predicted), 1)
@@ -82,7 +140,7 @@ def confusion_matrix(targets: Classes, predicted: Classes, classes: int) -> list
 
 
 def per_class_scores(
-    targets: Classes, predicted: Classes, labels: Sequence[str]
+    targets: Numbers, predicted: Numbers, labels: Sequence[str]
 ) -> dict[str, dict[str, float]]:
     """Return precision, recall, F1 and number of examples of each class, by its label."""
     columns = _sklearn_metrics().precision_recall_fscore_support(

@@ -18,7 +18,7 @@ from megatfm.data.loader import DataLoader
 from megatfm.data.sequences import IGNORE_INDEX
 from megatfm.engines.interface import Engine, RunsModel
 from megatfm.objectives import Objective
-from megatfm.tasks.predictions import collect_predictions, model_of, task_metrics
+from megatfm.tasks.predictions import collect_predictions, model_of
 from megatfm.tokenizers import Tokenizer
 from megatfm.train.corpora import Corpora
 
@@ -196,7 +196,7 @@ def evaluate_sets(
                 on_batch=on_batch,
             )
         if config.task and collector:
-            results[name]["metrics"] = task_metrics(config.task, collector.gather())
+            results[name]["metrics"] = collector.gather(config.task).metrics()
         log.info("step %d  %s: %s", step, name, summary(results[name]))
         if (n_buckets := config.evaluate.position_buckets) and corpora.objective.likelihood_term:
             results[name]["loss_by_position"] = loss_by_position(

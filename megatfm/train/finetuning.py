@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megatfm import checkpoint, tokenizers
-from megatfm.config import Config, TaskConfig
+from megatfm.config import Config, TaskConfig, TextClassifierHeadConfig
 from megatfm.errors import UsageError
 from megatfm.tasks.corpus import check_files_exist, prepare_corpus, read_labels
 from megatfm.tokenizers import Tokenizer
@@ -14,9 +14,14 @@ from megatfm.train.corpora import open_corpora, open_tokenizer
 
 TASK_CORPORA = "task"
 """Folder in the run directory that holds the tokenized files."""
-OBJECTIVE_OF_FORM = {"classification": "text_classification"}
-HEAD_OF_FAMILY = {"encoder": "sentence"}
+HEAD_OF_FAMILY = {"encoder": "sentence", "decoder": "score"}
 """Module name of the head for each family; an encoder's has the name of BERT's, whose pooler it goes on from."""
+LOSSES = {
+    "classification": "cross_entropy",
+    "tagging": "cross_entropy",
+    "multilabel": "binary_cross_entropy",
+    "regression": "squared_error",
+}
 
 
 def resolve_task(config: Config) -> tuple[Config, list[str]]:
@@ -44,11 +49,11 @@ def resolve_task(config: Config) -> tuple[Config, list[str]]:
     config = config.with_changes(
         {
             "task.labels": task.labels,
-            "objective": {"name": OBJECTIVE_OF_FORM[task.form]},
+            "objective": {"name": "text_classification", "lm_weight": task.lm_weight},
             **_model_changes(config, task, tokenizer),
-            "train.init_include": config.train.init_include or weights_to_load(config),
         }
     )
+    config = config.with_changes({"train.init_include": config.train.init_include or weights_to_load(config)})
     corpora = {
         name: prepare_task_corpus(config, path, tokenizer)
         for name, path in (("train", task.train), ("validation", task.validation))
@@ -67,18 +72,31 @@ def prepare_task_corpus(config: Config, path: str, tokenizer: Tokenizer, *, with
     assert config.task is not None
     folder = run_folder(config) / TASK_CORPORA
     return prepare_corpus(
-        path, config.task, tokenizer, config.data.sequence_length, folder, with_labels=with_labels
-    )
+        path, config.task, tokenizer, config.data.sequence_length, folder,
+        with_labels=with_labels, is_causal=config.model.family == "decoder",
+    )  # fmt: skip
 
 
 def _model_changes(config: Config, task: TaskConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the changes of the model: the task's head in place of all others."""
     head = HEAD_OF_FAMILY[config.model.family]
     given = config.model.extra_heads.get(head)
-    options = given.model_dump() if given is not None and given.name == "sequence_classifier" else {}
-    section = {**options, "name": "sequence_classifier", "classes": len(task.labels)}
+    options = given.model_dump() if given is not None and given.name == "text_classifier" else {}
+    is_pooled = config.model.family == "encoder" and task.form != "tagging"
+    usual = {
+        "pooler": "tanh" if is_pooled else "none",
+        "token": "last" if config.model.family == "decoder" else "first",
+    }
+    section = {
+        **usual,
+        **options,
+        "name": "text_classifier",
+        "classes": max(1, len(task.labels)),
+        "loss": LOSSES[task.form],
+    }
+    lm_head = {} if task.lm_weight else {"model.lm_head": {"name": "none", "bias": False}}
     return {
-        "model.lm_head": {"name": "none", "bias": False},
+        **lm_head,
         "model.extra_heads": {head: section},
         "model.vocab_size": config.model.vocab_size or tokenizer.vocab_size,
     }
@@ -92,8 +110,11 @@ def weights_to_load(config: Config) -> list[str]:
     stored = checkpoint.names(checkpoint.find_checkpoint(Path(config.train.init_from)))
     head = HEAD_OF_FAMILY[config.model.family]
     pooler = f"{head}.pooler.*"
-    has_pooler = any(name.startswith(f"model.{head}.pooler.") for name in stored)
-    return [f"{config.model.family}.*", *([pooler] if has_pooler else [])]
+    section = config.model.extra_heads[head]
+    is_pooled = isinstance(section, TextClassifierHeadConfig) and section.pooler != "none"
+    has_pooler = is_pooled and any(name.startswith(f"model.{head}.pooler.") for name in stored)
+    has_lm_head = config.task and config.task.lm_weight and any(n.startswith("model.head.") for n in stored)
+    return [f"{config.model.family}.*", *[pooler] * has_pooler, *["head.*"] * bool(has_lm_head)]
 
 
 def _with_steps(config: Config) -> Config:

@@ -82,7 +82,7 @@ def test_warmups_and_mixtures_resume_exactly(workers: Any, mixed: Any, tmp_path:
         assert all(seconds >= 0 for seconds in line["step_parts"].values()), line
         assert sum(line["step_parts"].values()) == pytest.approx(line["step_seconds"])
         assert line["step_parts"]["passes"] > 0.1 * line["step_seconds"]
-    see_sources(whole, open_corpora(*open_tokenizer(mixed(run="opened"))).train)
+    see_sources(full, open_corpora(*open_tokenizer(mixed(run="opened"))).train)
     for step, ranks in ((2, 1), (4, 2)):
         cut_back(tmp_path / "whole", step)
         assert set(workers.run(run_training, ranks, mixed(exact, run="whole"))) == {EXIT_OK}

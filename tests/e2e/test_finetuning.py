@@ -141,8 +141,8 @@ def test_from_a_csv_to_an_exported_model(folder: Path, capfd: pytest.CaptureFixt
     rows = pairs(21, 3)
     predictions = lines(folder / "runs/things/predictions/test.jsonl")
     wanted = their_probabilities(folder / "exported", rows)
-    ours = torch.tensor([list(row["probabilities"].values()) for row in predictions])
-    torch.testing.assert_close(ours, wanted, rtol=0, atol=2e-6)
+    actual = torch.tensor([list(row["probabilities"].values()) for row in predictions])
+    torch.testing.assert_close(actual, wanted, rtol=0, atol=2e-6)
     hits = [row["label"] == truth["kind"] for row, truth in zip(predictions, rows, strict=True)]
     assert sum(hits) / len(hits) == pytest.approx(test["metrics"]["accuracy"])
 
@@ -172,3 +172,40 @@ def test_a_wrong_task_is_refused_and_leaves_no_run(
     assert run("finetune", "task.toml", "--from", "bert", *words) == 2
     assert re.search(message, capfd.readouterr().err)
     assert not (folder / "runs/things/config.toml").exists()
+
+
+TINY = "model={d_model=16, n_layers=2, attention={n_heads=2}, ffn={d_ff=32}"
+FORMS = {
+    "classification": (
+        [*"ab"],
+        {"task.lm_weight": "0.5"},
+        "decoder",
+        {"row", "label", "probability", "probabilities"},
+    ),
+    "multilabel": ([["a", "b"], []], {}, "decoder", {"row", "labels", "probabilities"}),
+    "regression": ([0.5, -2], {}, "encoder", {"row", "value"}),
+    "tagging": ([["B-A", "I-A", "O"], ["O", "O", "O"]], {}, "encoder", {"row", "labels"}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_trains_from_nothing_and_predicts(folder: Path, form: str) -> None:
+    labels, more, family, fields = FORMS[form]
+    rows = [{"first": "the old cat", "kind": labels[i % 2]} for i in range(8)]
+    for name in ("train", "validation"):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = {
+        "task.form": form, "task.train": "train.jsonl", "task.validation": "validation.jsonl",
+        "task.text_pair": "", "task.test": "", "task.epochs": "1", "data.tokenizer": "bert", **more,
+    }  # fmt: skip
+    model = f'{TINY}, family="{family}"}}'
+    assert run("finetune", "task.toml", model, *(f"{key}={value}" for key, value in words.items())) == 0
+    predictions = lines(folder / "runs/things/predictions/validation.jsonl")
+    assert [row["row"] for row in predictions] == list(range(1, 9))
+    assert all(row.keys() == fields for row in predictions)
+    assert form != "tagging" or all(len(row["labels"]) == 3 for row in predictions)
+    results = json.loads((folder / "runs/things/task.json").read_text())["sets"]["validation"]
+    assert results["examples"] == 8
+    if form == "classification":
+        first = json.loads((folder / "runs/things/metrics.jsonl").read_text().splitlines()[0])
+        assert first["terms"].keys() == {"sentence", "causal"}

@@ -7,7 +7,7 @@ task has a head of its own.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatfm.config import ModelConfig, SequenceClassifierHeadConfig
+from megatfm.config import ModelConfig, TextClassifierHeadConfig
 from megatfm.convert.architecture import ARCHITECTURES, HEAD_PREFIXES, Rules, register_architecture
 from megatfm.convert.architectures import bert as bert  # which registers the classes that these differ from
 from megatfm.convert.architectures import sparse_encoders as sparse_encoders
@@ -30,7 +30,7 @@ def register_classifier(name: str, base: str, pooler: str, classifier: str) -> N
         config = architecture.config_from_hf(
             {key: value for key, value in theirs.items() if key not in LABELS}
         )
-        head = {"name": "sequence_classifier", "classes": classes, "pooler": "tanh", "bias": True}
+        head = {"name": "text_classifier", "classes": classes, "pooler": "tanh", "bias": True}
         head |= {"dropout": config.dropout if dropout is None else float(dropout)}
         return config.with_changes(
             {"lm_head": {"name": "none", "bias": False}, "extra_heads": {"sentence": head}}
@@ -38,7 +38,7 @@ def register_classifier(name: str, base: str, pooler: str, classifier: str) -> N
 
     def write(ours: ModelConfig) -> Json:
         head = ours.extra_heads.get("sentence")
-        if not isinstance(head, SequenceClassifierHeadConfig):
+        if not isinstance(head, TextClassifierHeadConfig):
             raise UsageError(f"a {name} has a head of classes: model.extra_heads.sentence is no such head")
         labels = [f"LABEL_{number}" for number in range(head.classes)]
         return {**architecture.config_to_hf(ours), **label_keys(labels), "classifier_dropout": head.dropout}

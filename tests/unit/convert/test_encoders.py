@@ -230,9 +230,8 @@ def test_the_boundary_head_is_left_out_and_that_is_said(tmp_path: Path) -> None:
 def test_every_architecture_here_is_tried() -> None:
     types = {"bert", "roberta", "albert", "deberta", "deberta-v2", "electra", "xlnet", "modernbert"}
     actual = {n: a for n in ARCHITECTURES.names() if (a := ARCHITECTURES.get(n)).model_type in types}
-    assert {name for name, architecture in actual.items() if not architecture.is_base_model} == set(
-        HF_ENCODERS
-    )
+    tried = {name for name, architecture in actual.items() if not architecture.is_base_model}
+    assert {name for name in tried if "SequenceClassification" not in name} == set(HF_ENCODERS)
 
 
 def test_a_model_that_transformers_lacks_is_refused_with_the_nearest() -> None:

@@ -14,7 +14,7 @@ from megatfm import tokenizers
 from megatfm.config import TaskConfig
 from megatfm.errors import UsageError
 from megatfm.tasks.corpus import prepare_corpus
-from megatfm.tasks.forms import encode_rows, label_text, labels_of
+from megatfm.tasks.forms import RowEncoder, label_text, labels_of
 from megatfm.tasks.frames import frame_of, truncate_longest
 from megatfm.tokenizers import Tokenizer
 
@@ -56,14 +56,14 @@ def rows_of(*rows: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 @pytest.mark.parametrize("pair", [False, True])
 @pytest.mark.parametrize("length", [64, 9])
 def test_frames_are_those_of_transformers(tmp_path: Path, kind: str, pair: bool, length: int) -> None:
-    ours = save_tokenizer(tmp_path, kind)
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    actual = save_tokenizer(tmp_path, kind)
+    reference = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
     texts = ["the cat sat on a mat and saw it", "cat"], ["it sat", "the mat and the cat and it"]
     rows = rows_of(*({"text": a, "pair": b} for a, b in zip(*texts, strict=True)))
     config = task(text_pair="pair" if pair else None, too_long="truncate")
-    examples, _ = encode_rows("x.csv", rows, config, ours, length, with_labels=True)
+    examples, _ = RowEncoder("x.csv", config, actual, length, True, 0).encode(rows)
     for example, a, b in zip(examples, *texts, strict=True):
-        wanted = theirs(
+        wanted = reference(
             a,
             b if pair else None,
             truncation="longest_first",
@@ -104,13 +104,13 @@ def test_bad_rows_are_named(
 ) -> None:
     tokenizer = save_tokenizer(tmp_path, "bert")
     with pytest.raises(UsageError, match=f"x.csv.*{message}"):
-        encode_rows("x.csv", rows_of({}, row), task(**config), tokenizer, 12, with_labels=True)
+        RowEncoder("x.csv", task(**config), tokenizer, 12, True, 0).encode(rows_of({}, row))
 
 
 def test_no_room_for_text_is_said(tmp_path: Path) -> None:
     tokenizer = save_tokenizer(tmp_path, "bert")
     with pytest.raises(UsageError, match="sequence_length = 2: leaves no room"):
-        encode_rows("x.csv", rows_of({}), task(), tokenizer, 2, with_labels=True)
+        RowEncoder("x.csv", task(), tokenizer, 2, True, 0).encode(rows_of({}))
 
 
 def test_labels_are_sorted_as_numbers_where_they_are_numbers() -> None:
@@ -145,3 +145,49 @@ def test_a_tokenizer_without_marks_is_refused(tmp_path: Path) -> None:
     built.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(UsageError, match="no tokens such as \\[CLS\\]"):
         frame_of(tokenizers.load(tmp_path / "tokenizer.json"))
+
+
+def encode(
+    tmp_path: Path, rows: list[Mapping[str, Any]], length: int = 16, carrier: int = 0, **values: Any
+) -> list:
+    tokenizer = save_tokenizer(tmp_path, "bert")
+    return RowEncoder("x", task(**values), tokenizer, length, True, carrier).encode(rows)[0]
+
+
+def test_a_decoder_reads_the_label_at_the_last_token(tmp_path: Path) -> None:
+    tokenizer = save_tokenizer(tmp_path, "bert")
+    (example,) = encode(tmp_path, rows_of({}), carrier=-1, text_pair="pair")
+    a, b = (tokenizer.encode(text).tolist() for text in ("the cat sat", "a mat"))
+    assert example.tokens.tolist() == [tokenizer.bos, *a, tokenizer.sep, *b, tokenizer.cls]
+    assert example.annotation == {"at": [7], "labels": [1], "second": 5}
+
+
+def test_numbers_and_many_labels(tmp_path: Path) -> None:
+    (half,) = encode(tmp_path, [{"text": "cat", "label": "-0.5"}], form="regression", labels=[])
+    assert half.annotation == {"at": [0], "labels": [[-0.5]]}
+    rows = [{"text": "cat", "label": label} for label in ("yes; no", ["no"], "", None)]
+    flags = [one.annotation["labels"][0] for one in encode(tmp_path, rows, form="multilabel")]
+    assert flags == [[1, 1], [1, 0], [0, 0], [0, 0]]
+    for label in ("much", "nan", "", None, True):
+        with pytest.raises(UsageError, match=r"x, row 1: column 'label' is .*: give a number"):
+            encode(tmp_path, [{"text": "cat", "label": label}], form="regression", labels=[])
+
+
+def test_a_tag_stands_at_the_first_piece_of_its_word(tmp_path: Path) -> None:
+    rows = [
+        {"text": ["the", "cat saw", "mat"], "label": ["no", "yes", "no"]},
+        {"text": "a cat", "label": "yes no"},
+    ]
+    first, second = encode(tmp_path, rows, form="tagging")
+    assert first.annotation == {"at": [1, 2, 4], "labels": [0, 1, 0]}
+    assert second.annotation == {"at": [1, 2], "labels": [1, 0]}
+    (cut,) = encode(tmp_path, rows[:1], 5, form="tagging", too_long="truncate")
+    assert cut.annotation == {"at": [1, 2], "labels": [0, 1]}
+    for bad, message in (
+        ({"label": ["no"]}, "has 3 words and 1 tags"),
+        ({"text": []}, "column 'text' is empty"),
+        ({"text": 4}, "column 'text' is 4, no list"),
+        ({"text": ["the", " ", "cat"]}, "word 2, '', makes no token"),
+    ):
+        with pytest.raises(UsageError, match=f"x, row 1: {message}"):
+            encode(tmp_path, [rows[0] | bad], form="tagging")

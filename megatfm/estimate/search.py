@@ -1,0 +1,219 @@
+"""Search over all layouts that the rules of configs allow: scored quickly, the best estimated in full.
+
+Layouts are products of the axes' sizes, ZeRO stages, schedules, micro-batches and recompute modes. The rules that
+refuse a config refuse a layout here, with the same words.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from megatfm.config import Config, ParallelConfig, layout_checks
+from megatfm.config.section import divisors
+from megatfm.errors import UsageError
+from megatfm.estimate.estimator import Estimate, Estimator
+from megatfm.estimate.quick import QuickScores, Score
+from megatfm.parallel.mesh import CONTEXT, EXPERT, PIPELINE, REPLICATE, SHARD, TENSOR, axis_sizes
+
+IN_FULL = 24
+"""Layouts that are estimated in full."""
+ALIKE = 3
+"""Of these, so many at most have the same axes."""
+FULLEST = 0.95
+"""Share of the device's memory that a chosen layout may take: batches differ, and memory fragments."""
+SCHEDULES: Sequence[tuple[str, int | None]] = (
+    ("1f1b", None),
+    ("interleaved", 2),
+    ("interleaved", 4),
+    ("interleaved-zero-bubble", 2),
+    ("zbv", None),
+    ("dualpipev", None),
+)
+STAGES: Sequence[tuple[int, str]] = (
+    (0, "unsharded"),
+    (1, "unsharded"),
+    (2, "sharded"),
+    (3, "unsharded"),
+    (3, "sharded"),
+)
+RECOMPUTE = ("none", "selective", "full")
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A legal layout and its score."""
+
+    config: Config
+    microbatches: int
+    score: Score
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """Sizes of its axes."""
+        parallel = self.config.parallel
+        return parallel.tp, parallel.pp, parallel.cp, parallel.ep, parallel.dp_replicate, parallel.dp_shard
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search found. best: estimates in full that fit, the fastest first. refused: reason → layouts. n_fit: by
+    their score. smallest: the legal layout that takes least memory, where none fits."""
+
+    best: Sequence[Estimate]
+    tried: int
+    refused: Counter[str]
+    n_fit: int
+    seconds: float
+    smallest: Candidate | None
+
+
+def search(estimator: Estimator) -> SearchResult:
+    """Score all layouts, and estimate the best in full."""
+    start = time.monotonic()
+    scores, refused = QuickScores(estimator), Counter[str]()
+    fitting: list[Candidate] = []
+    smallest: Candidate | None = None
+    limit, tried = FULLEST * estimator.cluster.device.memory_bytes, 0
+    for config in layouts(estimator, refused):
+        train, parallel = config.train, config.parallel
+        tried += 1
+        microbatches = train.global_batch // (train.micro_batch * parallel.dp_shard * parallel.dp_replicate)
+        candidate = Candidate(config, microbatches, scores.score(config, microbatches))
+        if candidate.score.n_bytes <= limit:
+            fitting.append(candidate)
+        if smallest is None or candidate.score.n_bytes < smallest.score.n_bytes:
+            smallest = candidate
+    tried += refused.total()
+    chosen = choose(fitting)
+    estimates = [estimator.estimate(candidate.config) for candidate in chosen]
+    best = sorted((one for one in estimates if one.worst.total <= limit), key=lambda one: one.time.step)
+    return SearchResult(best, tried, refused, len(fitting), time.monotonic() - start, smallest)
+
+
+def choose(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Choose the fastest by their scores, few of them with the same axes."""
+    chosen: list[Candidate] = []
+    of_axes: Counter[tuple[int, ...]] = Counter()
+    for candidate in sorted(candidates, key=lambda one: (one.score.seconds, one.score.n_bytes)):
+        if of_axes[candidate.axes] < ALIKE:
+            of_axes[candidate.axes] += 1
+            chosen.append(candidate)
+        if len(chosen) == IN_FULL:
+            break
+    return chosen
+
+
+def layouts(estimator: Estimator, refused: Counter[str]) -> Iterator[Config]:
+    """Yield all legal layouts of the estimator's model on its cluster; count why others are refused."""
+    base, gpus = estimator.base, estimator.cluster.gpus
+    for parallel in _parallel(base, gpus, estimator.cluster.node.gpus, refused):
+        data_ranks = parallel.dp_shard * parallel.dp_replicate
+        if base.train.global_batch % data_ranks:
+            refused[
+                f"train.global_batch = {base.train.global_batch} does not divide over the data ranks"
+            ] += 1
+            continue
+        share = base.train.global_batch // data_ranks
+        for recompute in RECOMPUTE:
+            config = base.model_copy(
+                update={
+                    "parallel": parallel,
+                    "train": base.train.model_copy(update={"recompute": recompute}),
+                }
+            )
+            if why := refusal(config) or _uncuttable(estimator, config):
+                refused[why] += 1
+                continue
+            for micro_batch in MICRO_BATCHES:
+                if share % micro_batch or (
+                    share == micro_batch and parallel.grad_accumulation == "sharded" and parallel.zero == 3
+                ):
+                    continue  # of one micro-batch there is nothing to accumulate
+                if parallel.pp == 1 or share // micro_batch >= parallel.pp:
+                    train = config.train.model_copy(update={"micro_batch": micro_batch})
+                    yield config.model_copy(update={"train": train})
+
+
+def refusal(config: Config) -> str | None:
+    """Say why the rules of configs refuse a layout, in short; None where they don't."""
+    try:
+        layout_checks.check_tensor_parallel(config)
+        layout_checks.check_row_lengths(config)
+        layout_checks.check_expert_parallel(config)
+        layout_checks.check_context_parallel(config)
+        layout_checks.check_soft_moe(config)
+        layout_checks.check_pipeline(config)
+    except ValueError as error:
+        return _reason(error)
+    return None
+
+
+def _uncuttable(estimator: Estimator, config: Config) -> str | None:
+    """Say why the model can't be cut into a layout's stages; None where it can."""
+    try:
+        if config.parallel.pp > 1:
+            estimator.pipeline(config)
+    except UsageError as error:
+        return _reason(error)
+    return None
+
+
+def _reason(error: Exception) -> str:
+    """The first clause of an error, which holds for many layouts."""
+    return str(error).partition(":")[0]
+
+
+def _parallel(base: Config, gpus: int, gpus_per_node: int, refused: Counter[str]) -> Iterator[ParallelConfig]:
+    """Yield the sections that are valid by themselves."""
+    has_experts = any(key.endswith("n_experts") for key in base.model.tp_dims)
+    for axes in _axes(gpus, gpus_per_node, has_experts):
+        for schedule, virtual in SCHEDULES if axes[PIPELINE] > 1 else (("1f1b", None),):
+            for zero, accumulation in STAGES:
+                if (axes[SHARD] == 1 and zero) or (axes[PIPELINE] > 1 and accumulation == "sharded"):
+                    continue
+                changes: dict[str, Any] = {
+                    **axes,
+                    "pp_schedule": schedule,
+                    "virtual_stages": virtual,
+                    "pp_split_points": [],
+                    "zero": zero,
+                    "grad_accumulation": accumulation,
+                    "reduce_dtype": base.parallel.reduce_dtype,
+                }
+                try:
+                    parallel = _validated(base.parallel, changes)
+                    axis_sizes(parallel, gpus)
+                except (ValidationError, UsageError) as error:
+                    text = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+                    refused[text.removeprefix("Value error, ").partition(":")[0]] += 1
+                    continue
+                yield parallel
+
+
+def _validated(parallel: ParallelConfig, changes: dict[str, Any]) -> ParallelConfig:
+    return ParallelConfig.model_validate({**parallel.model_dump(), **changes})
+
+
+def _axes(gpus: int, gpus_per_node: int, has_experts: bool) -> Iterator[dict[str, int]]:
+    """Yield sizes whose product is the number of GPUs. tp stays within a node; replicas are whole nodes apart."""
+    for tp in divisors(gpus):
+        if tp > gpus_per_node:
+            break
+        for cp in (size for size in divisors(gpus // tp) if size <= 16 and size & (size - 1) == 0):
+            for pp in divisors(gpus // (tp * cp)):
+                data = gpus // (tp * cp * pp)
+                for replicas in _replicas(data):
+                    shard = data // replicas
+                    for ep in divisors(shard * cp) if has_experts else (1,):
+                        names = TENSOR, CONTEXT, PIPELINE, REPLICATE, SHARD, EXPERT
+                        yield dict(zip(names, (tp, cp, pp, replicas, shard, ep), strict=True))
+
+
+def _replicas(data: int) -> list[int]:
+    """Numbers of replicas: none, or such that 8 ranks or more shard."""
+    return [1, *(n for n in divisors(data) if n > 1 and data // n >= 8)]

@@ -1,0 +1,78 @@
+"""The search over layouts, against every layout estimated in full, and against the rules of configs."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+from pydantic import ValidationError
+
+from megatfm.config import Config, ParallelConfig, load_config
+from megatfm.estimate.devices import Cluster, load_cluster
+from megatfm.estimate.estimator import Estimator, estimator
+from megatfm.estimate.quick import QuickScores
+from megatfm.estimate.search import FULLEST, RECOMPUTE, layouts, refusal, search
+from megatfm.verify.shrink import shrink
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Cluster:
+    return load_cluster("h100", 4, gpus_per_node=2)
+
+
+@pytest.fixture(scope="module")
+def opened(cluster: Cluster) -> Iterator[Estimator]:
+    config = load_config("llama3-8b", ["data.tokenizer=t", "data.train=d"])
+    small, _ = shrink(config.model_copy(update={"parallel": ParallelConfig(pp=4, dp_shard=1)}))
+    changes = {"train.precision": "bf16", "train.global_batch": 8, "train.micro_batch": 1, "parallel.pp": 1}
+    with estimator(small.with_changes({**changes, "parallel.dp_shard": -1}), cluster, (1, 2)) as actual:
+        yield actual
+
+
+def test_the_best_of_all_layouts_is_found(opened: Estimator) -> None:
+    best = search(opened)
+    every = [opened.estimate(config) for config in layouts(opened, Counter())]
+    assert len(every) == best.tried - best.refused.total()
+    fastest = min(one.time.step for one in every)
+    assert best.best[0].time.step == pytest.approx(fastest, rel=0.02)
+
+
+def test_scores_are_near_the_estimates_in_full(opened: Estimator) -> None:
+    scores, memory, seconds = QuickScores(opened), [], []
+    for config in layouts(opened, Counter()):
+        full = opened.estimate(config)
+        score = scores.score(config, full.microbatches)
+        memory.append(score.n_bytes / full.worst.total)
+        seconds.append(score.seconds / full.time.step)
+    assert len(memory) > 100
+    assert 0.97 < min(memory) <= max(memory) < 1.03
+    ordered = sorted(seconds)
+    assert 0.9 < ordered[len(ordered) // 10] <= ordered[-len(ordered) // 10] < 1.1
+
+
+def test_a_layout_is_legal_if_and_only_if_the_rules_of_configs_say_so(opened: Estimator) -> None:
+    base: Config = opened.base
+    yielded = {
+        config.parallel.model_dump_json() + config.train.recompute for config in layouts(opened, Counter())
+    }
+    sections = {config.parallel.model_dump_json(): config.parallel for config in layouts(opened, Counter())}
+    n_refused = 0
+    for parallel in sections.values():
+        for recompute in RECOMPUTE:
+            keys = {f"parallel.{key}": value for key, value in parallel}
+            try:
+                base.with_changes({**keys, "train.recompute": recompute})
+                assert parallel.model_dump_json() + recompute in yielded
+            except ValidationError:
+                n_refused += 1
+                changed = base.train.model_copy(update={"recompute": recompute})
+                assert refusal(base.model_copy(update={"parallel": parallel, "train": changed}))
+    assert n_refused
+
+
+def test_nothing_fits(opened: Estimator) -> None:
+    tiny = load_cluster("h100", 4, gpus_per_node=2)
+    device = type(tiny.device)(**{**vars(tiny.device), "memory_gib": 0.1})
+    best = search(Estimator(opened.base, Cluster(device, tiny.node, 4)))
+    assert not best.best
+    assert best.smallest is not None
+    assert best.smallest.score.n_bytes > FULLEST * device.memory_bytes
