@@ -25,6 +25,9 @@ class OptimizerSection(Section):
     """Factor on the rate from each block to the one below it, down to the embeddings; 1: the same rate for all."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Highest global gradient norm; 0: no clipping."""
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Keep an exponential moving average of the weights with this decay, which is evaluated and saved instead of them;
+    left out, none."""
 
 
 class AdamWConfig(OptimizerSection):

@@ -15,6 +15,7 @@ from megatfm.engines.interface import OptimizerGroup
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.norm import NORMS
 from megatfm.models import lr_scales as mup_lr_scales
+from megatfm.optim.weight_average import with_weight_average
 from megatfm.registry import Registry
 
 Role = Literal["matrix", "matrices", "embedding", "vector"]
@@ -152,6 +153,8 @@ def optimizer_groups(config: OptimizerSection, model: nn.Module) -> list[Optimiz
     scales = mup_lr_scales(model, model.config) if isinstance(model.config, ModelConfig) else {}
     parameters = parameter_table(model, config, scales)
     groups = [group for group in OPTIMIZERS.get(config.name)(config, parameters) if group.names]
+    if config.ema_decay is not None:
+        groups = [with_weight_average(group, config.ema_decay, config.name) for group in groups]
     if scales and any(group.granularity == "whole_tensor" for group in groups):
         raise UsageError(
             f"optimizer.name = {config.name!r} sizes its updates by the whole tensor, and model.mup scales rates for "

@@ -7,10 +7,14 @@ from megatfm.errors import EXIT_OK, EXIT_REQUEUE
 from tests.support.training_runs import final_state, run_training, run_until, training_curve
 
 
-@pytest.mark.parametrize("name", ["schedule_free_adamw", pytest.param("soap", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["schedule_free_adamw", "adamw, ema_decay=0.8", pytest.param("soap", marks=pytest.mark.slow)]
+)
 def test_stopped_and_resumed_is_bitwise_the_run_never_stopped(workers, make_config, tmp_path, name):
     """Evaluations and saves lie in between, at which schedule-free weights are exchanged for their average."""
-    options = [f'optimizer={{name="{name}", lr=3e-3}}', 'lr_schedule={name="constant", warmup_steps=2}']
+    kind, _, more = name.partition(", ")
+    more = more and f", {more}"
+    options = [f'optimizer={{name="{kind}", lr=3e-3{more}}}', 'lr_schedule={name="constant", warmup_steps=2}']
     assert workers.run(run_training, 2, make_config(*options, run="whole")) == [EXIT_OK, EXIT_OK]
     config = make_config(*options, run="stopped")
     assert workers.run(run_until, 2, config, 5) == [EXIT_REQUEUE, EXIT_REQUEUE]
@@ -20,7 +24,11 @@ def test_stopped_and_resumed_is_bitwise_the_run_never_stopped(workers, make_conf
     assert full.keys() == stopped.keys()
     for key, tensor in full.items():
         assert torch.equal(tensor, stopped[key]), key
-    expected = {"schedule_free_adamw": {"z", "trained"}, "soap": {"left_basis", "right_basis"}}[name]
+    expected = {
+        "schedule_free_adamw": {"z", "trained"},
+        "adamw": {"ema", "trained"},
+        "soap": {"left_basis", "right_basis"},
+    }[kind]
     assert expected <= {key.rpartition(".")[2] for key in full}
     losses = [line["loss"] for line in training_curve(tmp_path / "whole")]
     assert losses[-1] < losses[0]

@@ -17,6 +17,7 @@ OPTIMIZER_OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "layer_dec
 OPTIMIZERS: dict[str, OptimizerSection] = {
     "adamw": AdamWConfig(**OPTIMIZER_OPTIONS),
     "adamw, short moments": AdamWConfig(**OPTIMIZER_OPTIONS, moments_dtype="bf16"),
+    "adamw, weights averaged": AdamWConfig(**OPTIMIZER_OPTIONS, ema_decay=0.7),
     "muon": MuonConfig(**OPTIMIZER_OPTIONS),
     "soap": SoapConfig(**OPTIMIZER_OPTIONS, precondition_frequency=2, max_precond_dim=32),
     "adafactor": AdafactorConfig(**OPTIMIZER_OPTIONS),

@@ -33,6 +33,7 @@ KEYS = {
     "adafactor": {"step", "row_var", "col_var", "variance"},
     "lamb": {"step", "exp_avg", "exp_avg_sq"},
     "lion": {"exp_avg"},
+    "adamw, weights averaged": {"step", "exp_avg", "exp_avg_sq", "ema", "trained"},
     "schedule_free_adamw": {"k", "weight_sum", "lr_max", "z", "exp_avg_sq", "trained"},
 }
 
