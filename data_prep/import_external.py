@@ -12,10 +12,12 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from megatfm.config.prep import SplitConfig
 from megatfm.corpus.files import AtomicFile
 from megatfm.data_prep.documents import StepStats, format_drop_reasons, reason_key
 from megatfm.data_prep.execution.progress import UpdateProgress
 from megatfm.data_prep.execution.stages import StageResult, StageRunner
+from megatfm.data_prep.execution.workspace import OTHER, folder_name
 from megatfm.data_prep.input_files import InputFile, InputFiles, chunk_by_bytes, matches_path
 from megatfm.data_prep.labels import ClassLabels
 from megatfm.data_prep.readers import FORMATS
@@ -43,6 +45,8 @@ class ImportedDocument:
     ids: NDArray[Any]
     text_bytes: int
     members: Mapping[str, bytes] = field_of(default_factory=lambda: MappingProxyType({}))
+    corpus: str = ""
+    """The corpus that it belongs to, where there are several."""
 
     @property
     def size(self) -> int:
@@ -159,9 +163,9 @@ class _PendingDocuments:
 
     def add(self, document: ImportedDocument) -> None:
         sizes = [[extension, len(data)] for extension, data in document.members.items()]
-        self.documents.append(
-            [document.source, len(document.ids), document.text_bytes, *([sizes] if sizes else [])]
-        )
+        known = [document.source, len(document.ids), document.text_bytes, *([sizes] if sizes else [])]
+        # Between them a document's domain, language and fields, which an import doesn't know.
+        self.documents.append([*known[:3], sizes, "", "", {}, document.corpus] if document.corpus else known)
         self._ids.write(document.ids.astype("<i4").tobytes())
         for data in document.members.values():
             self._members.write(data)
@@ -240,7 +244,7 @@ class ImageFiles:
     """The images of a listing, in parts of about `task_bytes`; a tar is never divided. Captions become ids if there is
     a tokenizer.
 
-    Files come in a random order, which `seed` decides, since folders hold one class each and a block of a shard should
+    Files come in a random order, which `split.seed` decides, since folders hold one class each and a block should
     hold many. Samples of a tar keep theirs.
     """
 
@@ -252,13 +256,13 @@ class ImageFiles:
         tokenizer: Tokenizer | None,
         task_bytes: int,
         labels: ClassLabels,
-        seed: int,
+        split: SplitConfig,
     ) -> None:
-        self.tokenizer, self._labels = tokenizer, labels
+        self.tokenizer, self._labels, self._split = tokenizer, labels, split
         self.bytes = sum(file.size for file in listing.files)
         self.skipped: list[str] = []
         self._listing = listing
-        self._units = sorted(_units(listing.files), key=lambda unit: _shuffling_key(unit[0], seed))
+        self._units = sorted(_units(listing.files), key=lambda unit: _shuffling_key(unit[0], split.seed))
         self._runs = chunk_by_bytes([sum(file.size for file in unit) for unit in self._units], task_bytes)
         self.parts = len(self._runs)
 
@@ -294,10 +298,18 @@ class ImageFiles:
             yield unit[0].name, read_files(unit[0].name, paths, config)
 
     def _taken(self, source: str, record: ImageRecord) -> ImportedDocument:
+        corpus = self._corpus(record.members)
         if self.tokenizer is None or not record.text:
-            return ImportedDocument(source, np.empty(0, np.int32), 0, record.members)
+            return ImportedDocument(source, np.empty(0, np.int32), 0, record.members, corpus)
         (ids,) = self.tokenizer.encode_batch([record.text], 1)
-        return ImportedDocument(source, ids, len(record.text.encode()), record.members)
+        return ImportedDocument(source, ids, len(record.text.encode()), record.members, corpus)
+
+    def _corpus(self, members: Mapping[str, bytes]) -> str:
+        """The corpus of an image's class; empty if there is but one."""
+        if self._split.partition_by is None:
+            return ""
+        name, values = self._labels.class_name(members), self._split.partition_values
+        return folder_name(name) if name and (not values or name in values) else OTHER
 
     def _skip(self, where: str, reason: str, kind: str, counts: StepStats) -> None:
         self._listing.skip_bad(where, reason)

@@ -50,6 +50,12 @@ class ClassLabels:
         labelled = {first: members.pop(first), "cls": b"%d" % number, **members}
         return ImageRecord(image.key, labelled, image.text)
 
+    def class_name(self, members: Mapping[str, bytes]) -> str:
+        """The name of an image's class, or its number where classes have none; empty without one."""
+        number = members.get("cls", b"").strip().decode()
+        is_named = number.isdigit() and int(number) < len(self.names)
+        return self.names[int(number)] if is_named else number
+
     @property
     def _where(self) -> str:
         """How labels are found, in words."""

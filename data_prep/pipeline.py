@@ -139,7 +139,7 @@ def _import(stages: StageRunner, listing: InputFiles, values: StageResult, basis
     if config.read.format == "images":
         labels = ClassLabels(config.read.labels, (file.name for file in listing.files))
         basis["labels"], classes = labels.fingerprint, labels.names
-        source = ImageFiles(listing, tokenizer, config.task_bytes, labels, config.split.seed)
+        source = ImageFiles(listing, tokenizer, config.task_bytes, labels, config.split)
     else:
         assert tokenizer is not None  # as the config is checked
         source = IdFiles(listing, tokenizer)

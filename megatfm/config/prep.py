@@ -109,7 +109,7 @@ class SplitConfig(Section):
     """Another seed holds out other documents."""
     partition_by: str | None = Field(default=None, examples=["language"])
     """Make a corpus for each value of a field, train/en, train/de and so on, so that a mixture can weigh them: one of
-    `read.metadata_keys`, "domain" of the address, or "language", which a step finds."""
+    `read.metadata_keys`, "domain" of the address, or "language", which a step finds; of images "class"."""
     partition_values: tuple[str, ...] = Field(default=(), examples=[["en", "de"]])
     """The values that get a corpus; all others share the one named "other". Left out, each gets its own."""
     near_duplicates: NearDuplicatesConfig = NearDuplicatesConfig()
@@ -219,6 +219,9 @@ class PrepConfig(Section):
             return self
         if self.steps or self.dedup:
             raise ValueError(f"{read}: there is no text for steps and dedup: leave them out")
+        by = self.split.partition_by
+        if by is not None and (self.read.format, by) != ("images", "class"):
+            raise ValueError(f"split.partition_by = {by!r}: {read} knows no such field: leave it out")
         if self.read.format == "images":
             if self.tokenizer.file is None and self.tokenizer != TokenizerConfig():
                 raise ValueError(

@@ -207,6 +207,15 @@ def _tar_header(frame: bytes, start: int, name: str) -> tarfile.TarInfo:
 
 
 def _member_size(frame: bytes, start: int, name: str) -> int:
+    field = frame[start + _SIZE.start : start + _SIZE.stop]
+    # A header as this file writes it is compared as a whole, which takes a fifth of the time of parsing it.
+    if start >= 0 and field.isdigit() and name.isascii():
+        try:
+            size = int(field, 8)
+        except ValueError:  # digits that are no octal ones
+            size = -1
+        if size >= 0 and frame[start : start + tarfile.BLOCKSIZE] == _header(name.encode("ascii"), size):
+            return size
     info = _tar_header(frame, start, name)
     if info.name != name or not info.isreg():
         raise MegatfmError(f"at byte {start} of its frame lies {info.name!r}, not the file {name!r}")

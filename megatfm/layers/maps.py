@@ -93,13 +93,15 @@ def map_size(grid_BT4: Tensor | None, default: MapSize) -> MapSize:
     """
     if grid_BT4 is None:
         return default
-    sizes = to_host(grid_BT4)[..., 2:].flatten(0, 1).unique(dim=0)
-    sizes = sizes[(sizes > 1).any(1)] if len(sizes) > 1 else sizes
-    if len(sizes) > 1:
+    size_N2 = to_host(grid_BT4)[..., 2:].flatten(0, 1)
+    largest_2 = size_N2.amax(0)
+    is_padding_N = (size_N2 == 1).all(-1)
+    if not ((size_N2 == largest_2).all(-1) | is_padding_N).all():
+        sizes = size_N2[~is_padding_N].unique(dim=0)
         shown = ", ".join(f"{h} × {w}" for h, w in sizes[:3].tolist())
         raise UsageError(
             f"a batch of images of {len(sizes)} sizes ({shown} patches), and model.family = 'hierarchical' takes one: "
             "set data.images.size, or choose family = 'encoder'"
         )
-    rows, columns = sizes[0].tolist()
+    rows, columns = largest_2.tolist()
     return int(rows), int(columns)

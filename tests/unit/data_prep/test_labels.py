@@ -4,6 +4,7 @@ import io
 import json
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -117,3 +118,19 @@ def test_what_gives_no_label_is_named(tmp_path: Path) -> None:
         labels_of(tmp_path, by="table", table=str(tmp_path / "labels.csv"))
     with pytest.raises(ValueError, match="set both"):
         labels_of(tmp_path, by="table")
+
+
+def test_each_class_gets_a_corpus_for_a_mixture(tmp_path: Path) -> None:
+    lay(tmp_path / "in", lambda n, name: {f"{name}/{n}.png": png(n)})
+    split = {"validation": 0.0, "partition_by": "class", "partition_values": ["猫", "birne", "10 Euro"]}
+    read = {"folder": str(tmp_path / "in"), "format": "images", "labels": {"by": "folder"}}
+    data_prep.run(PrepConfig.model_validate({"out": str(tmp_path / "out"), "read": read, "split": split}))
+    names = {}
+    for folder in (tmp_path / "out" / "train").iterdir():
+        corpus = Corpus.open(folder)
+        names[unquote(folder.name)] = {
+            int(corpus.read_sample(n).members["cls"]) for n in range(corpus.n_samples)
+        }
+    assert names == {"10 Euro": {0}, "birne": {1}, "other": {2}, "猫": {3}}
+    with pytest.raises(ValueError, match="knows no such field"):
+        PrepConfig.model_validate({"out": "x", "read": read, "split": {"partition_by": "language"}})

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from megatfm.config import ImagesConfig, ModelConfig
@@ -12,6 +13,7 @@ from megatfm.config.objective import ClassificationObjective
 from megatfm.data.packed_rows import pack_in_memory
 from megatfm.data.sequences import DocumentChunk, PackingConfig
 from megatfm.errors import MegatfmError, UsageError
+from megatfm.models import build
 from megatfm.objectives import Objective, build_objective
 from megatfm.rng import PieceKey
 
@@ -119,3 +121,36 @@ def test_random_pieces_are_pictures() -> None:
     result = objective()
     piece = result.random_piece(np.random.default_rng(1))
     assert result.build_example(piece, KEY)["patches"][3:].any()
+
+
+def test_evaluation_counts_images_whose_label_is_among_the_likeliest() -> None:
+    """Against a sort in NumPy; in training there is the loss alone."""
+    torch.manual_seed(0)
+    network = build(model(**{"extra_heads.classifier": {"n_classes": 7}}))
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter)
+    section = ImagesConfig(size=12, crop_pct=1.0)
+    made = build_objective(ClassificationObjective(), network.config, None, (40,), section)
+    measured = made.for_evaluation()
+    how = PackingConfig(measured, (40,), 0)
+    files = [{"png": picture(noise(12, 12, n)), "cls": b"%d" % (n % 7)} for n in range(9)]
+    blocks = pack_in_memory([np.zeros(0, np.uint16)] * 9, how, members=files)
+    batch = {
+        name: torch.from_numpy(np.stack([blocks.row(n)[name] for n in range(blocks.n_rows)]))
+        for name in blocks.row(0)
+    }
+    assert dict(measured.loss_weights) == {"classifier": 1.0, "top1": 0.0, "top5": 0.0}
+    with torch.no_grad():
+        assert made(network.train(), batch).keys() == {"classifier"}
+        assert made(network.eval(), batch).keys() == {"classifier"}
+        terms = measured(network, batch)
+        unlabelled = {name: values for name, values in batch.items() if name != "labels"}
+        logits = network(**unlabelled).predictions["classifier"].numpy()
+    labels = np.array([int(each["cls"]) for each in files])
+    ranks = np.array([(row > row[label]).sum() for row, label in zip(logits, labels, strict=True)])
+    assert {name: int(terms[name]) for name in measured.metrics} == {
+        "top1": (ranks < 1).sum(),
+        "top5": (ranks < 5).sum(),
+    }
+    assert {int(count) for count in measured.target_counts(batch).values()} == {9}
+    assert 0 < (ranks < 5).sum() < 9
