@@ -24,6 +24,7 @@ SMALL = {
     "objectives.py": "--documents 640 --rows 64 --out FOLDER",
     "padding.py": "--tokens 200000 --longest 2048",
     "prep.py": "--megabytes 3 --rounds 1 --vocabulary 1000 --out FOLDER",
+    "vision_loader.py": "--images 32 --rounds 1 --out FOLDER",
     "zoo_speed.py": "--rounds 1 --rows 1 --length 32 --models bert-base --dtypes fp32 --states eager",
 }
 
