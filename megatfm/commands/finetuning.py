@@ -155,7 +155,8 @@ def print_results(results: "TaskResults") -> None:
         table.add_row(name, f"{result['examples']:,}", f"{result['loss']:.4f}", *cells)
     print_table(table)
     for name, result in results.sets.items():
-        print(f"{name}: predictions in {result['predictions']}")
+        if "predictions" in result:
+            print(f"{name}: predictions in {result['predictions']}")
 
 
 def add_predict_arguments(parser: argparse.ArgumentParser) -> None:

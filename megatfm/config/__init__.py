@@ -28,6 +28,7 @@ from megatfm.config.model_parts import (
     TextClassifierHeadConfig,
 )
 from megatfm.config.objective import (
+    AnswersObjective,
     CausalObjective,
     ClassificationObjective,
     MaskedImageObjective,
@@ -88,6 +89,7 @@ from megatfm.config.training import (
 __all__ = [
     "AdafactorConfig",
     "AdamWConfig",
+    "AnswersObjective",
     "BigBirdPatternConfig",
     "CausalObjective",
     "ChunkedPatternConfig",
