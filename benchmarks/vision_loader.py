@@ -71,8 +71,8 @@ def objective() -> Objective:
     )
 
 
-def ours(corpus: Corpus, made: Objective, n_batches: int) -> Iterator[dict[str, Any]]:
-    rows = PackedDataset(corpus, made, sequence_length=TOKENS, seed=0, streams=32)
+def ours(corpus: Corpus, result: Objective, n_batches: int) -> Iterator[dict[str, Any]]:
+    rows = PackedDataset(corpus, result, sequence_length=TOKENS, seed=0, streams=32)
     with DataLoader(rows, global_batch=BATCH, micro_batch=BATCH, end_position=n_batches * BATCH) as loader:
         for (batch,) in loader:
             yield batch
@@ -125,7 +125,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     n = args.images // BATCH * BATCH
-    pictures, made = [photo(number) for number in range(n)], objective()
+    pictures, result = [photo(number) for number in range(n)], objective()
     transform, peer = torchvision_transforms()
     with tempfile.TemporaryDirectory() as folder:
         with (
@@ -151,7 +151,7 @@ def main() -> None:
             assert sum(len(labels) for _, labels in rows) == n
 
         def our_epoch() -> None:
-            assert sum(len(batch["labels"]) for batch in ours(corpus, made, n // BATCH)) == n
+            assert sum(len(batch["labels"]) for batch in ours(corpus, result, n // BATCH)) == n
 
         def decode_epoch() -> None:
             for data in pictures:
@@ -159,7 +159,7 @@ def main() -> None:
                     image.convert("RGB")
 
         def bare_epoch() -> None:
-            reader = made.reader  # type: ignore[attr-defined]
+            reader = result.reader  # type: ignore[attr-defined]
             for number, data in enumerate(pictures):
                 reader.build({"jpg": data}, PieceKey(0, 0, number, 0))
 

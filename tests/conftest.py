@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 pytest.register_assert_rewrite("tests.support")  # so that its assertions show their values, too
 
+from tests.support.seeding import seed_by_name  # noqa: E402
 from tests.support.slurm_cluster import JOB_REPORT_PROPERTY  # noqa: E402
 from tests.support.workers import Workers  # noqa: E402
 
@@ -62,6 +64,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section(JOB_REPORT_PROPERTY)
         for line in dict.fromkeys(lines):
             terminalreporter.line(line)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> None:
+    """Seed a fixture by the test's name, or by its own place where it is made once for several tests."""
+    owner = request.node.nodeid if fixturedef.scope == "function" else fixturedef.baseid
+    seed_by_name(f"{owner} {fixturedef.argname}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    """Seed a test by its name, whatever its fixtures drew."""
+    seed_by_name(item.nodeid)
 
 
 @pytest.fixture(scope="session")

@@ -70,6 +70,11 @@ def schema_of(config_class: type[Section]) -> dict[str, Any]:
         "minLength": 1,
         "description": "The config that this one changes: a preset's name, or a path relative to this file.",
     }
+    partial["properties"]["without"] = {
+        "type": "array",
+        "items": {"type": "string"},
+        "description": "Keys of that config that this one takes out, so that their defaults apply.",
+    }
     del schema["additionalProperties"]
     return partial | {"if": {"not": {"required": ["extends"]}}, "then": schema}
 

@@ -10,6 +10,7 @@ from megatfm.config.attention import (
     LongformerAttentionConfig,
     LongformerPatternConfig,
     MLAAttentionConfig,
+    PooledAttentionConfig,
     ScaledAttention,
     StridedPatternConfig,
     WindowedAttentionConfig,
@@ -22,6 +23,7 @@ from megatfm.config.load import load, load_config, to_toml
 from megatfm.config.model import ModelConfig
 from megatfm.config.model_parts import (
     ClassifierHeadConfig,
+    OverlappingPatchesConfig,
     PatchEmbeddingConfig,
     PixelDecoderConfig,
     SentenceHeadConfig,
@@ -123,6 +125,7 @@ __all__ = [
     "NextSentenceObjective",
     "OptimizerConfig",
     "OptimizerSection",
+    "OverlappingPatchesConfig",
     "ParallelConfig",
     "PatchEmbeddingConfig",
     "PermutationObjective",
@@ -130,6 +133,7 @@ __all__ = [
     "PluginObjective",
     "PluginOptimizer",
     "PluginSchedule",
+    "PooledAttentionConfig",
     "PrefixObjective",
     "ReplacedTokenObjective",
     "ResilienceConfig",

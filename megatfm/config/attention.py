@@ -250,6 +250,20 @@ class WindowedAttentionConfig(ScaledAttention, HeadAttention):
     """Cosines of queries and keys, times a factor that each head learns, as scores (Swin-V2; keys have no bias)."""
 
 
+class PooledAttentionConfig(ScaledAttention, HeadAttention):
+    """Attention with queries, keys and values pooled over the map (MViTv2; Li et al. 2022)."""
+
+    name: Literal["pooled"] = "pooled"
+    n_heads: PositiveInt = Field(default=1, le=MAX_WIDTH)
+    """Number of heads of the first stage; left out, as `model.stages` says."""
+    bias: bool = True
+    """Biases in the projections."""
+    kv_stride: PositiveInt = Field(default=4, le=MAX_WIDTH)
+    """Stride of keys' and values' pooling in the first stage; half of it in each further one, at least 1."""
+    widening: Literal["attention", "ffn"] = "attention"
+    """What widens vectors between stages: the first attention of a stage, or the last feed-forward network before."""
+
+
 class DebertaAttentionConfig(HeadAttention):
     """DeBERTa's attention (He et al. 2021); it reads the positions of that name."""
 
@@ -257,7 +271,7 @@ class DebertaAttentionConfig(HeadAttention):
 
 
 class DebertaV2AttentionConfig(HeadAttention):
-    """DeBERTa's attention from version 2 on; it reads `disentangled_buckets`."""
+    """DeBERTa's attention from version 2 on; it reads the positions of that name."""
 
     name: Literal["deberta_v2"] = "deberta_v2"
 
@@ -284,6 +298,7 @@ AttentionConfig = Annotated[
     | LinformerAttentionConfig
     | CompressedAttentionConfig
     | WindowedAttentionConfig
+    | PooledAttentionConfig
     | DebertaAttentionConfig
     | DebertaV2AttentionConfig
     | TwoStreamAttentionConfig

@@ -1,8 +1,11 @@
 """The JSON that DeepSpeed is configured with, asked for no more than our config says (`derive`).
 
 A DeepSpeed JSON of the user's own is read when an engine is built or a job is launched. Each of its keys is one of
-ours under another name, and must agree with it (`decided`), or tunes, and is passed through (`PASSED_SECTIONS`,
-`PASSED_ZERO_KEYS`), or is refused with what to set instead.
+ours under another name, and must agree with it (`controlled_keys`), or tunes, and is passed through
+(`PASSED_SECTIONS`, `PASSED_ZERO_KEYS`), or is refused with what to set instead.
+
+The file is in `config`, not beside the engine: launchers and `megatfm config` refuse a wrong JSON before a job waits in
+a queue, and neither may import an engine, or torch.
 """
 
 import json

@@ -157,6 +157,14 @@ class PatchEmbeddingConfig(EmbeddingSection):
         return self
 
 
+class OverlappingPatchesConfig(PatchEmbeddingConfig):
+    """Square patches of images, each embedded together with a margin of its neighbours (Li et al. 2022)."""
+
+    name: Literal["overlapping_patches"] = "overlapping_patches"  # type: ignore[assignment]
+    margin: PositiveInt = Field(default=3, le=MAX_WIDTH)
+    """Pixels before a patch that its vector sees; the convolution's side is 2 · margin + 1."""
+
+
 class PluginEmbeddingConfig(EmbeddingSection):
     """An embedding that a package in `plugins` registers, for other inputs than tokens, with keys of its own."""
 
@@ -166,7 +174,7 @@ class PluginEmbeddingConfig(EmbeddingSection):
 
 
 EmbeddingConfig = Annotated[
-    TokenEmbeddingConfig | PatchEmbeddingConfig | PluginEmbeddingConfig,
+    TokenEmbeddingConfig | PatchEmbeddingConfig | OverlappingPatchesConfig | PluginEmbeddingConfig,
     ByName(),
 ]
 

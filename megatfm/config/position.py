@@ -234,6 +234,12 @@ class LogRelative2dConfig(PositionSection):
     out, the windows' own."""
 
 
+class RelativeAxesConfig(PositionSection):
+    """Learned vectors of offsets of rows and of columns, times the query, in every block (MViTv2); for `pooled`."""
+
+    name: Literal["relative_axes"] = "relative_axes"
+
+
 class LearnedPosition2dConfig(PositionSection):
     """A learned vector for each place of a grid of patches, interpolated to each image's grid."""
 
@@ -285,6 +291,7 @@ PositionConfig = Annotated[
     | TransformerXLPositionConfig
     | Relative2dConfig
     | LogRelative2dConfig
+    | RelativeAxesConfig
     | LearnedPosition2dConfig
     | Sinusoidal2dConfig
     | Rope2dConfig

@@ -95,6 +95,10 @@ def check_stages(model: "ModelConfig") -> None:
     ):
         if value != wanted:
             raise ValueError(f"{key} = {value} is not {where}, which is {wanted}: leave {key} out")
+    if (model.position.name == "relative_axes") and model.attention.name != "pooled":
+        raise ValueError(
+            "position.name = 'relative_axes' is for attention.name = 'pooled': choose another position"
+        )
     for stage, heads in enumerate(stages.heads):
         if (width := model.d_model * 2**stage) % heads:
             raise ValueError(

@@ -16,7 +16,14 @@ from torch import Tensor
 
 from megatfm import checkpoint, tokenizers
 from megatfm.checkpoint import file_io
-from megatfm.config import Config, ModelConfig, invalid, to_toml
+from megatfm.config import (
+    Config,
+    LearnedPosition2dConfig,
+    ModelConfig,
+    PatchEmbeddingConfig,
+    invalid,
+    to_toml,
+)
 from megatfm.config.key_migrations import migrate
 from megatfm.convert import tokenizer_files
 from megatfm.convert.architectures.sequence_classification import label_keys
@@ -68,7 +75,19 @@ def starting_config(target: Path, model: ModelConfig, tokenizer: str | None, len
     if model.stages is not None:
         (rows, columns), side = model.stages.grid, getattr(model.embedding, "patch_size", 1)
         values["data"] |= {"sequence_length": rows * columns, "images": {"size": rows * side}}
-    return _checked(values, target)
+    return _checked(values | _of_images(values["data"], model), target)
+
+
+def _of_images(data: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
+    """Return the sections that a model of images needs instead: images of the size that its positions are for."""
+    embedding, position = model.embedding, model.position
+    if not isinstance(embedding, PatchEmbeddingConfig) or not isinstance(position, LearnedPosition2dConfig):
+        return {}
+    rows, columns = position.grid
+    length = embedding.n_special_tokens + rows * columns
+    images = {"size": max(rows, columns) * embedding.patch_size}
+    kept = {"train": data["train"], "sequence_length": length, "images": images}
+    return {"objective": {"name": "classification"}, "data": kept}
 
 
 def branching_config(config: Config, target: Path, step: int) -> Config:

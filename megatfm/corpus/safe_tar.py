@@ -15,7 +15,7 @@ from megatfm.corpus.files import open_regular_file
 from megatfm.corpus.manifest import TokenDtype
 from megatfm.corpus.shard_format import npy_header
 from megatfm.corpus.shard_index import MAX_FRAME_BYTES, NPY_HEADER_BYTES
-from megatfm.errors import MegatfmError, UsageError
+from megatfm.errors import MegatfmError, RefusedMemberError, UsageError
 
 ARRAY, TOKENS = ".npy", "tokens.npy"
 """End of an array's name; name after the key of the array of tokens, where there are several."""
@@ -158,13 +158,13 @@ def _members(
 
 def _check_member(member: tarfile.TarInfo, where: str) -> None:
     if not member.isreg() or member.issparse():
-        raise MegatfmError(f"{where}: is a link, a device or another special file: refused")
+        raise RefusedMemberError(f"{where}: is a link, a device or another special file: refused")
     if member.name.startswith("/") or ".." in member.name.split("/") or "\\" in member.name:
-        raise MegatfmError(f"{where}: its name leads out of the folder: refused")
+        raise RefusedMemberError(f"{where}: its name leads out of the folder: refused")
     if member.name.lower().endswith(PICKLES):
-        raise MegatfmError(f"{where}: is a pickle, which could run anything: refused")
+        raise RefusedMemberError(f"{where}: is a pickle, which could run anything: refused")
     if not 0 <= member.size <= MAX_FRAME_BYTES:
-        raise MegatfmError(f"{where}: claims {member.size} bytes, over {MAX_FRAME_BYTES}: refused")
+        raise RefusedMemberError(f"{where}: claims {member.size} bytes, over {MAX_FRAME_BYTES}: refused")
 
 
 _NPY_HEADER = re.compile(

@@ -31,7 +31,7 @@ from megatfm.corpus.safe_tar import STORED, TokenArray, iter_shard_samples, iter
 from megatfm.corpus.shard_format import KEY
 from megatfm.corpus.shard_index import FRAME_DTYPE, MAX_FRAME_BYTES, ShardIndex, frame_hash, sample_dtype
 from megatfm.corpus.writer import ShardWriter
-from megatfm.errors import MegatfmError, UsageError
+from megatfm.errors import MegatfmError, RefusedMemberError, UsageError
 
 FRAME_BYTES = 2**18
 CHUNK = 2**14
@@ -189,9 +189,9 @@ def _zstd_frames(path: Path) -> Iterator[Frame]:
                 )
             try:
                 arrays = list(iter_tar_samples(io.BytesIO(data), path, require_end_marker=False))
+            except (UsageError, RefusedMemberError):
+                raise
             except MegatfmError as error:
-                if isinstance(error, UsageError) or ": refused" in str(error):
-                    raise
                 raise _needs_rewrite_error(path, f"frame {number} is no tar by itself ({error})") from error
             if not arrays:
                 raise _needs_rewrite_error(path, f"frame {number} holds no sample")

@@ -177,6 +177,7 @@ def _inputs(
         name: torch.zeros(rows, n, 4, dtype=torch.int32)
         for field, n in lengths.items()
         if (name := f"{field.removesuffix('tokens')}grid") in accepted
+        and config.model.stages is None  # whose maps are the config's where no values say another size
     }
     return {**zeros, **grids, "keys": torch.zeros(rows, dtype=torch.int64)}, lengths
 

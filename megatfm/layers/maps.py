@@ -23,7 +23,7 @@ class MapSequence(SequenceMetadata):
         self, size: MapSize, positions: Tensor, documents: Tensor | None, rng_keys: Tensor | None
     ) -> None:
         super().__init__(positions, documents, rng_keys=rng_keys)
-        self.size = size
+        self.size = self.previous_size = size
         tokens, area = positions.shape[1], prod(size)
         if tokens % area:
             raise UsageError(
@@ -42,13 +42,18 @@ class MapSequence(SequenceMetadata):
             made.documents = numbers_T.expand(made.positions.shape)
         return made
 
-    def shrunk(self, size: MapSize) -> "MapSequence":
-        """Return that of smaller maps of the same images; a token's document is that of its first larger one."""
+    def shrunk(self, size: MapSize, previous: MapSize | None = None) -> "MapSequence":
+        """Return that of smaller maps of the same images; a token's document is that of its first larger one.
+
+        previous: the maps of the stage before, where that isn't this one.
+        """
         index_S = self.shrunk_index(size)
         rows, area = len(self.positions), prod(size)
         positions_S = torch.arange(area, device=index_S.device).repeat(self.images_per_row)
         documents = None if self.documents is None else self.documents[:, index_S]
-        return type(self)(size, positions_S.expand(rows, -1), documents, self.rng_keys)
+        smaller = type(self)(size, positions_S.expand(rows, -1), documents, self.rng_keys)
+        smaller.previous_size = previous or self.size
+        return smaller
 
     def shrunk_index(self, size: MapSize) -> Tensor:
         """Return, for each token of smaller maps of a row, int64 [S], the first of the tokens that it stands for."""
@@ -61,12 +66,14 @@ class MapSequence(SequenceMetadata):
         first_I = torch.arange(self.images_per_row, device=device) * (rows * columns)
         return (first_I[:, None, None] + r_H[:, None] * columns + c_W).flatten()
 
-    def image_rng_keys(self) -> Tensor | None:
-        """Return random keys, int64 [I], of each image of each row."""
-        if self.rng_keys is None:
-            return None
-        images = torch.arange(self.images_per_row, device=self.rng_keys.device)
-        return fold_in(self.rng_keys[:, None], images).flatten()
+    def of_images(self, length: int | None = None) -> SequenceMetadata:
+        """Return one row for each image, with random keys of its own. length: of the rows, if it isn't the map's."""
+        images, device = len(self.positions) * self.images_per_row, self.positions.device
+        keys = self.rng_keys
+        if keys is not None:
+            keys = fold_in(keys[:, None], torch.arange(self.images_per_row, device=device)).flatten()
+        positions = torch.arange(length or prod(self.size), device=device).expand(images, -1)
+        return SequenceMetadata(positions, rng_keys=keys)
 
 
 def to_maps(x_BTD: Tensor, size: MapSize) -> Tensor:

@@ -31,6 +31,7 @@ class PositionEncoding:
     (`megatfm.ops.attention.relative_bias`) or [1, N, T, S], added to the scores.
     attention: made in every self-attention in place of the plain core; see `layers.attention.dot_product`.
     window_bias: made in every windowed attention, (windows, sequence) → [N, S, S], added to the scores of a window.
+    axis_bias: made in every attention with pooled queries and keys, called with queries and the sides of keys' map.
     """
 
     absolute: Make | None = None
@@ -38,6 +39,7 @@ class PositionEncoding:
     score_bias: Make | None = None
     attention: Callable[..., nn.Module] | None = None
     window_bias: Make | None = None
+    axis_bias: Callable[..., nn.Module] | None = None
 
 
 POSITIONS: Registry[PositionEncoding] = Registry("position")

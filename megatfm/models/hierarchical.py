@@ -1,37 +1,26 @@
 """Hierarchical models of images: stages of blocks on ever smaller maps of ever wider vectors (Liu et al. 2021)."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from math import prod
 from typing import Any, Self
 
 from torch import Tensor, nn
 
-from megatfm.config import ModelConfig
-from megatfm.cost import Cost, TokenCounts, default_cost
+from megatfm.config import ModelConfig, PooledAttentionConfig, require_variant
+from megatfm.config.stages import StagesConfig
 from megatfm.errors import UsageError
-from megatfm.layers.block import Block
 from megatfm.layers.embedding import InputEmbedding
 from megatfm.layers.maps import MapSequence, MapSize, map_size
 from megatfm.layers.norm import make_norm
 from megatfm.layers.patch_merging import PatchMerging
+from megatfm.layers.stage_blocks import PooledBlock, StageBlock
 from megatfm.models.base import MODELS, Model, Output, names_below, needed, sequence_fields, unpack, view_of
 from megatfm.models.stack import make_sequence
 from megatfm.split_points import CarrySpec, SplitPoint
 
 # B batch, T tokens of a row, S tokens of a row in the last stage, D width of the last stage
-
-
-class StageBlock(Block):
-    """A block of one stage. config: the stage's. share: tokens of its maps for each patch, for costs."""
-
-    def __init__(self, config: ModelConfig, depth: int, share: float) -> None:
-        super().__init__(config, "encoder", depth)
-        self.share = share
-
-    def cost(self, tokens: TokenCounts) -> Cost:
-        """Cost of the tokens of its stage."""
-        return default_cost(self, tokens.with_count(tokens.n * self.share))
 
 
 class PyramidStack(nn.Module):
@@ -42,24 +31,23 @@ class PyramidStack(nn.Module):
 
     def __init__(self, config: ModelConfig, embedding: InputEmbedding) -> None:
         super().__init__()
-        assert config.stages is not None  # the family's config has some
-        self.stages = config.stages
+        self.stages = stages_of(config)
         self.embedding: InputEmbedding | None = embedding
         configs = [config.stage_config(stage) for stage in range(len(self.stages.layers))]
         self.widths = [each.d_model for each in configs]
         self.stage_of = [stage for stage, layers in enumerate(self.stages.layers) for _ in range(layers)]
-        self.layers, self.merges = nn.ModuleDict(), nn.ModuleDict()
-        for stage, each in enumerate(configs):
-            for depth in range(each.n_layers):
-                self.layers[str(len(self.layers))] = StageBlock(each, depth, 0.25**stage)
-            if stage + 1 < len(configs):
-                norm = self.stages.merging_norm
-                self.merges[str(stage)] = PatchMerging(each, norm=norm, share=0.25**stage)
+        self.pools = isinstance(config.attention, PooledAttentionConfig)
+        blocks = pooled_blocks(config) if self.pools else plain_blocks(config)
+        self.layers = nn.ModuleDict({str(depth): block for depth, block in enumerate(blocks)})
+        self.merges = nn.ModuleDict()
+        for stage, each in enumerate(() if self.pools else configs[:-1]):
+            norm = self.stages.merging_norm
+            self.merges[str(stage)] = PatchMerging(each, norm=norm, share=0.25**stage)
         self.skip_rates = [
             config.drop_path * depth / max(config.n_layers - 1, 1) for depth in range(config.n_layers)
         ]
         self.norm = make_norm(config, self.widths[-1]) if config.norm.has_final_norm else None
-        self.depths = range(config.n_layers)
+        self.depths: Sequence[int] = range(config.n_layers)
 
     def forward(
         self, inputs: Tensor | None, maps: list[MapSequence], hidden: Tensor | None = None
@@ -77,8 +65,12 @@ class PyramidStack(nn.Module):
         return x if self.norm is None else self.norm(x), losses
 
     def _ends_with_merge(self, depth: int) -> bool:
-        """Whether a block is the last of a stage that another one follows."""
-        return depth + 1 < len(self.stage_of) and self.stage_of[depth + 1] != self.stage_of[depth]
+        """Whether a merge follows a block: the last of a stage, but for the last stage's."""
+        return (
+            not self.pools
+            and depth + 1 < len(self.stage_of)
+            and self.stage_of[depth + 1] != self.stage_of[depth]
+        )
 
     def stage(self, names: Collection[str]) -> Self | None:
         """Return a view that runs the split points of these names (without the stack's path); None if it runs none."""
@@ -96,18 +88,20 @@ class PyramidStack(nn.Module):
             modules = [f"{path}.layers.{depth}"]
             if self._ends_with_merge(depth):
                 modules.append(f"{path}.merges.{stage}")
-            after = self._carry(stage + len(modules) - 1)
+                stage += 1
+            d_out = getattr(self.layers[str(depth)], "d_out", self.widths[stage])
+            after = self._carry(stage, d_out)
             points.append(SplitPoint(f"{path}.layers.{depth}", tuple(modules), ("hidden",), after))
         if self.norm is not None:
             last = self._carry(len(self.widths) - 1)
             points.append(SplitPoint(f"{path}.norm", (f"{path}.norm",), ("hidden",), last))
         return points
 
-    def _carry(self, stage: int) -> dict[str, CarrySpec]:
-        if not stage:
-            return {"hidden": CarrySpec("positions", self.widths[0])}
-        length_of = partial(self.row_length, stage)
-        return {"hidden": CarrySpec("positions", self.widths[stage], length_of)}
+    def _carry(self, stage: int, width: int | None = None) -> dict[str, CarrySpec]:
+        """What a part hands on: tokens of a stage's map; width: of their vectors, if it isn't the stage's."""
+        width = width or self.widths[stage]
+        length_of = partial(self.row_length, stage) if stage else None
+        return {"hidden": CarrySpec("positions", width, length_of)}
 
     def row_length(self, stage: int, batch: Mapping[str, Tensor]) -> int:
         """Return the tokens of a row in a stage."""
@@ -120,6 +114,44 @@ class PyramidStack(nn.Module):
         return [self.stages.map_at(stage, grid) for stage in range(len(self.widths))]
 
 
+def plain_blocks(config: ModelConfig) -> Iterator[nn.Module]:
+    """Yield the blocks of all stages, which patch merging connects."""
+    for stage in range(len(stages_of(config).layers)):
+        each = config.stage_config(stage)
+        for depth in range(each.n_layers):
+            yield StageBlock(each, depth, 0.25**stage)
+
+
+def pooled_blocks(config: ModelConfig) -> Iterator[nn.Module]:
+    """Yield MViTv2's blocks: the first of each stage but the first pools its queries, so that the map shrinks."""
+    options = require_variant(config.attention, PooledAttentionConfig, "model.attention")
+    stages = stages_of(config)
+    d_in, kv_stride = config.d_model, options.kv_stride
+    for stage in range(len(stages.layers)):
+        each = config.stage_config(stage)
+        kv_stride = max(kv_stride // 2, 1) if stage else kv_stride
+        for depth in range(each.n_layers):
+            pools = bool(stage) and not depth
+            widens = (
+                options.widening == "ffn" and depth + 1 == each.n_layers and stage + 1 < len(stages.layers)
+            )
+            d_out = each.d_model * (2 if widens else 1)
+            yield PooledBlock(
+                each, d_in=d_in, d_out=d_out, stride=2 if pools else 1, kv_stride=kv_stride,
+                size=stages.map_at(stage - pools), share=0.25**stage,
+            )  # fmt: skip
+            d_in = d_out
+
+
+def stages_of(config: ModelConfig) -> StagesConfig:
+    """Return the stages of a model. Raises UsageError where it has none."""
+    if config.stages is None:
+        raise UsageError(
+            "model.family = 'hierarchical' needs model.stages: give layers and heads of each stage"
+        )
+    return config.stages
+
+
 @MODELS.register("hierarchical")
 class Hierarchical(Model):
     """A stack of stages and heads on the last map. Rows hold whole images, all of one size, without special tokens."""
@@ -128,15 +160,11 @@ class Hierarchical(Model):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        if config.stages is None:
-            raise UsageError(
-                "model.family = 'hierarchical' needs model.stages: give layers and heads of each stage"
-            )
         embedding = InputEmbedding(config, "encoder")
         self.encoder = PyramidStack(config, embedding)
         self.reads = embedding.reads
         self.map_sizes = self.encoder.map_sizes
-        self.add_heads(None, config.stage_config(len(config.stages.layers) - 1))
+        self.add_heads(None, config.stage_config(len(stages_of(config).layers) - 1))
         self.accept(self.reads, *sequence_fields(config), targets=())
         self.split_points = [
             *self.encoder.split_points("encoder"),
@@ -162,7 +190,7 @@ class Hierarchical(Model):
         first = make_sequence(batch, self.reads, keys=keys)
         sizes = self.map_sizes(batch)
         maps = [MapSequence.of(first, sizes[0])]
-        maps += [maps[0].shrunk(size) for size in sizes[1:]]
+        maps += [maps[0].shrunk(size, previous) for previous, size in pairwise(sizes)]
         x, losses = hidden, dict[str, Tensor]()
         if self.encoder is not None:
             x, losses = self.encoder(needed(batch, self.reads), maps, hidden)

@@ -6,7 +6,7 @@ decoder's row says which of the image's visible tokens stands where, −1 for ma
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -142,7 +142,9 @@ class MaskedAutoencoder(Model):
         smaller = pixel_decoder_config(config)
         self.encoder = Stack(config, "encoder", embedding=InputEmbedding(config, "encoder"))
         self.memory = nn.Identity()  # the seam at which tensor parallelism gathers what the encoder made
-        self.decoder = Stack(smaller, "encoder", embedding=VisibleTokens(config, smaller))
+        self.decoder = Stack(
+            smaller, "encoder", embedding=cast(InputEmbedding, VisibleTokens(config, smaller))
+        )
         self.pixels = PixelHead(config, smaller)
         self.runs_head = True
         of_encoder = (f"encoder_{name}" for name in ("patches", *sequence_fields(config)))

@@ -44,7 +44,8 @@ ALLOWABLE_CHANGES = {
     "model": ("config.model.", "config.objective.", "config.train.freeze"),
     "batch": ("config.train.global_batch",),
 }
-"""Group of `resume.allow` → prefixes of the facts that it covers. Facts in no group may change freely."""
+"""Group of `resume.allow` → prefixes of the facts that it covers. Facts in no group may change freely. A checkpoint
+without any of the first prefix, such as a converted one, never had the group."""
 KEY_OF_FACT = {
     "data.warmup": "data.rampup",
     "data.streams": "data.read_streams",
@@ -228,7 +229,7 @@ def check_compatible(
     unknown = {
         name
         for name, prefixes in ALLOWABLE_CHANGES.items()
-        if not any(key.startswith(prefixes) and saved[key] is not None for key in saved)
+        if not any(key.startswith(prefixes[0]) and saved[key] is not None for key in saved)
     }
     changed: dict[str, list[str]] = {}
     for key in sorted(saved.keys() | after.keys()):

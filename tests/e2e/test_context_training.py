@@ -23,9 +23,9 @@ def run_told_nothing(config: Config) -> int:
 
 
 def evaluate_alone(run: Path) -> float:
-    found = evaluate_run(run, {}, False)
-    assert found is not None
-    return float(found[0]["sets"]["held-out"]["loss"])
+    actual = evaluate_run(run, {}, False)
+    assert actual is not None
+    return float(actual[0]["sets"]["held-out"]["loss"])
 
 
 def test_context_ranks_train_like_one_process(

@@ -141,8 +141,8 @@ def test_from_a_csv_to_an_exported_model(folder: Path, capfd: pytest.CaptureFixt
     rows = pairs(21, 3)
     predictions = lines(folder / "runs/things/predictions/test.jsonl")
     wanted = their_probabilities(folder / "exported", rows)
-    ours = torch.tensor([list(row["probabilities"].values()) for row in predictions])
-    torch.testing.assert_close(ours, wanted, rtol=0, atol=2e-6)
+    actual = torch.tensor([list(row["probabilities"].values()) for row in predictions])
+    torch.testing.assert_close(actual, wanted, rtol=0, atol=2e-6)
     hits = [row["label"] == truth["kind"] for row, truth in zip(predictions, rows, strict=True)]
     assert sum(hits) / len(hits) == pytest.approx(test["metrics"]["accuracy"])
 

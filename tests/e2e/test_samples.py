@@ -45,9 +45,9 @@ def test_samples_are_what_generate_makes_of_the_checkpoint(
     ranks, settings = LAYOUTS[layout]
     config = make_config(*SHORT, *settings, run="run")
     assert workers.run(run_training, ranks, config) == [EXIT_OK] * ranks
-    found = samples(tmp_path / "run")
-    assert list(found) == [1, 2]
-    for step, texts in found.items():
+    actual = samples(tmp_path / "run")
+    assert list(actual) == [1, 2]
+    for step, texts in actual.items():
         loaded = load(tmp_path / f"run/checkpoints/step-{step:08d}", dtype="float64")
         sampling = Sampling(0.8, top_p=0.95, vocab_size=loaded.tokenizer.vocab_size)
         expected = [generate_text(loaded, prompt, sampling, 9, 1)[0] for prompt in PROMPTS]
@@ -55,7 +55,7 @@ def test_samples_are_what_generate_makes_of_the_checkpoint(
             {"prompt": prompt, "text": text} for prompt, text in zip(PROMPTS, expected, strict=True)
         ]
     log = (tmp_path / "run/logs/rank-0.log").read_text()
-    assert f"step 2  sample: {repr(PROMPTS[0] + found[2][0]['text'])[1:-1]}" in log
+    assert f"step 2  sample: {repr(PROMPTS[0] + actual[2][0]['text'])[1:-1]}" in log
 
 
 def test_sampling_does_not_touch_the_run(workers: Workers, make_config: Any, tmp_path: Path) -> None:

@@ -73,13 +73,13 @@ def test_resumes_on_another_number_of_ranks(workers, make_config, tmp_path, firs
     config = make_config(*dropout, run="moved")
     assert workers.run(run_until, first, config, 5) == [EXIT_REQUEUE] * first
     assert workers.run(run_training, second, config) == [EXIT_OK] * second
-    whole, moved = training_curve(tmp_path / "whole"), training_curve(tmp_path / "moved")
+    full, moved = training_curve(tmp_path / "whole"), training_curve(tmp_path / "moved")
     assert [line["step"] for line in moved] == list(range(1, 13))
-    for line, other in zip(whole, moved, strict=True):
+    for line, other in zip(full, moved, strict=True):
         assert other["tokens"] == line["tokens"]
         assert other["loss"] == pytest.approx(line["loss"], rel=1e-4)
         assert other["grad_norm"] == pytest.approx(line["grad_norm"], rel=1e-3)
-    last, other = (lines[-1]["evaluation"]["held-out"] for lines in (whole, moved))
+    last, other = (lines[-1]["evaluation"]["held-out"] for lines in (full, moved))
     assert other["bytes"] == last["bytes"]
     assert other["bits_per_byte"] == pytest.approx(last["bits_per_byte"], rel=1e-4)
 
@@ -99,8 +99,8 @@ def test_a_resume_on_another_kind_of_machine_goes_on_and_says_so(workers, make_c
     assert workers.run(run_until, 1, config, 3) == [EXIT_REQUEUE]
     assert workers.run(run_until, 1, config, 3) == [EXIT_REQUEUE]
     assert workers.run(run_with_another_thread, 1, config) == [EXIT_OK]
-    here, elsewhere = resumes(tmp_path / "moved")
-    assert here == "from step-00000003", "the same machine is nothing to talk about"
+    local, elsewhere = resumes(tmp_path / "moved")
+    assert local == "from step-00000003", "the same machine is nothing to talk about"
     assert elsewhere == (
         f"from step-00000006; on another kind of machine (threads: {THREADS} → {THREADS + 1}): it goes on, but not to "
         "the bit as it would have there"
@@ -160,7 +160,7 @@ def test_a_changed_run_is_refused_with_a_diff_unless_allowed(workers, make_confi
 def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(workers, make_config, tmp_path):
     config = make_config(run="hurt")
     workers.run(run_training, 1, config)
-    whole = final_state(tmp_path / "hurt")
+    full = final_state(tmp_path / "hurt")
     file = next((tmp_path / "hurt/checkpoints/step-00000012").glob("*.safetensors"))
     content = bytearray(file.read_bytes())
     content[-100] ^= 1
@@ -168,7 +168,7 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(workers, make_c
     assert workers.run(run_training, 1, config) == [EXIT_OK]
     assert "step-00000012 is not used" in (tmp_path / "hurt/logs/rank-0.log").read_text()
     again = final_state(tmp_path / "hurt")
-    assert all(torch.equal(tensor, again[name]) for name, tensor in whole.items())
+    assert all(torch.equal(tensor, again[name]) for name, tensor in full.items())
 
 
 def test_weights_of_another_run_start_a_fresh_one(workers, make_config, tmp_path):

@@ -37,9 +37,9 @@ def test_a_step_that_is_not_finite_is_skipped_by_all_ranks(
     run = tmp_path / "run"
     assert [line["step"] for line in training_curve(run)] == list(range(1, 9))
     assert [line["step"] for line in training_curve(run) if line.get("skipped")] == [6]
-    ((step, said),) = run_events(run, "skipped")
+    ((step, output),) = run_events(run, "skipped")
     assert step == 6
-    assert "not finite, so the weights stay as they are (1 in a row)" in said
+    assert "not finite, so the weights stay as they are (1 in a row)" in output
     assert same_tensors(stored_weights(run, 5), stored_weights(run, 6)), "weights, optimizer state and all"
     assert not same_tensors(stored_weights(run, 6), stored_weights(run, 7))
     assert same_tensors(stored_weights(tmp_path / "whole", 5), stored_weights(run, 5))
@@ -60,10 +60,10 @@ def test_a_step_that_is_not_finite_is_skipped_by_all_ranks(
 def test_a_run_that_only_makes_nan_ends_with_a_clear_error(workers: Workers, make_config: MakeConfig) -> None:
     ((_, keys),) = workers.run(train_with_faults, 1, make_config("train.steps=6", run="whole"))
     config = make_config("train.steps=6", "resilience.max_skipped=2")
-    ((said, _),) = workers.run(train_with_faults, 1, config, dict.fromkeys(keys, "nan"))
-    assert "step 3: loss nan" in str(said)
-    assert "3 steps in a row" in str(said)
-    assert "optimizer.lr" in str(said)
+    ((output, _),) = workers.run(train_with_faults, 1, config, dict.fromkeys(keys, "nan"))
+    assert "step 3: loss nan" in str(output)
+    assert "3 steps in a row" in str(output)
+    assert "optimizer.lr" in str(output)
 
 
 ROLLBACK = ["train.steps=16", "checkpoint.keep=9", "resilience.spike=rollback", "resilience.spike_window=16"]
@@ -80,9 +80,9 @@ def test_a_spike_is_rolled_back_and_its_data_skipped(
     assert read == keys[:10] + keys[10:18], "back to step 8, and on after the data of the spike"
     assert [line["step"] for line in training_curve(run)] == list(range(1, 17)), "each step once"
     assert max(line["loss"] for line in training_curve(run)) < 100
-    ((step, said),) = run_events(run, "rolled back")
+    ((step, output),) = run_events(run, "rolled back")
     assert step == 10
-    assert "from step-00000008 on" in said
+    assert "from step-00000008 on" in output
     assert [line["tokens"] for line in training_curve(run)] == [8 * 64 * step for step in range(1, 17)]
     # Every resume takes the same data and ends with the same bits, even where nothing spikes this time.
     before, last = training_curve(run), stored_weights(run, 16)
@@ -100,12 +100,12 @@ def test_rollbacks_are_bounded(workers: Workers, make_config: MakeConfig, tmp_pa
     early = make_config(*ROLLBACK, "checkpoint.every=16", run="early")
     ((code, _),) = workers.run(train_with_faults, 1, early, {keys[9]: "spike"})
     assert code == EXIT_OK
-    ((step, said),) = run_events(tmp_path / "early", "spike")
+    ((step, output),) = run_events(tmp_path / "early", "spike")
     assert step == 10
-    assert "deviations above the median" in said
+    assert "deviations above the median" in output
     config = make_config(*ROLLBACK, "resilience.max_rollbacks=2")
-    ((said, _),) = workers.run(train_with_faults, 1, config, dict.fromkeys(keys[9:], "spike"))
-    assert "the loss spikes again after 2 rollbacks to step 8" in str(said)
+    ((output, _),) = workers.run(train_with_faults, 1, config, dict.fromkeys(keys[9:], "spike"))
+    assert "the loss spikes again after 2 rollbacks to step 8" in str(output)
 
 
 # -------------------------------------------------------------------------------------------- silent corruption
@@ -118,10 +118,10 @@ def test_a_bit_that_flips_in_a_replica_is_found_and_its_rank_named(
     workers: Workers, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     config = make_config(*REPLICAS, "resilience.compare_replicas_every=2", run="flips")
-    said = workers.run(error_after, 3, config, "weight", 1, 4)
-    assert len(set(said)) == 1
-    found = rf"after step 4, replicas of one parameter differ: rank 1 on {HOST}: model\.\S*\.wo\.weight\. A processor"
-    assert re.match(found, said[0]), said[0]
+    errors = workers.run(error_after, 3, config, "weight", 1, 4)
+    assert len(set(errors)) == 1
+    actual = rf"after step 4, replicas of one parameter differ: rank 1 on {HOST}: model\.\S*\.wo\.weight\. A processor"
+    assert re.match(actual, errors[0]), errors[0]
     assert [path.name for path in (tmp_path / "flips/checkpoints").iterdir()] == ["step-00000003"]
     sound = make_config(
         *REPLICAS, "resilience.compare_replicas_every=1", "resilience.replay_every=2", run="sound"
@@ -133,10 +133,10 @@ def test_a_step_computed_twice_that_differs_in_one_bit_is_found(
     workers: Workers, make_config: MakeConfig
 ) -> None:
     config = make_config("train.steps=6", "resilience.replay_every=4", "parallel.dp_shard=2")
-    said = workers.run(error_after, 2, config, "gradient", 1, 4)
-    assert len(set(said)) == 1
-    assert re.match(rf"step 4, computed twice, differs: rank 1 on {HOST}: \S*\.wo\.weight\. A", said[0]), (
-        said[0]
+    errors = workers.run(error_after, 2, config, "gradient", 1, 4)
+    assert len(set(errors)) == 1
+    assert re.match(rf"step 4, computed twice, differs: rank 1 on {HOST}: \S*\.wo\.weight\. A", errors[0]), (
+        errors[0]
     )
 
 
@@ -144,9 +144,9 @@ def test_two_replicas_can_not_say_which_is_wrong(workers: Workers, make_config: 
     config = make_config(
         "parallel.dp_replicate=2", "train.steps=4", "resilience.compare_replicas_every=1", run="two"
     )
-    said = workers.run(error_after, 2, config, "weight", 1, 2)
+    errors = workers.run(error_after, 2, config, "weight", 1, 2)
     name = r"model\.\S*\.wo\.weight"
-    assert re.search(rf"rank 0 on {HOST}: {name}; rank 1 on {HOST}: {name}\. A", said[0]), said[0]
+    assert re.search(rf"rank 0 on {HOST}: {name}; rank 1 on {HOST}: {name}\. A", errors[0]), errors[0]
 
 
 def test_a_run_goes_on_with_fewer_ranks_where_that_is_allowed(
@@ -156,8 +156,8 @@ def test_a_run_goes_on_with_fewer_ranks_where_that_is_allowed(
     ((code, _), _) = workers.run(train_with_faults, 2, make_config(*fixed, "train.steps=4"))
     assert code == EXIT_OK
     longer = [*fixed, 'resume.allow=["schedule"]', "train.steps=8"]
-    ((said, _),) = workers.run(train_with_faults, 1, make_config(*longer))
-    assert "does not fit 1 process" in str(said)
+    ((output, _),) = workers.run(train_with_faults, 1, make_config(*longer))
+    assert "does not fit 1 process" in str(output)
     ((code, _),) = workers.run(train_with_faults, 1, make_config(*longer, "resilience.elastic=true"))
     assert code == EXIT_OK
     assert [line["step"] for line in training_curve(tmp_path / "run")] == list(range(1, 9))

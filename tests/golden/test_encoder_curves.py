@@ -62,8 +62,8 @@ def test_the_curve_begins_as_the_golden_one(preset: str, workers: Workers) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", MODELS)
 def test_small_encoders_learn_both_tasks(preset: str, workers: Workers) -> None:
-    (found,) = workers.run(curves, 1, config_of(preset), timeout=500)
-    last = {term: sum(values[-10:]) / 10 for term, values in found.items()}
+    (result,) = workers.run(curves, 1, config_of(preset), timeout=500)
+    last = {term: sum(values[-10:]) / 10 for term, values in result.items()}
     if preset == "bert-base":
         assert last["masked"] < math.log(WORDS), "better than knowing the topic"
         assert last["sentence"] < 0.75 * math.log(2), "better than guessing"

@@ -32,12 +32,12 @@ TERMS = {MOE_PRESET: {"causal", "balance"}, f"{MOE_PRESET}-deepseek-v3": set[str
 @pytest.mark.parametrize("name", MOE_ROUTERS)
 def test_the_mixture_learns_evenly_and_begins_as_the_golden_curve(workers: Workers, name: str) -> None:
     """Better than knowing a text's topic, with no expert much busier than the mean once it has warmed up."""
-    (ours,) = workers.run(curves, 1, moe_curve_config(name), timeout=300)
-    assert ours.keys() == wanted(name).keys() == {"loss", "busiest"} | TERMS[name]
+    (result,) = workers.run(curves, 1, moe_curve_config(name), timeout=300)
+    assert result.keys() == wanted(name).keys() == {"loss", "busiest"} | TERMS[name]
     for term, values in wanted(name).items():
-        assert ours[term][:MOE_GOLDEN_STEPS] == pytest.approx(values, rel=TOLERANCE), term
-    assert sum(ours["loss"][-10:]) / 10 < 0.75 * math.log(WORDS)
-    busiest = ours["busiest"][WARM:]
+        assert result[term][:MOE_GOLDEN_STEPS] == pytest.approx(values, rel=TOLERANCE), term
+    assert sum(result["loss"][-10:]) / 10 < 0.75 * math.log(WORDS)
+    busiest = result["busiest"][WARM:]
     assert sum(busiest) / len(busiest) <= 1.5
 
 

@@ -120,5 +120,5 @@ def test_the_loss_of_each_source_is_that_of_its_rows(workers: Workers, case: str
     ranks = parallel.dp_shard * parallel.tp * parallel.pp * parallel.cp
     expected = expected_losses(config, global_batch())
     assert list(expected) == ["web", "books", "code"]
-    for found in workers.run(losses_by_source, ranks, config):
-        assert found == pytest.approx(expected, rel=1e-11 if config.train.precision == "fp64" else 1e-5)
+    for result in workers.run(losses_by_source, ranks, config):
+        assert result == pytest.approx(expected, rel=1e-11 if config.train.precision == "fp64" else 1e-5)

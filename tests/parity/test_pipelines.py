@@ -45,6 +45,7 @@ OTHERS = (
     "shaw, deepnorm",
     "alibi, sandwich norm",
     "swin",
+    "mvit v2",
     "swin v2",
 )
 

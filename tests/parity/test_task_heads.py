@@ -51,16 +51,16 @@ def test_logits_loss_and_gradients_are_transformers_s(name: str) -> None:
     if "Longformer" in name:  # which sees padding a little
         batch = {key: value[:, :9] for key, value in batch.items()}
     with doubled(torch.float64, modeling_longformer):
-        theirs = both.theirs(**batch, labels=LABELS)
+        expected = both.theirs(**batch, labels=LABELS)
     inputs = our_inputs(batch | {"labels": batch["input_ids"]}, {"label": LABELS}, "encoder")
     del inputs["targets"]
     plain = {key: value for key, value in inputs.items() if key != "sentence_targets"}
     predictions = both.ours(batch["input_ids"], **plain).predictions
-    figures.see_logits(predictions["sentence"], theirs.logits, torch.float64)
+    figures.see_logits(predictions["sentence"], expected.logits, torch.float64)
     loss = both.ours(batch["input_ids"], **inputs).losses["sentence"] / len(LABELS)
-    figures.see_logits(loss, theirs.loss, torch.float64)
+    figures.see_logits(loss, expected.loss, torch.float64)
     loss.backward()
-    theirs.loss.backward()
+    expected.loss.backward()
     if "Longformer" not in name:  # the first token's last queries are global: the others have no gradient
         figures.see_gradients(both, torch.float64)
 
@@ -86,9 +86,9 @@ def test_the_examples_of_a_row_are_seen_with_their_numbers() -> None:
     assert words.tolist() == [0, 0, 0]
     assert numbers.tolist() == [7, 70, 9]
     assert labels.tolist() == [1, 0, 2]
-    for start, length, found in zip(starts, lengths, logits, strict=True):
+    for start, length, logits_of_row in zip(starts, lengths, logits, strict=True):
         alone = model(tokens[:, start : start + length]).predictions["sentence"][0]
-        torch.testing.assert_close(found, alone, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(logits_of_row, alone, rtol=1e-12, atol=1e-12)
 
 
 def test_dropout_of_the_head_depends_on_the_example_alone() -> None:
@@ -148,14 +148,14 @@ def test_losses_of_numbers_are_transformers_s(loss: str) -> None:
     config = ModelConfig.from_dotted(BERT_ENCODER | BARE).with_changes({"extra_heads.sentence.loss": loss})
     plain = ModelConfig.from_dotted(BERT_ENCODER | BARE)
     both = pair(plain, torch.float64, among=["BertForSequenceClassification"])
-    ours = build(config).double()
-    ours.load_state_dict(both.ours.state_dict())
+    actual = build(config).double()
+    actual.load_state_dict(both.ours.state_dict())
     kinds = {"binary_cross_entropy": "multi_label_classification", "squared_error": "regression"}
     both.theirs.config.problem_type = kinds[loss]
     tokens = draw_tokens(47, 2, 9, seed=4, low=PAD + 1)
     labels = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]], dtype=torch.float64)
     targets, examples = torch.zeros(2, 9, 3), torch.full((2, 9), -1)
     targets[:, 0], examples[:, 0] = labels.float(), torch.tensor([3, 4])
-    found = ours(tokens, sentence_targets=targets, examples=examples).losses["sentence"] / 2
-    theirs = both.theirs(tokens, labels=labels).loss
-    torch.testing.assert_close(found, theirs, rtol=1e-12, atol=0)
+    observed = actual(tokens, sentence_targets=targets, examples=examples).losses["sentence"] / 2
+    reference = both.theirs(tokens, labels=labels).loss
+    torch.testing.assert_close(observed, reference, rtol=1e-12, atol=0)

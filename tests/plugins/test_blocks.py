@@ -29,8 +29,8 @@ def test_the_page_s_test_passes(plugin: str, tmp_path: Path) -> None:
 def test_every_gradient_is_one_process_s(plugin: str, layout: str) -> None:
     """And every byte is sent that the plan says, no other."""
     values = tomllib.loads(block_on_page(PAGES[plugin], "toml", f"{plugin}.toml"))
-    found = verify(Config.model_validate({**values, "parallel": {"dp_shard": 1, **PLUGIN_LAYOUTS[layout]}}))
-    assert not found.wrong
-    assert not found.traffic_mismatches
-    assert not found.axes_without_closed_form
-    assert all(one.norm > 0 for one in found.gradients)
+    actual = verify(Config.model_validate({**values, "parallel": {"dp_shard": 1, **PLUGIN_LAYOUTS[layout]}}))
+    assert not actual.wrong
+    assert not actual.traffic_mismatches
+    assert not actual.axes_without_closed_form
+    assert all(one.norm > 0 for one in actual.gradients)

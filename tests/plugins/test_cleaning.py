@@ -25,19 +25,19 @@ def test_the_page_s_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "loudness.py").write_text(block_on_page(PAGE, "python", "loudness.py"))
     (tmp_path / "prep.toml").write_text(block_on_page(PAGE, "toml", "prep.toml"))
-    said = [f"This is saying number {n}, and a Wise one it is." for n in range(90)]
-    said[3], said[5] = "BUY NOW! ALL OF THIS!", "nothing but small letters in here"
+    output = [f"This is saying number {n}, and a Wise one it is." for n in range(90)]
+    output[3], output[5] = "BUY NOW! ALL OF THIS!", "nothing but small letters in here"
     (tmp_path / "sayings").mkdir()
-    (tmp_path / "sayings" / "a.fortune").write_text("\n%%\n".join(said))
+    (tmp_path / "sayings" / "a.fortune").write_text("\n%%\n".join(output))
     small = [
         "tokenizer.kind=byte-bpe",
         "tokenizer.vocab_size=270",
         "tokenizer.sentinels=0",
         "tokenizer.ul2_modes=false",
     ]
-    made = data_prep.run(load(PrepConfig, tmp_path / "prep.toml", small))
-    steps = {each["step"]: each for each in made.result["steps"]}
-    assert {name: each["documents"] for name, each in steps["loudness"]["dropped"].items()} == {"too_loud": 1}
+    summary = data_prep.run(load(PrepConfig, tmp_path / "prep.toml", small))
+    steps = {item["step"]: item for item in summary.result["steps"]}
+    assert {name: step["documents"] for name, step in steps["loudness"]["dropped"].items()} == {"too_loud": 1}
     assert steps["loudness"]["found"] == {"all small": 1, "with capitals": 88}
     assert steps["metadata filter: loudness"]["documents_out"] == 88
     corpus = Corpus.open(tmp_path / "corpora" / "sayings" / "train")

@@ -25,10 +25,10 @@ PAGES = {"vectors": "data.md", "labels": "tasks.md", "looped": "models-and-engin
 
 def values(plugin: str, **sections: dict[str, Any]) -> dict[str, Any]:
     """The page's config, with other values in some sections."""
-    found = tomllib.loads(block_on_page(PAGES[plugin], "toml", f"{plugin}.toml"))
+    config_table = tomllib.loads(block_on_page(PAGES[plugin], "toml", f"{plugin}.toml"))
     for section, changes in sections.items():
-        found[section] = {**found.get(section, {}), **changes}
-    return found
+        config_table[section] = {**config_table.get(section, {}), **changes}
+    return config_table
 
 
 @pytest.mark.parametrize("plugin", PAGES)
@@ -43,12 +43,12 @@ def test_every_gradient_is_one_process_s(plugin: str, layout: str) -> None:
     parallel = {"dp_shard": 1, **PLUGIN_LAYOUTS[layout]}
     freeze = ["decoder.embedding.*", "decoder.layers.0.*", "decoder.layers.1.attn.*"]
     more = {"init_from": None, "init_include": [], "freeze": freeze} if plugin == "labels" else {}
-    found = verify(Config.model_validate(values(plugin, parallel=parallel, train=more)))
-    assert not found.wrong
-    assert not found.traffic_mismatches
-    assert not found.axes_without_closed_form
-    moved = {one.name for one in found.gradients if one.norm > 0}
-    still = {one.name for one in found.gradients if one.norm == 0}
+    actual = verify(Config.model_validate(values(plugin, parallel=parallel, train=more)))
+    assert not actual.wrong
+    assert not actual.traffic_mismatches
+    assert not actual.axes_without_closed_form
+    moved = {one.name for one in actual.gradients if one.norm > 0}
+    still = {one.name for one in actual.gradients if one.norm == 0}
     if plugin == "labels":
         assert {name for name in still if not name.endswith("bias")} == {
             name

@@ -58,7 +58,9 @@ class PassThroughObjective:
         return {name: self._counted(name, batch).sum() for name in self.loss_weights}
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return dict(model(**{name: value for name, value in batch.items() if name != "ahead"}).losses)
+        losses = model(**{name: value for name, value in batch.items() if name != "ahead"}).losses
+        # Without weights all terms; else not those that heads only measure in evaluation, such as accuracies.
+        return {name: loss for name, loss in losses.items() if name in (self.loss_weights or losses)}
 
     def _counted(self, name: str, batch: Mapping[str, Tensor]) -> Tensor:
         values = batch[self.fields[name]]

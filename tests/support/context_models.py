@@ -144,7 +144,7 @@ CONTEXT_LAYOUTS = {
         "cp4 by a ring": ParallelConfig(cp=4, cp_method="ring"),
         "cp2 × tp2": ParallelConfig(cp=2, tp=2),
         "cp2 × tp2 without sequence parallel": ParallelConfig(cp=2, tp=2, sequence_parallel=False),
-        **{f"pp2 {each} × cp2": ParallelConfig(pp=2, cp=2, pp_schedule=each) for each in PIPELINE_SCHEDULES},
+        **{f"pp2 {item} × cp2": ParallelConfig(pp=2, cp=2, pp_schedule=item) for item in PIPELINE_SCHEDULES},
         "zero0 × cp2": ParallelConfig(dp_shard=2, cp=2, zero=0),
         "zero1 × cp2": ParallelConfig(dp_shard=2, cp=2, zero=1),
         "zero2 × cp2": ParallelConfig(dp_shard=2, cp=2, zero=2),
@@ -166,14 +166,14 @@ CP2_ALONE = ("cp2",)
 
 def attention_kinds(config: ModelConfig) -> set[tuple[str, ...]]:
     """Kinds of blocks of a model that differ for attention on parts of rows."""
-    found = set()
+    actual = set()
     for depth in range(max(1, len(config.layer_types))):
         of_block = config.layer_config(depth)
         position = of_block.position.name
         added = position if position in ("alibi", "t5", "shaw") else "of each token by itself"
         attention = of_block.attention.name, of_block.attention.pattern.name
-        found |= {("attention", config.family, *attention, added), ("ffn", of_block.ffn.name)}
-    return found
+        actual |= {("attention", config.family, *attention, added), ("ffn", of_block.ffn.name)}
+    return actual
 
 
 BIASED_NAMES = ("alibi, patterns", "t5 positions, patterns")
@@ -194,7 +194,7 @@ CHOSEN_LAYOUTS: dict[tuple[str, int], tuple[str, ...]] = {
         "cp4 by heads", "cp4 by a ring", "cp2 × tp2 without sequence parallel", "replicas × cp2",
         *(f"zero{zero} × cp2" for zero in range(3)),
     ),
-    ("patterns of decoders", 4): (*COMBINED_LAYOUTS, *(f"pp2 {each} × cp2" for each in PIPELINE_SCHEDULES)),
+    ("patterns of decoders", 4): (*COMBINED_LAYOUTS, *(f"pp2 {item} × cp2" for item in PIPELINE_SCHEDULES)),
     ("patterns of encoders", 4): COMBINED_LAYOUTS,
     ("t5", 4): COMBINED_LAYOUTS,
     **{
@@ -242,4 +242,4 @@ CONTEXT_MODELS_BY_RANKS = {
 def context_layouts_of(name: str, ranks: int) -> dict[str, ParallelConfig]:
     """The layouts of so many ranks under which a model is compared."""
     usual = [layout for layout, parallel in CONTEXT_LAYOUTS[ranks].items() if parallel.ep == 1]
-    return {each: CONTEXT_LAYOUTS[ranks][each] for each in CHOSEN_LAYOUTS.get((name, ranks), usual)}
+    return {item: CONTEXT_LAYOUTS[ranks][item] for item in CHOSEN_LAYOUTS.get((name, ranks), usual)}

@@ -48,7 +48,7 @@ def on_disk(config: Config, folder: Path) -> Config:
 
 def files_of(engine: Engine, folder: Path) -> list[str]:
     """Mistakes in where an engine keeps things."""
-    own, wrong = engine.engine.optimizer, []
+    optimizer, wrong = engine.engine.optimizer, []
     kept = {
         path.parent.parent.name
         for path in (folder / "nvme").glob(".megatfm-offload-*/*/zero_stage_3/*/rank*/*.swp")
@@ -56,14 +56,21 @@ def files_of(engine: Engine, folder: Path) -> list[str]:
     dtype = str(engine.precision.compute_dtype).removeprefix("torch.")
     wanted = {
         name
-        for name, there in (("optimizer", own.swap_optimizer), (f"{dtype}params", own.params_in_nvme_and_cpu))
+        for name, there in (
+            ("optimizer", optimizer.swap_optimizer),
+            (f"{dtype}params", optimizer.params_in_nvme_and_cpu),
+        )
         if there
     }
     if kept != wanted:
         wrong.append(f"in files are {kept}, and not {wanted}")
     for parameter in engine.parameters.values():
         size = parameter.ds_tensor.ds_numel * parameter.dtype.itemsize
-        if own.params_in_nvme_and_cpu and size >= SMALLEST and parameter.ds_tensor.final_location != "nvme":
+        if (
+            optimizer.params_in_nvme_and_cpu
+            and size >= SMALLEST
+            and parameter.ds_tensor.final_location != "nvme"
+        ):
             wrong.append(f"a weight of {size} bytes a rank is in memory")
     return wrong
 
@@ -130,7 +137,7 @@ def pairs(folder: Path, cases: list[Config], steps: int) -> list[str]:
         if config.deepspeed.offload_optimizer != "none" and engine.memory_needed(1, 1).optimizer_state:
             wrong.append(f"{number}: a device would be asked for moments that are not to be there")
         if "nvme" in (config.deepspeed.offload_optimizer, config.deepspeed.offload_parameters):
-            wrong += [f"{number}: {told}" for told in files_of(engine, folder)]
+            wrong += [f"{number}: {message}" for message in files_of(engine, folder)]
             dist.barrier()
             del engine
             gc.collect()
@@ -161,15 +168,15 @@ def behave() -> list[str]:
         engine.zero_grad()
         if abs(take(config, engine, 1) / take(config, native, 1) - 1) > 1e-6:
             wrong.append(f"{stage}: the loss with frozen weights")
-        after, theirs = weights(engine), weights(native)
+        after, reference = weights(engine), weights(native)
         still = {name for name in start if torch.equal(start[name], after[name])}
         if still != {name for name in start if ".attn.wq." in name}:
             wrong.append(f"{stage}: what is frozen")
-        if any((after[name] - theirs[name]).abs().max() > 1e-6 for name in start):
+        if any((after[name] - reference[name]).abs().max() > 1e-6 for name in start):
             wrong.append(f"{stage}: the update with frozen weights")
         batches = _microbatches(config, engine, random_batch(config))
-        told = [each.evaluate(batches, objective_for(config)).loss for each in (engine, native)]
-        if abs(told[0] / told[1] - 1) > 1e-6:
+        message = [item.evaluate(batches, objective_for(config)).loss for item in (engine, native)]
+        if abs(message[0] / message[1] - 1) > 1e-6:
             wrong.append(f"{stage}: the evaluated loss")
     with patch.object(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: False):  # as on most CPUs
         scaled = engine_of(in_precision(small("decoder", zero=2, dp_shard=2), "fp16"))
@@ -193,11 +200,11 @@ def optimizers(folder: Path) -> list[str]:
     wrong = []
     for optimizer in ("lion", "schedule_free_adamw"):
         config = small("decoder", *OPTIMIZERS[optimizer], zero=1, dp_shard=2)
-        ours, native = engine_of(config), engine_of(config, engine="native")
+        actual, native = engine_of(config), engine_of(config, engine="native")
         for step in range(3):
-            if abs(take(config, ours, step) / take(config, native, step) - 1) > 1e-6:
+            if abs(take(config, actual, step) / take(config, native, step) - 1) > 1e-6:
                 wrong.append(f"{optimizer}: loss {step}")
-        path = checkpoint.save(folder / optimizer, 1, ours.state_dict(), {})
+        path = checkpoint.save(folder / optimizer, 1, actual.state_dict(), {})
         load(native, path)
         again = checkpoint.save(folder / optimizer, 2, native.state_dict(), {})
         wrong += differing(checkpoint.read_tensors(path), checkpoint.read_tensors(again))

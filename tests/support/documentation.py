@@ -18,8 +18,8 @@ FENCE = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILIN
 def fences(language: str) -> Iterator[tuple[Path, str, str]]:
     """Fenced blocks of a language in all pages: page, title, text."""
     for page in PAGES:
-        for found, title, text in FENCE.findall(page.read_text(encoding="utf-8")):
-            if found == language:
+        for actual, title, text in FENCE.findall(page.read_text(encoding="utf-8")):
+            if actual == language:
                 yield page, title, text
 
 

@@ -179,9 +179,9 @@ QUICK_LAYOUTS = {
 """Of four ranks: the others are slow."""
 
 
-def of_four_ranks(configs: dict[str, Any], ranks: int, others: bool) -> dict[str, Any]:
+def of_four_ranks(configs: dict[str, Any], ranks: int, remaining: bool) -> dict[str, Any]:
     """Configs of a case: of four ranks, those of QUICK_LAYOUTS or the others."""
-    return {name: one for name, one in configs.items() if ranks != 4 or (name in QUICK_LAYOUTS) != others}
+    return {name: one for name, one in configs.items() if ranks != 4 or (name in QUICK_LAYOUTS) != remaining}
 
 
 PARTS_OF_FOUR = [pytest.param(4, False, id="4"), pytest.param(4, True, id="4, the others", marks=SLOW)]

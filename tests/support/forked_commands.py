@@ -110,11 +110,11 @@ def megatfm(*words: object, output: Path, cwd: Path | None = None, code: int = 0
 # ------------------------------------------------------------------------------------------------ in the process
 
 
-def _live(program: str, words: list[str], folder: str, environment: dict[str, str], text: str) -> NoReturn:
+def _live(program: str, words: list[str], folder: str, environment: dict[str, str], path: str) -> NoReturn:
     """The process of a Command."""
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    output = os.open(text, os.O_WRONLY | os.O_APPEND)
+    output = os.open(path, os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     _become(program, words, folder, environment)

@@ -95,22 +95,22 @@ def curves(
     lengths = tuple(n for n in (config.data.sequence_length, config.data.target_length) if n)
     objective = build_objective(config.objective, config.model, SPECIAL, lengths)
     mixtures = [module for module in engine.model.modules() if isinstance(module, MoE)]
-    found: Curves = {}
+    actual: Curves = {}
     if config.model.family == "electra":
-        replaced = found.setdefault("replaced", [])
+        replaced = actual.setdefault("replaced", [])
         engine.model.discriminator.register_forward_pre_hook(
             lambda module, args, fields: replaced.append(share(fields["replaced"])), with_kwargs=True
         )
     for step in range(1, 1 + (steps or config.train.steps)):
         stats = engine.forward_backward([batch(config, objective, step)], objective)
         for term, value in {"loss": stats.loss, **stats.terms}.items():
-            found.setdefault(term, []).append(value)
+            actual.setdefault(term, []).append(value)
         if mixtures:
             loads = [mixture.observed["load"].double() for mixture in mixtures]
-            found.setdefault("busiest", []).append(max(float(load.max() / load.mean()) for load in loads))
+            actual.setdefault("busiest", []).append(max(float(load.max() / load.mean()) for load in loads))
         rate = config.optimizer.lr * lr_factor * schedule_factor(config.lr_schedule, step, config.train.steps)
         engine.step(rate, config.optimizer.max_grad_norm)
-    return found
+    return actual
 
 
 def share(replaced: torch.Tensor) -> float:
@@ -125,8 +125,8 @@ def golden(preset: str) -> Path:
 
 def wanted(preset: str) -> Curves:
     """The golden curve of a preset."""
-    found: Curves = json.loads(golden(preset).read_text())
-    return found
+    parsed: Curves = json.loads(golden(preset).read_text())
+    return parsed
 
 
 RUNS: dict[tuple[str, int], Curves] = {}
@@ -142,10 +142,10 @@ def run(workers: Workers, config: dict[str, Any], steps: int) -> Curves:
 
 def check(workers: Workers, preset: str, config: dict[str, Any]) -> None:
     """Assert that a run has the golden steps."""
-    ours = run(workers, config, len(wanted(preset)["loss"]))
-    assert ours.keys() == wanted(preset).keys()
+    actual = run(workers, config, len(wanted(preset)["loss"]))
+    assert actual.keys() == wanted(preset).keys()
     for term, values in wanted(preset).items():
-        assert ours[term] == pytest.approx(values, rel=TOLERANCE), term
+        assert actual[term] == pytest.approx(values, rel=TOLERANCE), term
 
 
 def check_rate(workers: Workers, preset: str, config: dict[str, Any]) -> None:
@@ -158,18 +158,18 @@ def check_rate(workers: Workers, preset: str, config: dict[str, Any]) -> None:
 
 def check_float32(workers: Workers, preset: str, config: dict[str, Any]) -> None:
     """Assert that the first steps in float32, as users train, are the golden ones."""
-    (ours,) = workers.run(curves, 1, config, 1.0, FIRST, "fp32", timeout=500)
+    (result,) = workers.run(curves, 1, config, 1.0, FIRST, "fp32", timeout=500)
     for term, values in wanted(preset).items():
-        assert ours[term] == pytest.approx(values[:FIRST], rel=1e-5), term
+        assert result[term] == pytest.approx(values[:FIRST], rel=1e-5), term
 
 
 def write(models: dict[str, tuple[dict[str, Any], int]]) -> None:
     """Accept a change: preset → its config, and how many steps are golden."""
     with distributed.distributed_session(device="cpu"):
         for preset, (config, steps) in models.items():
-            found = curves(config, steps=steps)
-            golden(preset).write_text(json.dumps(found, indent=1) + "\n")
-            for term, values in found.items():
+            actual = curves(config, steps=steps)
+            golden(preset).write_text(json.dumps(actual, indent=1) + "\n")
+            for term, values in actual.items():
                 print(preset, term, *(f"{value:.3f}" for value in values[::10]), f"{values[-1]:.3f}")
 
 

@@ -63,3 +63,36 @@ def to_batch(
                 batch["labels"][index, begin] = labels[number]
             begin = end
     return batch
+
+
+def masked_batch(
+    images: Sequence[Tensor],
+    side: int,
+    n_special: int,
+    rows: Sequence[Sequence[int]],
+    kept: Sequence[Sequence[int]],
+    lengths: tuple[int, int],
+) -> dict[str, Tensor]:
+    """A masked autoencoder's batch: `to_batch` for the decoder, and the tokens that are kept for the encoder.
+
+    kept: by image, the patches that the encoder sees. lengths: of the encoder's rows, and of the decoder's.
+    """
+    whole = to_batch(images, side, n_special, rows, row_length=lengths[1])
+    batch = {f"encoder_{name}": values[:, : lengths[0]].clone() for name, values in whole.items()}
+    batch["encoder_patches"].zero_()
+    batch["encoder_grid"][:] = torch.tensor([0, 0, 1, 1], dtype=torch.int32)
+    batch["encoder_positions"].zero_()
+    batch["encoder_documents"].fill_(-1)
+    batch |= {**whole, "source": torch.full(whole["documents"].shape, -1)}
+    for index, row in enumerate(rows):
+        begin = end = 0
+        for document, number in enumerate(row):
+            tokens = [*range(n_special), *(n_special + patch for patch in kept[number])]
+            places = (whole["documents"][index] == document).nonzero()[:, 0][tokens]
+            begin, end = end, end + len(tokens)
+            for name in ("patches", "grid"):
+                batch[f"encoder_{name}"][index, begin:end] = whole[name][index, places]
+            batch["encoder_positions"][index, begin:end] = torch.arange(len(tokens))
+            batch["encoder_documents"][index, begin:end] = document
+            batch["source"][index, places] = torch.arange(len(tokens))
+    return batch

@@ -119,8 +119,8 @@ class Series:
             else:
                 raise AssertionError(f"never came so far: {kill}")
             self.hits[kill.phase] += 1
-            found = checkpoint.find_latest(run / "checkpoints", hashes=True)
-            step = step_from_path(found) if found else 0
+            latest = checkpoint.find_latest(run / "checkpoints", hashes=True)
+            step = step_from_path(latest) if latest else 0
             assert step >= newest, f"step {newest} was there, and now it is {step}: {kill}"
             newest = step
         assert not self._go(run, None)
@@ -128,15 +128,15 @@ class Series:
 
     def compare(self, run: Path) -> None:
         """The curve and the last checkpoint of a run, bit for bit."""
-        whole = self.folder / "whole"
-        assert training_curve(run) == training_curve(whole), f"{run}: another curve"
+        full = self.folder / "whole"
+        assert training_curve(run) == training_curve(full), f"{run}: another curve"
         assert [line["step"] for line in training_curve(run)] == list(range(1, STEPS + 1))
         name = f"checkpoints/step-{STEPS:08d}"
-        mine, theirs = (checkpoint.read_tensors(folder / name) for folder in (run, whole))
-        assert mine.keys() == theirs.keys()
-        differ = [key for key, tensor in mine.items() if not torch.equal(tensor, theirs[key])]
+        mine, expected = (checkpoint.read_tensors(folder / name) for folder in (run, full))
+        assert mine.keys() == expected.keys()
+        differ = [key for key, tensor in mine.items() if not torch.equal(tensor, expected[key])]
         assert not differ, f"{run}: {differ}"
-        mine_state, their_state = (checkpoint.read_state(folder / name) for folder in (run, whole))
+        mine_state, their_state = (checkpoint.read_state(folder / name) for folder in (run, full))
         assert mine_state["data"] == their_state["data"]
         shutil.rmtree(run)
 
@@ -148,7 +148,7 @@ class Series:
         """Start all ranks and wait for them; returns whether the kill was carried out."""
         start, number = time.monotonic(), next(self._numbers)
         port = free_port()
-        said = [self.folder / f"said-{number}-{rank}" for rank in range(self.world)]
+        output = [self.folder / f"said-{number}-{rank}" for rank in range(self.world)]
         hit = self.folder / f"hit-{number}"
         pids = {}
         for rank in range(self.world):
@@ -159,17 +159,17 @@ class Series:
             words = last_of_each_key(["train", self.config, f"run_dir={run}", *self.overrides])
             counts = self.folder / f"events-{rank}.json" if run.name == "whole" else None
             mine = kill if kill and kill.rank == rank else None
-            pids[fork(lambda: live(words, variables, said[rank], mine, hit, counts))] = rank  # noqa: B023
+            pids[fork(lambda: live(words, variables, output[rank], mine, hit, counts))] = rank  # noqa: B023
         codes: dict[int, int] = {}
         while pids:
             pid, status = wait(list(pids), start + PATIENCE_SECONDS)
-            assert pid, f"{run}: still running after {PATIENCE_SECONDS:.0f} s: {said[0].read_text()}"
+            assert pid, f"{run}: still running after {PATIENCE_SECONDS:.0f} s: {output[0].read_text()}"
             codes[pids.pop(pid)] = os.waitstatus_to_exitcode(status)
             if kill and codes.get(kill.rank) == -signal.SIGKILL and not kill.settle:
                 for other in pids:
                     os.kill(other, signal.SIGKILL)
         self.seconds.append(time.monotonic() - start)
-        text = "\n".join(path.read_text() for path in said)
+        text = "\n".join(path.read_text() for path in output)
         if hit.exists():
             assert kill
             assert hit.read_text() == kill.phase
@@ -196,8 +196,8 @@ def draw_kills(
 
 def shares(kills: int) -> dict[str, int]:
     """Kills by layout: most on one rank, and as many on each other layout."""
-    others = {layout: kills * 3 // 23 for layout in LAYOUTS if layout != "alone"}
-    return {"alone": kills - sum(others.values()), **others}
+    remaining = {layout: kills * 3 // 23 for layout in LAYOUTS if layout != "alone"}
+    return {"alone": kills - sum(remaining.values()), **remaining}
 
 
 def run_series(
@@ -241,20 +241,20 @@ def main() -> None:
     parser.add_argument("kills", type=json.loads, help="how many by layout, as a JSON object")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("overrides", nargs="*")
-    given = parser.parse_args()
+    inputs = parser.parse_args()
     torch.set_num_threads(1)
     os.environ["DS_ACCELERATOR"] = "cpu"
-    asked = "".join(word for layout in given.kills for word in LAYOUTS[layout][1])
+    asked = "".join(word for layout in inputs.kills for word in LAYOUTS[layout][1])
     for slow in (engine for engine in ENGINES if f"engine={engine}" in asked):
         importlib.import_module(slow)  # once, and not in every rank
     torch.empty(1, device="meta").to(torch.float64)  # slow the first time
     with contextlib.redirect_stdout(sys.stderr):
         report = run_series(
-            given.corpus,
-            given.folder,
-            given.kills,
-            given.seed,
-            given.overrides,
+            inputs.corpus,
+            inputs.folder,
+            inputs.kills,
+            inputs.seed,
+            inputs.overrides,
         )
     print(json.dumps(report))
 

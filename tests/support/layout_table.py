@@ -73,26 +73,26 @@ def named(parallel: ParallelConfig) -> str:
 
 def proven() -> Proven:
     """Layouts and models that the cases compare with one device."""
-    found: Proven = defaultdict(set)
+    actual: Proven = defaultdict(set)
     for layouts in FAMILY_LAYOUTS.values():
         for parallel in layouts.values():
-            found[named(parallel)] |= set(FAMILY_NAMES)
+            actual[named(parallel)] |= set(FAMILY_NAMES)
     for models, parallel in pipelines():
-        found[named(parallel)] |= set(models)
+        actual[named(parallel)] |= set(models)
     for model, ranks in EXPERT_CASES:
         for parallel in expert_layouts_of(ranks).values():
             if parallel.grad_accumulation == "unsharded" and max(parallel.dp_shard, ranks) > 1:
-                found[named(parallel)].add(f"experts, {model}")
+                actual[named(parallel)].add(f"experts, {model}")
     for model, ranks in EXPERT_TP_MODELS:
         for parallel in EXPERT_TP_LAYOUTS[ranks].values():
-            found[named(parallel)].add(f"experts, {model}")
+            actual[named(parallel)].add(f"experts, {model}")
     for models, layouts in (
         (SCHEDULED_MODELS, EXPERT_PIPELINE_LAYOUTS),
         (CONTEXT_EXPERT_MODELS, EXPERT_CONTEXT_LAYOUTS),
     ):
         for parallel in layouts.values():
-            found[named(parallel)] |= {f"experts, {model}" for model in models}
-    return found
+            actual[named(parallel)] |= {f"experts, {model}" for model in models}
+    return actual
 
 
 def pipelines() -> Iterator[tuple[Sequence[str], ParallelConfig]]:
@@ -119,8 +119,8 @@ def cases(test: Any) -> Iterator[dict[str, Any]]:
             names, values = mark.args
             names = names.split(",") if isinstance(names, str) else names
             choices.append([dict(zip(names, given(v, len(names)), strict=True)) for v in values])
-    for each in product(*choices):
-        yield {key: value for part in each for key, value in part.items()}
+    for item in product(*choices):
+        yield {key: value for part in item for key, value in part.items()}
 
 
 def given(case: Any, count: int) -> Sequence[Any]:
@@ -130,10 +130,10 @@ def given(case: Any, count: int) -> Sequence[Any]:
 
 def table() -> str:
     """Rows are layouts, columns models."""
-    found = proven()
-    models = list(dict.fromkeys([*FAMILY_NAMES, *sorted(set().union(*found.values()))]))
+    actual = proven()
+    models = list(dict.fromkeys([*FAMILY_NAMES, *sorted(set().union(*actual.values()))]))
     lines = [f"| Layout | {' | '.join(models)} |", "|---" * (len(models) + 1) + "|"]
-    for layout, green in found.items():
+    for layout, green in actual.items():
         marks = [GREEN if m in green else "" for m in models]
         lines.append(f"| {layout} | {' | '.join(marks)} |")
     return "\n".join(lines)
@@ -141,7 +141,7 @@ def table() -> str:
 
 def contexts_table() -> str:
     """Rows are models, columns layouts whose rows are cut."""
-    layouts = [(ranks, named(p)) for ranks, each in CONTEXT_LAYOUTS.items() for p in each.values()]
+    layouts = [(ranks, named(p)) for ranks, by_name in CONTEXT_LAYOUTS.items() for p in by_name.values()]
     lines = [f"| Model | {' | '.join(name for _, name in layouts)} |", "|---" * (len(layouts) + 1) + "|"]
     for model in CONTEXT_MODELS:
         tried = {
@@ -157,8 +157,10 @@ def contexts_table() -> str:
 
 def page(text: str) -> str:
     """The page with the tables as they should be."""
-    for begin, made in ((BEGIN, table()), (BEGIN_CONTEXTS, contexts_table())):
-        text = re.sub(f"(?s)(?<={begin}\n).*?(?=\n{END})", lambda _, made=made: f"\n{made}\n", text, count=1)
+    for begin, result in ((BEGIN, table()), (BEGIN_CONTEXTS, contexts_table())):
+        text = re.sub(
+            f"(?s)(?<={begin}\n).*?(?=\n{END})", lambda _, result=result: f"\n{result}\n", text, count=1
+        )
     return text
 
 

@@ -55,6 +55,16 @@ SWIN_V2_OPTIONS: dict[str, Any] = {
     "norm.placement": "res_post",
     "stages.merging_norm": "output",
 }
+MVIT_MODEL: dict[str, Any] = SWIN_MODEL | {
+    "stages.layers": (1, 2),
+    "stages.heads": (1, 2),
+    "stages.grid": (5, 4),
+    "attention.name": "pooled",
+    "attention.pattern": "full",
+    "norm.eps": 1e-6,
+    "position.name": "relative_axes",
+    "embedding": {"name": "overlapping_patches", "patch_size": 4, "n_class_tokens": 0},
+}
 PYRAMID_OPTIONS = {
     "stages.grid": (5, 4),
     "stages.heads": (4, 8),
@@ -62,6 +72,7 @@ PYRAMID_OPTIONS = {
     "attention.pattern.window": 3,
 }
 """Maps of 5 × 4, which are padded and shifted, then 3 × 2, one window smaller than the table."""
+MVIT_HEADS = {"stages.heads": (4, 8), "d_model": 32}
 FAMILY_MODELS = {
     "gpt": ModelConfig.from_dotted(
         **SMALL_MODEL,
@@ -159,6 +170,7 @@ FAMILY_MODELS = {
         **{"embedding.dim": 16},
     ),
     "swin": ModelConfig.from_dotted(**(SWIN_MODEL | PYRAMID_OPTIONS), **DROPOUTS),
+    "mvit v2": ModelConfig.from_dotted(**(MVIT_MODEL | MVIT_HEADS), **DROPOUTS),
     "swin v2": ModelConfig.from_dotted(**(SWIN_MODEL | SWIN_V2_OPTIONS | PYRAMID_OPTIONS), **DROPOUTS),
 }
 PREFIX_LM = "prefix language model"

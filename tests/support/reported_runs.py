@@ -8,6 +8,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+from megatfm.report import write_report
+
 CONFIG = """
 name = "synthetic"
 
@@ -207,3 +209,14 @@ class Page(HTMLParser):
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def report_page(run: Path) -> Page:
+    path = write_report(run)
+    assert path == run / "report.html"
+    assert [file.name for file in run.iterdir() if file.name.endswith(".partial")] == []
+    return Page(path)
+
+
+def replace_metrics(run: Path, records: list[dict[str, object]]) -> None:
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))

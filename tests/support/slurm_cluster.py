@@ -225,8 +225,8 @@ class Project:
 
     def submit(self, *words: object) -> list[Job]:
         """`megatfm launch … --slurm`; returns the job, or all of a chain."""
-        said = self.megatfm("launch", *words, "--slurm")
-        (numbers,) = re.findall(r"^jobs? ([\d, ]+) (?:is|are) queued", said, re.MULTILINE)
+        output = self.megatfm("launch", *words, "--slurm")
+        (numbers,) = re.findall(r"^jobs? ([\d, ]+) (?:is|are) queued", output, re.MULTILINE)
         return [self.cluster.job(number, self.run_dir) for number in numbers.split(", ")]
 
     def launch(self, *words: object, nodes: object = 1) -> Job:
@@ -238,10 +238,10 @@ class Project:
         file = self.folder / "job.sh"
         file.write_text(f"#!/bin/bash\n{script}\n")
         log = f"--output={self.folder}/slurm-%j.log"
-        said = run(
+        output = run(
             "sbatch", "--parsable", log, *words, file, cwd=self.folder, env=self.environment | environment
         )
-        return self.cluster.job(said.strip(), self.run_dir)
+        return self.cluster.job(output.strip(), self.run_dir)
 
     def command(self, *words: object) -> str:
         """A command of megatfm, for a shell."""

@@ -74,5 +74,5 @@ def write_next_checkpoint(
 ) -> None:
     """A newer checkpoint, with some of its state and tensors changed."""
     old = run / "checkpoints" / "step-00000030"
-    whole = {**checkpoint.read_tensors(old), **(tensors or {})}
-    checkpoint.save(run / "checkpoints", 31, whole, {**checkpoint.read_state(old), **state})
+    full = {**checkpoint.read_tensors(old), **(tensors or {})}
+    checkpoint.save(run / "checkpoints", 31, full, {**checkpoint.read_state(old), **state})

@@ -84,12 +84,12 @@ def assert_bitwise_equal(first: Path, second: Path) -> None:
 
 def assert_nearly_equal(first: Path, second: Path) -> None:
     """Assert that two runs of twelve steps have the same losses, norms and last evaluation but for rounding."""
-    lines, others = training_curve(first), training_curve(second)
-    assert [line["step"] for line in others] == list(range(1, 13))
-    for line, other in zip(lines, others, strict=True):
+    lines, remaining = training_curve(first), training_curve(second)
+    assert [line["step"] for line in remaining] == list(range(1, 13))
+    for line, other in zip(lines, remaining, strict=True):
         assert other["loss"] == pytest.approx(line["loss"], rel=1e-4)
         assert other["grad_norm"] == pytest.approx(line["grad_norm"], rel=1e-3)
-    ends = [each[-1]["evaluation"]["held-out"]["bits_per_byte"] for each in (lines, others)]
+    ends = [item[-1]["evaluation"]["held-out"]["bits_per_byte"] for item in (lines, remaining)]
     assert ends[0] == pytest.approx(ends[1], rel=1e-4)
 
 
@@ -188,4 +188,6 @@ def error_after(config: Config, fault: str, rank: int, step: int) -> str:
 
 def last_output_projection(engine: Any) -> str:
     """Name of the last output projection of which this rank holds something."""
-    return [name for name, here in engine.local.items() if name.endswith(".wo.weight") and here.numel()][-1]
+    return [name for name, weight in engine.local.items() if name.endswith(".wo.weight") and weight.numel()][
+        -1
+    ]

@@ -219,13 +219,13 @@ def shares(module: str, name: str) -> bool:
 def test_tests_share_support_alone() -> None:
     """Nobody imports a test module or a conftest: a test that changes would change others."""
     files = [path for folder in ("tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
-    found = [
+    actual = [
         f"{path.relative_to(ROOT)}:{line} imports {name}: what tests share lies in tests/support"
         for path in files
         for line, name in imports(path.read_text(encoding="utf-8"), module_of(path), False)
         if not shares(module_of(path), name)
     ]
-    assert not found, "\n".join(found)
+    assert not actual, "\n".join(actual)
 
 
 @pytest.mark.parametrize(

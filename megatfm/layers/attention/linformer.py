@@ -9,14 +9,13 @@ from torch import Tensor, nn
 from megatfm.config import LinformerAttentionConfig, ModelConfig, require_variant
 from megatfm.cost import Cost, TokenCounts, total_cost
 from megatfm.errors import UsageError
-from megatfm.layers.attention.dot_product import ATTENTIONS, log_once
+from megatfm.layers.attention.dot_product import ATTENTIONS, HeadProjections, log_once
 from megatfm.layers.attention.gqa import GroupedQueryAttention
 from megatfm.layers.attention.kv_cache import LayerCache
 from megatfm.layers.attention.patterns.local import require_full
 from megatfm.layers.attention.patterns.pattern import AttentionPattern
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser
-from megatfm.layers.linear import Linear
 from megatfm.layers.sequence import SequenceMetadata, SequenceShard
 from megatfm.ops.attention.kernels import AttentionRequest, choose
 from megatfm.ops.attention.mask import FULL_MASK
@@ -67,7 +66,7 @@ def layerwise_projection(
     return SequenceProjection(linformers[0], initial) if linformers else None
 
 
-class LinformerAttention(nn.Module):
+class LinformerAttention(HeadProjections):
     """softmax(q (E k)ᵀ · scale) (F v): each document has R keys and values. Padding is a document of its own."""
 
     tp_plan = (
@@ -79,7 +78,6 @@ class LinformerAttention(nn.Module):
     cp_plan = "all_reduce"
 
     def __init__(self, config: ModelConfig, initial: Initialiser, pattern: AttentionPattern) -> None:
-        super().__init__()
         options = require_variant(config.attention, LinformerAttentionConfig, "model.attention")
         require_full(config)
         if pattern.builtin_mask != "all" or config.position.name not in ("learned", "sinusoidal", "none"):
@@ -88,12 +86,8 @@ class LinformerAttention(nn.Module):
                 f"future in family = {config.family!r} with position.name = {config.position.name!r}: choose family = "
                 "'encoder' or 'encoder_decoder', and position.name = 'learned', 'sinusoidal' or 'none'"
             )
-        d, self.head_dim = config.d_model, config.head_width
-        self.channels = width = options.n_heads * self.head_dim
-        self.wq = Linear(d, width, initial("query", d, width), bias=options.bias)
-        self.wk = Linear(d, width, initial("key", d, width), bias=options.bias)
-        self.wv = Linear(d, width, initial("value", d, width), bias=options.bias)
-        self.wo = Linear(width, d, initial("out", width, d), bias=options.bias)
+        super().__init__(config, initial, bias=options.bias)
+        self.channels = options.n_heads * self.head_dim
         self.length, self.rank = options.max_length, options.projected_length
         sketch = PerHeadSequenceProjection if options.share == "none" else SequenceProjection
         self.of_keys = None if options.share == "layerwise" else sketch(options, initial)
@@ -220,9 +214,6 @@ class LinformerAttention(nn.Module):
             for b in range(len(q_BNTH))
         ]
         return torch.cat([torch.cat(row, 2) for row in rows])
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def reduced_numel(self, row: SequenceMetadata) -> int:
         """Numbers of a head that are summed where rows are cut: a document's `rank` keys and values."""

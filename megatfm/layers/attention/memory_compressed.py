@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from megatfm.config import CompressedAttentionConfig, ModelConfig, require_variant
 from megatfm.cost import Cost, TokenCounts
 from megatfm.errors import UsageError
-from megatfm.layers.attention.dot_product import ATTENTIONS, DotProductAttention
+from megatfm.layers.attention.dot_product import ATTENTIONS, DotProductAttention, HeadProjections
 from megatfm.layers.attention.kv_cache import LayerCache
 from megatfm.layers.attention.patterns.local import require_full
 from megatfm.layers.attention.patterns.pattern import AttentionPattern
 from megatfm.layers.initialisation import InitDistribution, Initialiser, with_fixed_inputs
-from megatfm.layers.linear import Linear
 from megatfm.layers.sequence import SequenceMetadata, SequenceShard
 from megatfm.ops.attention.mask import FULL_MASK, BuiltinMask
 
@@ -187,14 +186,13 @@ class MemoryCompressedPattern(AttentionPattern):
 
 
 @ATTENTIONS.register("compressed")
-class CompressedAttention(nn.Module):
+class CompressedAttention(HeadProjections):
     """Keys and values of F tokens are convolved to one, within each head: work and memory are 1/F of full attention."""
 
     tp_plan = (("", "gather_input"), ("w[qkv]", "colwise"), ("wo", "rowwise"))
     cp_plan = "all_reduce"
 
     def __init__(self, config: ModelConfig, initial: Initialiser, pattern: AttentionPattern) -> None:
-        super().__init__()
         options = require_variant(config.attention, CompressedAttentionConfig, "model.attention")
         require_full(config)
         if pattern.builtin_mask != "causal" or config.position.name not in ("learned", "sinusoidal", "none"):
@@ -203,12 +201,8 @@ class CompressedAttention(nn.Module):
                 f"one position: not in family = {config.family!r} with position.name = {config.position.name!r}: "
                 "choose family = 'decoder', and position.name = 'learned', 'sinusoidal' or 'none'"
             )
-        d, self.head_dim, self.factor = config.d_model, config.head_width, options.factor
-        width = options.n_heads * self.head_dim
-        self.wq = Linear(d, width, initial("query", d, width), bias=options.bias)
-        self.wk = Linear(d, width, initial("key", d, width), bias=options.bias)
-        self.wv = Linear(d, width, initial("value", d, width), bias=options.bias)
-        self.wo = Linear(width, d, initial("out", width, d), bias=options.bias)
+        super().__init__(config, initial, bias=options.bias)
+        self.factor = options.factor
         shape = self.factor, self.head_dim, self.head_dim, options.n_heads
         fan = self.factor * self.head_dim, self.head_dim
         fixed = with_fixed_inputs(initial)  # a head's channels are as many at every width
@@ -247,9 +241,6 @@ class CompressedAttention(nn.Module):
             )
         heads_BNTH = self.core(q_BNTH, k_BNSH, v_BNSH, sequence, places_BS)
         return self.wo(heads_BNTH.transpose(1, 2).flatten(2))
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def reduced_numel(self, row: SequenceMetadata) -> int:
         """Numbers of a head that are summed where rows are cut."""

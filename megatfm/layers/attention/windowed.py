@@ -6,7 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatfm.config import LogRelative2dConfig, ModelConfig, WindowedAttentionConfig, require_variant
+from megatfm.config import (
+    LogRelative2dConfig,
+    ModelConfig,
+    WindowedAttentionConfig,
+    Windows2dPatternConfig,
+    require_variant,
+)
 from megatfm.cost import Cost, TokenCounts, total_cost
 from megatfm.errors import UsageError
 from megatfm.layers.attention.dot_product import ATTENTIONS, DotProductAttention
@@ -79,7 +85,7 @@ class WindowedAttention(nn.Module):
         if self.cosine is not None:
             q, k = self.cosine(F.normalize(q, dim=-1), windows.count), F.normalize(k, dim=-1)
         score_bias = self._score_bias(windows, sequence, q)
-        images = _window_sequence(sequence, windows) if self.core.dropout.active else sequence
+        images = sequence.of_images(windows.window**2) if self.core.dropout.active else sequence
         y = self.core.of_heads(self.core.dropout.part, q, k, v, images, score_bias, FULL_MASK)
         return self.wo(to_rows(windows.join(y), len(x_BTD)))
 
@@ -102,14 +108,6 @@ def _hidden(windows: MapWindows, device: torch.device, dtype: torch.dtype) -> Te
     if mask_GSS is None:
         return None
     return torch.zeros(mask_GSS.shape, dtype=dtype, device=device).masked_fill(~mask_GSS, -math.inf)
-
-
-def _window_sequence(sequence: MapSequence, windows: MapWindows) -> SequenceMetadata:
-    """Return positions of a window's tokens and random keys of the images, for dropout."""
-    keys_I = sequence.image_rng_keys()
-    images = len(sequence.positions) * sequence.images_per_row
-    positions = torch.arange(windows.window**2, device=sequence.positions.device).expand(images, -1)
-    return SequenceMetadata(positions, rng_keys=keys_I)
 
 
 class CosineScale(nn.Module):
@@ -162,7 +160,7 @@ def _window_of(config: ModelConfig) -> int:
             f"model.position.name = {config.position.name!r} is for model.attention.name = 'windowed', and this is "
             f"{config.attention.name!r}: choose that, or another position"
         )
-    return int(config.attention.pattern.window)
+    return require_variant(config.attention.pattern, Windows2dPatternConfig, "model.attention.pattern").window
 
 
 RELATIVE_2D = POSITIONS.register("relative_2d")(PositionEncoding(window_bias=RelativeBias2d))

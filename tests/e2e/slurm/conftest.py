@@ -71,7 +71,7 @@ def project(new_project: Callable[[str], Project]) -> Project:
 
 
 @pytest.fixture(scope="session")
-def whole(new_project: Callable[[str], Project]) -> Job:
+def uninterrupted(new_project: Callable[[str], Project]) -> Job:
     """The run that nothing interrupts: two nodes, a process on each."""
     return new_project("whole").launch(nodes=2)
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -11,9 +12,11 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 import megatfm
+from megatfm.commands.from_model import continue_from_config
 from megatfm.convert.convert import convert
 from megatfm.convert.hf_checkpoint import HfFolder
 from megatfm.errors import UsageError
+from megatfm.objectives import build_objective
 from tests.support.hf_folders import folder_tensors, hf_config_of, perturbed, with_fresh_memory
 from tests.support.images import pixels, to_batch
 
@@ -43,38 +46,38 @@ def make(name: str, folder: Path) -> PreTrainedModel:
     return model
 
 
-def answers(theirs: Any, image: torch.Tensor) -> torch.Tensor:
+def answers(expected: Any, image: torch.Tensor) -> torch.Tensor:
     """Logits, or last vectors, of pixels normalised by hand."""
     mean, std = (torch.tensor(PIXELS[key])[:, None, None] for key in ("image_mean", "image_std"))
-    output = theirs(pixel_values=((image.double() / 255 - mean) / std).float()[None])
+    output = expected(pixel_values=((image.double() / 255 - mean) / std).float()[None])
     return output.logits if hasattr(output, "logits") else output.last_hidden_state
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_there_and_back(name: str, tmp_path: Path) -> None:
     """Files that transformers wrote become ours, and files from which transformers loads the same model."""
-    theirs = make(name, tmp_path / "theirs")
+    expected = make(name, tmp_path / "theirs")
     convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
     convert(tmp_path / "ours", tmp_path / "back", "hf")
-    loaded, info = type(theirs).from_pretrained(tmp_path / "back", output_loading_info=True)
+    loaded, info = type(expected).from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not any(info.values()), info
-    assert hf_config_of(loaded) == hf_config_of(theirs)
+    assert hf_config_of(loaded) == hf_config_of(expected)
     written = json.loads((tmp_path / "back" / "preprocessor_config.json").read_text())
     assert {key: written[key] for key in PIXELS} == PIXELS
     assert written["size"] == {"height": 16, "width": 16}
     image = pixels(16, 16, seed=1)
-    assert torch.equal(answers(with_fresh_memory(loaded), image), answers(theirs, image))
+    assert torch.equal(answers(with_fresh_memory(loaded), image), answers(expected, image))
     for folder in ("theirs", "ours"):
         model = megatfm.load(tmp_path / folder)
         output = model(**to_batch([image], 4, model.config.embedding.n_special_tokens, [[0]]))
         if "Classification" in name:
-            ours = output.predictions["classifier"]
+            actual = output.predictions["classifier"]
         else:
-            ours = output.hidden
-        wanted = answers(theirs, image)
+            actual = output.hidden
+        wanted = answers(expected, image)
         if name == "CLIPVisionModel":  # whose last norm transformers keeps for the class token
-            wanted = theirs.post_layernorm(wanted)
-        torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-5)
+            wanted = expected.post_layernorm(wanted)
+        torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
     if name.startswith("Dinov2WithRegisters"):  # whose mask token transformers always has, and no pass uses
         return
     original, back = (folder_tensors(tmp_path / folder) for folder in ("theirs", "back"))
@@ -85,13 +88,13 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
 
 def test_names_as_in_memory(tmp_path: Path) -> None:
     """A file that holds a state_dict of transformers 5 is the same model."""
-    theirs = make("ViTForImageClassification", tmp_path / "theirs")
+    expected = make("ViTForImageClassification", tmp_path / "theirs")
     in_file = load_file(tmp_path / "theirs" / "model.safetensors")
-    assert in_file.keys() != theirs.state_dict().keys()
-    save_file(dict(theirs.state_dict()), tmp_path / "theirs" / "model.safetensors")
+    assert in_file.keys() != expected.state_dict().keys()
+    save_file(dict(expected.state_dict()), tmp_path / "theirs" / "model.safetensors")
     image = pixels(16, 16, seed=1)
     logits = megatfm.load(tmp_path / "theirs")(**to_batch([image], 4, 1, [[0]])).predictions["classifier"]
-    torch.testing.assert_close(logits, answers(theirs, image), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits, answers(expected, image), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["ViTModel", "Dinov2Model"])
@@ -101,14 +104,14 @@ def test_a_backbone_without_a_classifier(kind: str, tmp_path: Path) -> None:
         key: value for key, value in SMALL.items() if "label" not in key and key != "intermediate_size"
     }
     model = getattr(transformers, kind)
-    theirs = perturbed(model(model.config_class(**options, layer_norm_eps=1e-6)))
-    theirs.save_pretrained(tmp_path / "theirs")
+    reference = perturbed(model(model.config_class(**options, layer_norm_eps=1e-6)))
+    reference.save_pretrained(tmp_path / "theirs")
     opened = HfFolder(tmp_path / "theirs")
     assert not opened.config.extra_heads
     convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
     image = pixels(16, 16, seed=1)
     mean, std = opened.config.embedding.mean, opened.config.embedding.std
-    wanted = theirs(
+    wanted = reference(
         pixel_values=((image / 255.0 - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None])[
             None
         ]
@@ -126,3 +129,24 @@ def test_pixels_scaled_otherwise_are_refused(change: dict[str, Any], message: st
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(PIXELS | change))
     with pytest.raises(UsageError, match=message):
         HfFolder(tmp_path)
+
+
+def test_training_goes_on_at_another_resolution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--from` keeps the table of positions, which is interpolated to the images of the run."""
+    monkeypatch.chdir(tmp_path)
+    make("ViTForImageClassification", tmp_path / "theirs")
+    overrides = ["data.train=digits", "data.images.size=24", "data.sequence_length=37", "name=larger"]
+    alone, _ = continue_from_config(tmp_path / "theirs", None, ["data.train=digits"])
+    assert (alone.objective.name, alone.data.sequence_length, alone.data.images.size) == (
+        "classification",
+        17,
+        16,
+    )
+    assert alone.data.tokenizer is None
+    config, _ = continue_from_config(
+        tmp_path / "theirs", "quickstart-vision", [*overrides, "data.validation={}"]
+    )
+    assert config.model.position.grid == (4, 4)
+    assert (config.model.embedding.patch_size, config.data.images.size) == (4, 24)
+    objective = build_objective(config.objective, config.model, None, (37,), config.data.images)
+    assert objective.sequence_lengths(np.ones(2, np.int64), np.zeros(2, np.uint64)).tolist() == [37, 37]

@@ -36,44 +36,44 @@ def make(case: str, folder: Path) -> PreTrainedModel:
     return model
 
 
-def same_answers(theirs: Any, ours: Any) -> None:
+def same_answers(expected: Any, actual: Any) -> None:
     images, inputs = images_of((36, 36), 2)
-    output, batch = with_fresh_memory(theirs)(inputs.float()), batch_of(images, [[0], [1]], [0, 0])
+    output, batch = with_fresh_memory(expected)(inputs.float()), batch_of(images, [[0], [1]], [0, 0])
     del batch["labels"]
     if hasattr(output, "logits"):
-        values, wanted = ours(**batch).predictions["classifier"], output.logits
+        values, wanted = actual(**batch).predictions["classifier"], output.logits
     else:
-        values, wanted = ours(**batch).hidden, output.last_hidden_state
+        values, wanted = actual(**batch).hidden, output.last_hidden_state
     torch.testing.assert_close(values, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_there_and_back(case: str, tmp_path: Path) -> None:
-    theirs = make(case, tmp_path / "theirs")
+    expected = make(case, tmp_path / "theirs")
     convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
     convert(tmp_path / "ours", tmp_path / "back", "hf")
-    loaded, info = type(theirs).from_pretrained(tmp_path / "back", output_loading_info=True)
+    loaded, info = type(expected).from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not any(info.values()), info
-    assert hf_config_of(loaded) == hf_config_of(theirs)
+    assert hf_config_of(loaded) == hf_config_of(expected)
     original, back = (folder_tensors(tmp_path / folder) for folder in ("theirs", "back"))
     prefix = "" if original.keys() == back.keys() else "swin."
     assert {f"{prefix}{key}" for key in original} == back.keys()
     assert all(torch.equal(back[f"{prefix}{key}"], tensor) for key, tensor in original.items())
-    same_answers(theirs, megatfm.load(tmp_path / "ours"))
+    same_answers(expected, megatfm.load(tmp_path / "ours"))
     same_answers(loaded, megatfm.load(tmp_path / "theirs"))
 
 
 def test_names_as_in_memory_and_older_buffers(tmp_path: Path) -> None:
-    theirs = make("Swin", tmp_path)
-    assert load_file(tmp_path / "model.safetensors").keys() != theirs.state_dict().keys()
+    expected = make("Swin", tmp_path)
+    assert load_file(tmp_path / "model.safetensors").keys() != expected.state_dict().keys()
     index = {
         f"swin.encoder.layers.0.blocks.{block}.attention.self.relative_position_index": torch.zeros(
             16, 16
         ).long()
         for block in (0, 1)
     }
-    save_file(dict(theirs.state_dict()) | index, tmp_path / "model.safetensors")
-    same_answers(theirs, megatfm.load(tmp_path))
+    save_file(dict(expected.state_dict()) | index, tmp_path / "model.safetensors")
+    same_answers(expected, megatfm.load(tmp_path))
 
 
 @pytest.mark.parametrize(

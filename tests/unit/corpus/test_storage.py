@@ -23,7 +23,6 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from megatfm.corpus import remote
-from megatfm.corpus import storage as module
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.inspect import check
 from megatfm.corpus.storage import ShardCacheConfig
@@ -209,12 +208,47 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
     def full(file: Any, chunk: bytes) -> None:
         raise remote.DiskError(OSError(28, "No space left on device"))
 
-    monkeypatch.setattr(module, "_write", full)
+    monkeypatch.setattr(remote, "_write", full)
     assert_refused(lambda: corpus.read_block(0), "No space left on device", "data.cache_dir")
     left = [path.name for path in corpus.folder.iterdir()]
     assert not [name for name in left if name.endswith((".tar.zst", ".partial"))]
     monkeypatch.undo()
     corpus.read_block(0)
+
+
+def test_a_download_goes_on_where_the_connection_or_the_process_ended(
+    memory: str, cache: ShardCacheConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No byte is written twice; what a kill left is checked as a whole, and fetched again where it is damaged."""
+    corpus = Corpus.open(memory, cache)
+    entry = corpus.manifest.shards[1]
+    data = fsspec.filesystem("memory").cat(f"/bucket/corpus/{SHARD}")
+    path = corpus.store.path(entry)
+    partial = path.with_name(f".{path.name}.partial")
+    written, waits = [], []
+    write = remote._write
+
+    def failing(file: Any, chunk: bytes) -> None:
+        """The connection ends after 100 bytes, twice."""
+        if len(waits) < 2:
+            write(file, chunk[:100])
+            written.append(100)
+            raise ConnectionError("reset by peer")
+        write(file, chunk)
+        written.append(len(chunk))
+
+    monkeypatch.setattr(remote, "_write", failing)
+    monkeypatch.setattr(remote.time, "sleep", waits.append)
+    corpus.read_block(corpus.shard_blocks(1)[0])
+    assert (path.read_bytes(), len(waits)) == (data, 2)
+    assert written == [100, 100, len(data) - 200]
+    for left, expected in ((data[:70], [len(data) - 70]), (b"x" * len(data), [len(data)])):
+        path.unlink()
+        partial.write_bytes(left)
+        written.clear()
+        corpus.read_block(corpus.shard_blocks(1)[0])
+        assert (path.read_bytes(), written) == (data, expected)
+        assert not partial.exists()
 
 
 def read_all(url: str, cache: ShardCacheConfig, start: Any, out: Any) -> None:

@@ -66,10 +66,10 @@ def test_transparent_pixels_lie_on_white() -> None:
     share = alpha[..., None] / 255
     expected = pixels * share + 255 * (1 - share)
     for kind, options in (("png", {}), ("webp", {"lossless": True, "exact": True})):
-        found = np.asarray(decode(stored(rgba, images.FORMATS[kind], **options), kind, 3))
-        assert np.abs(found - expected).max() <= 1
-        np.testing.assert_array_equal(found[:3], 255)
-        np.testing.assert_array_equal(found[3:6], pixels[3:6])
+        actual = np.asarray(decode(stored(rgba, images.FORMATS[kind], **options), kind, 3))
+        assert np.abs(actual - expected).max() <= 1
+        np.testing.assert_array_equal(actual[:3], 255)
+        np.testing.assert_array_equal(actual[3:6], pixels[3:6])
     palette = Image.fromarray(noise(channels=1) // 64).convert("P")
     data = stored(palette, "PNG", transparency=1)
     is_clear = np.asarray(palette) == 1
@@ -88,10 +88,10 @@ def test_other_modes_become_rgb_or_grey() -> None:
         np.asarray(decode(stored(Image.fromarray(bits), "PNG"), "png", 1)), bits * np.uint8(255)
     )
     deep = np.arange(65_536, dtype=np.uint16).reshape(256, 256)
-    found = np.asarray(decode(stored(Image.fromarray(deep), "PNG"), "png", 1))
-    np.testing.assert_array_equal(found, np.rint(deep / 257).astype(np.uint8))
+    actual = np.asarray(decode(stored(Image.fromarray(deep), "PNG"), "png", 1))
+    np.testing.assert_array_equal(actual, np.rint(deep / 257).astype(np.uint8))
     np.testing.assert_array_equal(
-        np.asarray(decode(stored(Image.fromarray(deep), "PNG"), "png", 3))[..., 2], found
+        np.asarray(decode(stored(Image.fromarray(deep), "PNG"), "png", 3))[..., 2], actual
     )
 
 
@@ -140,8 +140,8 @@ def test_evaluation_cuts_out_the_centre(
     image = Image.fromarray(noise(*shape))
     left, top = corner
     expected = image.resize(grown, Image.Resampling.BILINEAR).crop((left, top, left + 14, top + 14))
-    found = resize_and_crop(image, 14, 0.875, Image.Resampling.BILINEAR)
-    np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+    actual = resize_and_crop(image, 14, 0.875, Image.Resampling.BILINEAR)
+    np.testing.assert_array_equal(np.asarray(actual), np.asarray(expected))
     assert resize_and_crop(Image.fromarray(noise(1, 90)), 9, 1.0, Image.Resampling.BICUBIC).size == (9, 9)
 
 
@@ -152,5 +152,5 @@ def test_patches_are_those_of_a_convolution() -> None:
     weight = torch.randn(5, 3, 4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     tensor = torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None].double()
     expected = torch.nn.functional.conv2d(tensor, weight, stride=4)[0].flatten(1).T
-    found = torch.from_numpy(patchify(pixels, 4)).double() @ weight.flatten(1).T
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-9)
+    actual = torch.from_numpy(patchify(pixels, 4)).double() @ weight.flatten(1).T
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-9)

@@ -20,8 +20,8 @@ def picture(height: int = 40, width: int = 60, mode: str = "RGB", seed: int = 0)
 
 def transform(name: str, size: int = 24, **options: Any) -> Any:
     (section,) = ImagesConfig.model_validate({"transforms": [{"name": name, **options}]}).transforms
-    made = TRANSFORMS.get(name)(section, BICUBIC)
-    return lambda image, key: made(image, key, (size, size))
+    result = TRANSFORMS.get(name)(section, BICUBIC)
+    return lambda image, key: result(image, key, (size, size))
 
 
 def coordinates(height: int, width: int) -> Image.Image:
@@ -39,12 +39,15 @@ def test_random_resized_crops_have_the_areas_and_ratios_asked(monkeypatch: pytes
         boxes.append(box)
         return crop(self, box)
 
-    image, made = picture(200, 240), transform("random_resized_crop", 24, scale=[0.2, 0.5], ratio=[0.8, 1.25])
+    image, result = (
+        picture(200, 240),
+        transform("random_resized_crop", 24, scale=[0.2, 0.5], ratio=[0.8, 1.25]),
+    )
     shares, places = [], set()
     for number in range(100):
         with monkeypatch.context() as patch:
             patch.setattr(Image.Image, "crop", watched)
-            found = np.asarray(made(image, (0, number)))
+            actual = np.asarray(result(image, (0, number)))
         left, top, right, bottom = boxes[-1]
         assert 0 <= left < right <= 240
         assert 0 <= top < bottom <= 200
@@ -53,36 +56,36 @@ def test_random_resized_crops_have_the_areas_and_ratios_asked(monkeypatch: pytes
         assert 0.19 < shares[-1] < 0.51
         assert 0.78 < (right - left) / (bottom - top) < 1.28
         expected = image.crop(boxes[-1]).resize((24, 24), BICUBIC)  # which sees nothing outside
-        np.testing.assert_array_equal(found, np.asarray(expected))
+        np.testing.assert_array_equal(actual, np.asarray(expected))
     assert 0.32 < np.mean(shares) < 0.38
     assert len(places) > 95
 
 
 def test_a_crop_that_never_fits_is_the_centre() -> None:
     image = coordinates(10, 200)
-    found = np.asarray(transform("random_resized_crop", 10, scale=[1, 1])(image, (1,)))
+    actual = np.asarray(transform("random_resized_crop", 10, scale=[1, 1])(image, (1,)))
     expected = np.asarray(image.crop((93, 0, 106, 10)).resize((10, 10), BICUBIC))
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(actual, expected)
 
 
 def test_random_crops_pad_with_black() -> None:
     image, starts = coordinates(24, 24), set()
     for number in range(200):
-        found = np.asarray(transform("random_crop", 24, padding=2)(image, (number,))).astype(int)
-        left, top = found[12, 12, 0] - 12, found[12, 12, 1] - 12
+        cropped = np.asarray(transform("random_crop", 24, padding=2)(image, (number,))).astype(int)
+        left, top = cropped[12, 12, 0] - 12, cropped[12, 12, 1] - 12
         starts.add((left, top))
         expected = np.zeros((28, 28, 3), int)
         expected[2:26, 2:26] = np.asarray(image)
-        np.testing.assert_array_equal(found, expected[2 + top : 26 + top, 2 + left : 26 + left])
+        np.testing.assert_array_equal(cropped, expected[2 + top : 26 + top, 2 + left : 26 + left])
     assert starts == {(x, y) for x in range(-2, 3) for y in range(-2, 3)}
 
 
 def test_flips_are_as_frequent_as_asked() -> None:
     image = picture()
-    made = [np.asarray(transform("horizontal_flip", p=0.3)(image, (n,))) for n in range(400)]
+    result = [np.asarray(transform("horizontal_flip", p=0.3)(image, (n,))) for n in range(400)]
     plain, mirrored = np.asarray(image), np.asarray(image)[:, ::-1]
-    n_flipped = sum(np.array_equal(each, mirrored) for each in made)
-    assert n_flipped + sum(np.array_equal(each, plain) for each in made) == 400
+    n_flipped = sum(np.array_equal(item, mirrored) for item in result)
+    assert n_flipped + sum(np.array_equal(item, plain) for item in result) == 400
     assert 90 < n_flipped < 150
 
 
@@ -90,11 +93,11 @@ def test_flips_are_as_frequent_as_asked() -> None:
 @pytest.mark.parametrize("fill", ["noise", "color", "black"])
 def test_one_rectangle_is_erased(mode: str, fill: str) -> None:
     image = picture(mode=mode)
-    made = transform("random_erasing", p=0.5, scale=[0.1, 0.2], fill=fill)
+    result = transform("random_erasing", p=0.5, scale=[0.1, 0.2], fill=fill)
     n_erased = 0
     for number in range(60):
         before = np.asarray(image).reshape(40, 60, -1)
-        after = np.asarray(made(image, (number,))).reshape(40, 60, -1)
+        after = np.asarray(result(image, (number,))).reshape(40, 60, -1)
         ys, xs = np.nonzero((before != after).any(-1))
         if not len(ys):
             continue
@@ -118,12 +121,12 @@ def test_color_jitter_applies_pillow_s_enhancers() -> None:
         ("contrast", ImageEnhance.Contrast),
         ("saturation", ImageEnhance.Color),
     ):
-        made = np.asarray(transform("color_jitter", **{**only, key: 0.5})(image, (3,)))
+        result = np.asarray(transform("color_jitter", **{**only, key: 0.5})(image, (3,)))
         errors = [
-            np.abs(np.asarray(kind(image).enhance(factor)).astype(int) - made).mean()
+            np.abs(np.asarray(kind(image).enhance(factor)).astype(int) - result).mean()
             for factor in np.linspace(0.5, 1.5, 401)
         ]
-        assert min(errors) < 0.3 < np.abs(np.asarray(image).astype(int) - made).mean()
+        assert min(errors) < 0.3 < np.abs(np.asarray(image).astype(int) - result).mean()
     turned = np.asarray(transform("color_jitter", **only, hue=0.5)(image, (5,)).convert("HSV")).astype(int)
     plain = np.asarray(image.convert("HSV")).astype(int)
     assert np.abs(turned[..., 2] - plain[..., 2]).max() <= 2  # brightness stays
@@ -136,8 +139,8 @@ def test_operations_of_rand_augment() -> None:
     image = picture(41, 41)
     pixels = np.asarray(image).astype(int)
 
-    def run(name: str, strength: float, given: Image.Image = image) -> np.ndarray:
-        return np.asarray(OPERATIONS[name](given, strength, BICUBIC)).astype(int)
+    def run(name: str, strength: float, inputs: Image.Image = image) -> np.ndarray:
+        return np.asarray(OPERATIONS[name](inputs, strength, BICUBIC)).astype(int)
 
     for name in (
         "rotate",
@@ -154,7 +157,7 @@ def test_operations_of_rand_augment() -> None:
     np.testing.assert_array_equal(run("identity", 1.0), pixels)
     turned = np.asarray(image.rotate(-30, BICUBIC, fillcolor=(124, 116, 104))).astype(int)
     other = np.asarray(image.rotate(30, BICUBIC, fillcolor=(124, 116, 104))).astype(int)
-    assert min(np.abs(run("rotate", 1.0) - each).mean() for each in (turned, other)) < 0.5
+    assert min(np.abs(run("rotate", 1.0) - item).mean() for item in (turned, other)) < 0.5
     shifted = np.asarray(OPERATIONS["translate_x"](picture(40, 40), 0.5, BICUBIC)).astype(int)  # by 9 pixels
     np.testing.assert_array_equal(shifted[:, :31], np.asarray(picture(40, 40))[:, 9:])
     assert (shifted[:, 31:] == (124, 116, 104)).all()
@@ -169,8 +172,8 @@ def test_operations_of_rand_augment() -> None:
 
 
 def test_rand_augment_is_a_function_of_its_key() -> None:
-    made = transform("rand_augment", n_ops=3, magnitude_std=0.5)
-    first, again = ([made(picture(), (seed, "a")).tobytes() for seed in range(30)] for _ in range(2))
+    result = transform("rand_augment", n_ops=3, magnitude_std=0.5)
+    first, again = ([result(picture(), (seed, "a")).tobytes() for seed in range(30)] for _ in range(2))
     assert first == again
     assert len(set(first)) > 25
     assert transform("rand_augment", magnitude=0.0)(picture(), (0,)).size == (60, 40)

@@ -66,9 +66,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     return write(tmp_path_factory.mktemp("images"), 70)
 
 
-def rows_of(corpus: Corpus, made: Objective, **options: Any) -> RowDataset:
+def rows_of(corpus: Corpus, result: Objective, **options: Any) -> RowDataset:
     return PackedDataset(
-        corpus, made, sequence_length=options.pop("row", TOKENS), seed=3, streams=10, **options
+        corpus, result, sequence_length=options.pop("row", TOKENS), seed=3, streams=10, **options
     )
 
 
@@ -86,56 +86,56 @@ def batches(rows: RowDataset, ranks: int, steps: int, position: int = 0, workers
         )
         for rank in range(ranks)
     ]
-    found = []
+    actual = []
     try:
         for _ in range(steps):
             parts = [batch for loader in loaders for batch in next(loader)]
-            found.append(join_rows([{k: v for k, v in part.items() if k != "documents"} for part in parts]))
+            actual.append(join_rows([{k: v for k, v in part.items() if k != "documents"} for part in parts]))
     finally:
         for loader in loaders:
             loader.close()
-    return found
+    return actual
 
 
-def assert_same(found: Fields, expected: Fields) -> None:
-    assert found.keys() == expected.keys()
-    for name, values in found.items():
+def assert_same(actual: Fields, expected: Fields) -> None:
+    assert actual.keys() == expected.keys()
+    for name, values in actual.items():
         assert values.dtype == expected[name].dtype
         np.testing.assert_array_equal(values, expected[name], name)
 
 
 @pytest.mark.parametrize("mixed", [{}, {"mixup": 0.8, "cutmix": 1.0, "mix_probability": 0.9}])
 def test_every_number_of_ranks_and_every_resume_gives_the_same_pixels(corpus: Corpus, mixed: Any) -> None:
-    made = objective(**mixed)
-    expected = batches(made.prepare_rows(rows_of(corpus, made), 1), 1, 4)
+    result = objective(**mixed)
+    expected = batches(result.prepare_rows(rows_of(corpus, result), 1), 1, 4)
     for ranks in (3, 5):
-        for found, wanted in zip(
-            batches(made.prepare_rows(rows_of(corpus, made), 1), ranks, 4), expected, strict=True
+        for batch, wanted in zip(
+            batches(result.prepare_rows(rows_of(corpus, result), 1), ranks, 4), expected, strict=True
         ):
-            assert_same(found, wanted)
+            assert_same(batch, wanted)
     for step in (1, 3):  # step 3 is in the second epoch
-        (found,) = batches(made.prepare_rows(rows_of(corpus, made), 1), 3, 1, position=step * BATCH)
-        assert_same(found, expected[step])
+        (batch,) = batches(result.prepare_rows(rows_of(corpus, result), 1), 3, 1, position=step * BATCH)
+        assert_same(batch, expected[step])
 
 
 @pytest.mark.slow
 def test_worker_processes_give_the_same_pixels(corpus: Corpus) -> None:
-    made = objective(mixup=0.8)
-    rows = made.prepare_rows(rows_of(corpus, made), 1)
-    for found, wanted in zip(batches(rows, 1, 2, workers=2), batches(rows, 1, 2), strict=True):
-        assert_same(found, wanted)
+    result = objective(mixup=0.8)
+    rows = result.prepare_rows(rows_of(corpus, result), 1)
+    for batch, wanted in zip(batches(rows, 1, 2, workers=2), batches(rows, 1, 2), strict=True):
+        assert_same(batch, wanted)
 
 
 def test_epochs_differ_and_evaluation_does_not(corpus: Corpus) -> None:
-    made = objective()
+    result = objective()
     pixels: dict[int, list[bytes]] = {}
-    rows = rows_of(corpus, made)
+    rows = rows_of(corpus, result)
     for position in range(140):
         row = rows.rows([position])
         pixels.setdefault(int(row["labels"][0, 0]), []).append(row["patches"].tobytes())
     assert sorted(pixels) == list(range(70))
-    assert all(len(each) == 2 and each[0] != each[1] for each in pixels.values())
-    still = rows_of(corpus, made.for_evaluation(), shuffle=False)
+    assert all(len(pixel) == 2 and pixel[0] != pixel[1] for pixel in pixels.values())
+    still = rows_of(corpus, result.for_evaluation(), shuffle=False)
     for position in range(70):
         first, second = (still.rows([at]) for at in (position, position + 70))
         assert first["labels"][0, 0] == position
@@ -145,15 +145,15 @@ def test_epochs_differ_and_evaluation_does_not(corpus: Corpus) -> None:
 def test_mixtures_of_image_corpora(corpus: Corpus, tmp_path: Path) -> None:
     """A class is balanced by a corpus of its own, with a weight."""
     rare = write(tmp_path / "rare", 7, first=90)
-    made = objective(cutmix=1.0)
+    result = objective(cutmix=1.0)
     sources = {
-        name: PackedDataset(each, made, sequence_length=TOKENS, seed=source_seed(3, name), streams=5)
-        for name, each in (("many", corpus), ("rare", rare))
+        name: PackedDataset(item, result, sequence_length=TOKENS, seed=source_seed(3, name), streams=5)
+        for name, item in (("many", corpus), ("rare", rare))
     }
     mixture = Mixture(sources, [Phase(0, {"many": 0.5, "rare": 0.5})], seed=3, streams=5, block=10)
-    (batch,) = batches(made.prepare_rows(mixture, 1), 1, 1)
+    (batch,) = batches(result.prepare_rows(mixture, 1), 1, 1)
     assert abs(int((batch["labels"][:, 0] >= 90).sum()) - BATCH // 2) <= 5
-    (again,) = batches(made.prepare_rows(mixture, 1), 5, 1)
+    (again,) = batches(result.prepare_rows(mixture, 1), 5, 1)
     assert_same(again, batch)
 
 
@@ -168,9 +168,9 @@ def unpatched(patches: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("turn", [1, 3])
 def test_mixed_rows_are_weighted_sums_of_two_rows(corpus: Corpus, turn: int) -> None:
-    made = objective(mixup=1.0)
-    plain = rows_of(corpus, made)
-    mixed = MixedImages(plain, made.mixing, turn)  # type: ignore[attr-defined]
+    result = objective(mixup=1.0)
+    plain = rows_of(corpus, result)
+    mixed = MixedImages(plain, result.mixing, turn)  # type: ignore[attr-defined]
     weights = []
     for position in range(24):
         partner = next(
@@ -178,35 +178,35 @@ def test_mixed_rows_are_weighted_sums_of_two_rows(corpus: Corpus, turn: int) -> 
             for q in range(48)
             if q != position and q % turn == position % turn and q // turn == (position // turn) ^ 1
         )
-        own, other, found = (
+        local, other, actual = (
             rows.rows([at]) for rows, at in ((plain, position), (plain, partner), (mixed, position))
         )
-        weight = found["label_weights"][0, 0]
+        weight = actual["label_weights"][0, 0]
         weights.append(weight)
-        expected = own["patches"] * float(weight) + other["patches"] * (1 - float(weight))
-        assert np.abs(found["patches"] - expected).max() <= 0.51
-        assert found["labels"][0, 0] == own["labels"][0, 0]
-        assert found["mixed_labels"][0, 0] == other["labels"][0, 0]
-        assert (found["mixed_labels"][0, 1:] == -100).all()
-        assert not found["patches"][0, 0].any()
+        expected = local["patches"] * float(weight) + other["patches"] * (1 - float(weight))
+        assert np.abs(actual["patches"] - expected).max() <= 0.51
+        assert actual["labels"][0, 0] == local["labels"][0, 0]
+        assert actual["mixed_labels"][0, 0] == other["labels"][0, 0]
+        assert (actual["mixed_labels"][0, 1:] == -100).all()
+        assert not actual["patches"][0, 0].any()
     assert len(set(weights)) == 24
     assert abs(np.mean(weights) - 0.5) < 0.2
 
 
 def test_cutmix_pastes_one_rectangle_and_weighs_by_its_area(corpus: Corpus) -> None:
-    made = objective(cutmix=1.0, transforms=[])
-    plain = rows_of(corpus, made)
-    mixed = made.prepare_rows(plain, 1)
+    result = objective(cutmix=1.0, transforms=[])
+    plain = rows_of(corpus, result)
+    mixed = result.prepare_rows(plain, 1)
     shares = []
     for position in range(40):
-        own, other, found = (
+        local, other, actual = (
             rows.rows([at]) for rows, at in ((plain, position), (plain, position ^ 1), (mixed, position))
         )
-        a, b, c = (unpatched(row["patches"][0, 1:]) for row in (own, other, found))
+        a, b, c = (unpatched(row["patches"][0, 1:]) for row in (local, other, actual))
         is_own, is_other = (c == a).all(-1), (c == b).all(-1)
         assert (is_own | is_other).all()
         ys, xs = np.nonzero(~is_own)
-        share = 1 - found["label_weights"][0, 0]
+        share = 1 - actual["label_weights"][0, 0]
         if len(ys):
             box = np.s_[ys.min() : ys.max() + 1, xs.min() : xs.max() + 1]
             assert is_other[box].all()
@@ -231,16 +231,16 @@ def test_draws_of_beta_have_its_moments() -> None:
 
 def test_a_damaged_image_is_named_and_quarantined(tmp_path: Path) -> None:
     corpus = write(tmp_path / "damaged", 70, damaged=41)
-    made = objective(mixup=0.5, row=2 * TOKENS)
-    whole = made.prepare_rows(rows_of(corpus, made, row=2 * TOKENS), 1)
+    result = objective(mixup=0.5, row=2 * TOKENS)
+    prepared = result.prepare_rows(rows_of(corpus, result, row=2 * TOKENS), 1)
     with pytest.raises(
         MegatfmError,
         match=r"shard-000000\.tar\.zst: sample 41 \(key 000041, frame \d+\) has a \.png that "
         r'can\'t be decoded .*put "41" into the corpus\'s quarantine',
     ):
-        whole.rows(range(len(rows_of(corpus, made, row=2 * TOKENS))))
-    rows = rows_of(corpus, made, row=2 * TOKENS, quarantine=Quarantine.parse(["41"], 70))
-    mixed = made.prepare_rows(rows, 1).rows(range(len(rows)))
+        prepared.rows(range(len(rows_of(corpus, result, row=2 * TOKENS))))
+    rows = rows_of(corpus, result, row=2 * TOKENS, quarantine=Quarantine.parse(["41"], 70))
+    mixed = result.prepare_rows(rows, 1).rows(range(len(rows)))
     labels = mixed["labels"][mixed["labels"] >= 0]
     assert sorted(labels) == [n for n in range(70) if n != 41]
     at = mixed["labels"] >= 0
@@ -283,9 +283,9 @@ def test_images_keep_their_shapes_in_packed_rows(tmp_path: Path, compress: bool)
         list(s) for s in upright[corpus.blocks[1] : corpus.blocks[3]]
     ]
     limit, row = 20, 64
-    made = objective(row=row, max_patches=limit, transforms=["horizontal_flip", "random_resized_crop"])
-    rows = rows_of(corpus, made, row=row)
-    found: dict[int, tuple[int, int]] = {}
+    result = objective(row=row, max_patches=limit, transforms=["horizontal_flip", "random_resized_crop"])
+    rows = rows_of(corpus, result, row=row)
+    actual: dict[int, tuple[int, int]] = {}
     for position in range(len(rows)):  # type: ignore[arg-type]
         batch = {name: values[0] for name, values in rows.rows([position]).items()}
         for number in range(batch["documents"].max() + 1):
@@ -293,9 +293,9 @@ def test_images_keep_their_shapes_in_packed_rows(tmp_path: Path, compress: bool)
             label, (_, _, height, width) = int(batch["labels"][at][0]), batch["grid"][at][0].tolist()
             assert at.sum() == 1 + height * width
             assert batch["grid"][at][1:, :2].tolist() == [[y, x] for y in range(height) for x in range(width)]
-            found[label] = (height, width)
-    assert sorted(found) == list(range(60))
-    for label, (height, width) in found.items():
+            actual[label] = (height, width)
+    assert sorted(actual) == list(range(60))
+    for label, (height, width) in actual.items():
         h, w = upright[label]
         assert height * width <= limit
         if (h // PATCH) * (w // PATCH) <= limit and min(h, w) >= PATCH and h * w <= limit * PATCH**2:
@@ -304,7 +304,7 @@ def test_images_keep_their_shapes_in_packed_rows(tmp_path: Path, compress: bool)
             assert abs(np.log(height / width) - np.log(h / w)) < 1.0
             assert (height + 1) * (width + 1) > limit * 0.8
     assert 0 < rows.padding_fraction < 0.2  # type: ignore[attr-defined]
-    again = rows_of(corpus, made, row=row, quarantine=Quarantine.parse(["7"], 60))
+    again = rows_of(corpus, result, row=row, quarantine=Quarantine.parse(["7"], 60))
     everything = again.rows(range(len(again)))["labels"]  # type: ignore[arg-type]
     assert sorted(everything[everything >= 0]) == [n for n in range(60) if n != 7]
 
@@ -313,9 +313,9 @@ def test_native_resolution_needs_sizes_in_the_index(tmp_path: Path) -> None:
     with ShardWriter(tmp_path, tokenizer_hash="none", token_dtype="uint16") as writer:
         writer.add("0", np.zeros(0, np.uint16), "made", 0, {"png": b"", "cls": b"0"})
         writer.finish({})
-    made = objective(row=64, max_patches=20)
+    result = objective(row=64, max_patches=20)
     with pytest.raises(UsageError, match=r"its index lacks the sizes of images.*prepare the corpus again"):
-        rows_of(Corpus.open(tmp_path), made, row=64)
+        rows_of(Corpus.open(tmp_path), result, row=64)
     with pytest.raises(ValueError, match="mixup and cutmix need images of one size"):
         objective(max_patches=20, mixup=0.2)
     with pytest.raises(UsageError, match=r"max_patches = 80, which takes 81 tokens"):
@@ -323,8 +323,10 @@ def test_native_resolution_needs_sizes_in_the_index(tmp_path: Path) -> None:
 
 
 def test_contact_sheets_show_pixels_of_rows(corpus: Corpus) -> None:
-    made = objective(row=4 * TOKENS, transforms=[], crop_pct=1.0, mixup=0.5, mix_probability=0.5)
-    rows = made.prepare_rows(rows_of(corpus, made, row=4 * TOKENS, quarantine=Quarantine.parse(["3"], 70)), 1)
+    result = objective(row=4 * TOKENS, transforms=[], crop_pct=1.0, mixup=0.5, mix_probability=0.5)
+    rows = result.prepare_rows(
+        rows_of(corpus, result, row=4 * TOKENS, quarantine=Quarantine.parse(["3"], 70)), 1
+    )
     batch = rows.rows(range(18))
     seen = list(images_of_rows(batch, PATCH, [f"kind {n}" for n in range(70)]))
     assert len(seen) == 69

@@ -39,19 +39,19 @@ def labels_of(tmp_path: Path, **labels: Any) -> tuple[dict[int, int], list[str]]
     data_prep.run(PrepConfig.model_validate(values))
     corpus = Corpus.open(tmp_path / "out" / "train")
     assert corpus.image_sizes(0, corpus.n_blocks).tolist() == [[3, 4]] * 12  # in the index
-    found = {}
+    actual = {}
     for number in range(corpus.n_samples):
         members = corpus.read_sample(number).members
         with Image.open(io.BytesIO(members["png"])) as image:
-            found[image.getpixel((0, 0))[0]] = int(members["cls"])
-    return found, corpus.manifest.provenance.get("classes", [])
+            actual[image.getpixel((0, 0))[0]] = int(members["cls"])
+    return actual, corpus.manifest.provenance.get("classes", [])
 
 
 def test_folders_are_classes_in_alphabetical_order(tmp_path: Path) -> None:
     lay(tmp_path / "in", lambda n, name: {f"all/{name}/{n}.png": png(n)})
-    found, classes = labels_of(tmp_path, by="folder")
+    actual, classes = labels_of(tmp_path, by="folder")
     assert classes == ["10 Euro", "birne", "Äpfel", "猫"]
-    assert {n: classes[label] for n, label in found.items()} == {n: CLASSES[n % 4] for n in range(12)}
+    assert {n: classes[label] for n, label in actual.items()} == {n: CLASSES[n % 4] for n in range(12)}
 
 
 def test_folders_of_numbers_are_these_numbers(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_tables_give_labels_by_path_name_or_stem(tmp_path: Path, kind: str) -> N
         text = "".join(f"{file}{mark}{label}\r\n" for file, label in [("image", "class"), *rows])
     (tmp_path / f"labels.{kind}").write_text(text, encoding="utf-8")
     (tmp_path / "classes.txt").write_text("\n".join(CLASSES) + "\n", encoding="utf-8")
-    found, classes = labels_of(
+    actual, classes = labels_of(
         tmp_path,
         by="table",
         table=str(tmp_path / f"labels.{kind}"),
@@ -80,7 +80,7 @@ def test_tables_give_labels_by_path_name_or_stem(tmp_path: Path, kind: str) -> N
         classes=str(tmp_path / "classes.txt"),
     )
     assert classes == list(CLASSES)
-    assert found == {n: n % 4 for n in range(12)}
+    assert actual == {n: n % 4 for n in range(12)}
 
 
 @pytest.mark.parametrize("by", ["json", "txt"])
@@ -91,8 +91,8 @@ def test_fields_beside_images_give_labels(tmp_path: Path, by: str) -> None:
 
     lay(tmp_path / "in", beside)
     (tmp_path / "classes.txt").write_text("\n".join(CLASSES), encoding="utf-8")
-    found, _ = labels_of(tmp_path, by=by, key="of.kind", classes=str(tmp_path / "classes.txt"))
-    assert found == {n: n % 4 for n in range(12)}
+    actual, _ = labels_of(tmp_path, by=by, key="of.kind", classes=str(tmp_path / "classes.txt"))
+    assert actual == {n: n % 4 for n in range(12)}
 
 
 def test_images_of_one_folder_lie_apart(tmp_path: Path) -> None:

@@ -35,8 +35,10 @@ def test_the_splits_share_no_package_and_have_the_share(config: Make) -> None:
     summary = data_prep.run(config())
     train, validation = (shard_texts(summary.out, name) for name in ("train", "validation"))
     assert not {name.split("/")[0] for name in train} & {name.split("/")[0] for name in validation}
-    held_out, rest = (sum(len(text.encode()) for text in split.values()) for split in (validation, train))
-    assert 0.05 <= held_out / (held_out + rest) <= 0.1
+    held_out, remaining = (
+        sum(len(text.encode()) for text in split.values()) for split in (validation, train)
+    )
+    assert 0.05 <= held_out / (held_out + remaining) <= 0.1
     assert summary.result["held_out"]["level"] == "top-level folder"
     assert sorted({name.split("/")[0] for name in validation}) == summary.result["held_out"]["names"]
 
@@ -65,12 +67,12 @@ def test_the_numbers_add_up(config: Make) -> None:
     for before, step in pairwise(result["steps"]):
         assert (before["documents_out"], before["bytes_out"]) == (step["documents_in"], step["bytes_in"])
     for name in ("train", "validation"):
-        corpus, made = Corpus.open(summary.out / name), result[name]
+        corpus, totals = Corpus.open(summary.out / name), result[name]
         assert (corpus.n_samples, corpus.n_tokens, corpus.n_text_bytes, corpus.fingerprint) == (
-            made["documents"],
-            made["tokens"],
-            made["text_bytes"],
-            made["fingerprint"],
+            totals["documents"],
+            totals["tokens"],
+            totals["text_bytes"],
+            totals["fingerprint"],
         )
         assert corpus.tokenizer_hash == result["tokenizer"]["blake3"]
     assert steps["split"]["documents_out"] == result["train"]["documents"]
@@ -112,10 +114,10 @@ def test_where_the_system_does_not_say_which_cores_are_ours(
 
 
 def test_a_sample_of_a_large_corpus_trains_the_tokenizer(config: Make) -> None:
-    whole = data_prep.run(config())
+    full = data_prep.run(config())
     part = data_prep.run(config(out="part", tokenizer={"train_bytes": 200_000}))
-    assert part.result["tokenizer"] != whole.result["tokenizer"]
-    assert part.result["train"]["text_bytes"] == whole.result["train"]["text_bytes"]
+    assert part.result["tokenizer"] != full.result["tokenizer"]
+    assert part.result["train"]["text_bytes"] == full.result["train"]["text_bytes"]
 
 
 @pytest.mark.parametrize(("files", "level"), [(1, "part of a file"), (40, "file")])
@@ -229,7 +231,9 @@ def test_no_record_lies_on_both_sides_of_the_split(
     monkeypatch.setattr("megatfm.data_prep.split.MANY", many)
     line = "Piece {} of article {}, which is one of many words that fill a line of it.\n\n"
     records = [{"text": "".join(line.format(piece, article) for piece in range(40))} for article in range(30)]
-    write_file(tmp_path / "flat" / "all.jsonl", "".join(json.dumps(each) + "\n" for each in records).encode())
+    write_file(
+        tmp_path / "flat" / "all.jsonl", "".join(json.dumps(record) + "\n" for record in records).encode()
+    )
     summary = data_prep.run(
         config(
             read={"folder": str(tmp_path / "flat"), "max_document_bytes": 1024}, tokenizer={"vocab_size": 400}

@@ -21,7 +21,7 @@ Make = Callable[..., PrepConfig]
 
 @pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_killed_at_any_moment(config: Make, tmp_path: Path, count: int) -> None:
-    whole = file_hashes(data_prep.run(config()).out)
+    full = file_hashes(data_prep.run(config()).out)
     moments = count_moments(tmp_path, config())
     rng = random.Random(count)
     # The last moments are those of the commits after the last document was written.
@@ -32,13 +32,13 @@ def test_killed_at_any_moment(config: Make, tmp_path: Path, count: int) -> None:
     for last in lasts:
         left = file_hashes(tmp_path / f"killed{last}")
         finals = {name: left[name] for name in left if "." not in {part[0] for part in name.split("/")}}
-        assert finals.items() <= whole.items()
-        assert file_hashes(data_prep.run(config(f"killed{last}")).out) == whole
+        assert finals.items() <= full.items()
+        assert file_hashes(data_prep.run(config(f"killed{last}")).out) == full
 
 
 @pytest.mark.slow  # test_stages.py does this with every kind of step
 def test_killed_again_and_again(config: Make, tmp_path: Path) -> None:
-    whole = file_hashes(data_prep.run(config()).out)
+    full = file_hashes(data_prep.run(config()).out)
     moments = count_moments(tmp_path, config())
     rng = random.Random(1)
     # Each of these is too short for the whole, but long enough for the longest stage.
@@ -46,7 +46,7 @@ def test_killed_again_and_again(config: Make, tmp_path: Path) -> None:
     statuses = run_killed_at(tmp_path, config(), [("chain", last) for last in [*attempts, NEVER]])
     assert statuses[0] == KILLED
     assert statuses[-1] == 0
-    assert file_hashes(tmp_path / "chain") == whole
+    assert file_hashes(tmp_path / "chain") == full
 
 
 def test_what_is_finished_is_not_done_again(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:

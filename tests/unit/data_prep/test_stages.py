@@ -50,16 +50,16 @@ def every_step(config: Make, corpus: Path, tmp_path: Path) -> Callable[..., Prep
 
 def test_parts_and_memory_and_kills_change_nothing(every_step: Make, tmp_path: Path) -> None:
     summary = data_prep.run(every_step())
-    whole = file_hashes(summary.out)
+    full = file_hashes(summary.out)
     other = every_step("other", task_bytes=9000, dedup_memory_bytes=2**20, tokenizer_threads=1)
-    assert file_hashes(data_prep.run(other).out) == whole
+    assert file_hashes(data_prep.run(other).out) == full
     small = every_step(task_bytes=60_000)
     moments = count_moments(tmp_path, small)
     lasts = sorted(random.Random(0).sample(range(moments), 3))
     # One folder, killed again and again, and then left to finish.
     statuses = run_killed_at(tmp_path, small, [("again", last) for last in lasts])
     assert KILLED in statuses
-    assert file_hashes(data_prep.run(every_step("again", task_bytes=60_000)).out) == whole
+    assert file_hashes(data_prep.run(every_step("again", task_bytes=60_000)).out) == full
 
 
 def test_what_each_step_did_is_told(every_step: Make) -> None:

@@ -83,8 +83,8 @@ def make(tmp_path: Path) -> Callable[..., PrepConfig]:
         }
         for number in range(24)
     ]
-    for name, some in (("a", records[:12]), ("b", records[12:]), ("c", records[:4])):
-        lines = "".join(json.dumps(record) + "\n" for record in some)
+    for name, selected in (("a", records[:12]), ("b", records[12:]), ("c", records[:4])):
+        lines = "".join(json.dumps(record) + "\n" for record in selected)
         write_file(tmp_path / "texts" / f"{name}.jsonl", lines.encode())
 
     def config(out: str, **settings: Any) -> PrepConfig:
@@ -131,10 +131,10 @@ def stop(config: PrepConfig, stage: str, tasks: int, monkeypatch: pytest.MonkeyP
     if config.dedup[0].name == "minhash":
         stage = stage.replace("lines-keys", "minhash-signatures").replace("lines", "minhash")
 
-    def stopping(self: Workspace, name: str, *rest: Any, **more: Any) -> None:
+    def stopping(self: Workspace, name: str, *remaining: Any, **more: Any) -> None:
         if name == stage:
             raise StoppedError
-        commit(self, name, *rest, **more)
+        commit(self, name, *remaining, **more)
 
     def finish(*_: Any, **__: Any) -> None:
         raise StoppedError
@@ -179,10 +179,10 @@ def test_a_task_with_another_config_is_refused_by_name(
     at_work, refused = threading.Event(), threading.Event()
     commit = Workspace.commit
 
-    def waiting(self: Workspace, *rest: Any, **more: Any) -> None:
+    def waiting(self: Workspace, *remaining: Any, **more: Any) -> None:
         at_work.set()
         assert refused.wait(30)
-        commit(self, *rest, **more)
+        commit(self, *remaining, **more)
 
     monkeypatch.setattr(Workspace, "commit", waiting)
     first = threading.Thread(

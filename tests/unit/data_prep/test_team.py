@@ -63,14 +63,14 @@ def start(config: Make, tmp_path: Path) -> Iterator[Callable[..., subprocess.Pop
 
 
 def test_the_size_of_parts_changes_nothing(config: Make) -> None:
-    whole = file_hashes(data_prep.run(config()).out)
-    assert file_hashes(data_prep.run(config("small", task_bytes=PART)).out) == whole
+    full = file_hashes(data_prep.run(config()).out)
+    assert file_hashes(data_prep.run(config("small", task_bytes=PART)).out) == full
 
 
 def test_tasks_share_the_work_and_take_over_from_one_that_is_killed(
     config: Make, start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    whole = file_hashes(data_prep.run(config(**ALL)).out)
+    full = file_hashes(data_prep.run(config(**ALL)).out)
     victim = start("--task", "2/2", falls=("SIGSTOP", "9", "-"))
     work = tmp_path / "together" / ".work"
     deadline = time.monotonic() + 60
@@ -83,9 +83,9 @@ def test_tasks_share_the_work_and_take_over_from_one_that_is_killed(
         assert time.monotonic() < deadline
         time.sleep(0.01)
     victim.kill()
-    _, said = other.communicate(timeout=120)
-    assert other.returncode == 0, said
-    assert file_hashes(tmp_path / "together") == whole
+    _, output = other.communicate(timeout=120)
+    assert other.returncode == 0, output
+    assert file_hashes(tmp_path / "together") == full
     late = config("together", task_bytes=PART, tokenizer_threads=1, **ALL)
     assert data_prep.run(late, team=lambda folder: LockExecutor(2, 2, folder)).already_done
 
@@ -107,31 +107,31 @@ def mpirun(monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
 def test_ranks_under_mpirun_make_the_same(
     config: Make, start: Callable[..., subprocess.Popen[str]], tmp_path: Path, mpirun: tuple[str, ...]
 ) -> None:
-    whole = file_hashes(data_prep.run(config("together", task_bytes=PART, tokenizer_threads=1, **ALL)).out)
+    full = file_hashes(data_prep.run(config("together", task_bytes=PART, tokenizer_threads=1, **ALL)).out)
     # The first time they claim parts, as below; to replace a corpus they take turns, which needs MPI.
     together = start("overwrite=true", before=mpirun)
-    _, said = together.communicate(timeout=120)
-    assert together.returncode == 0, said
-    assert file_hashes(tmp_path / "together") == whole
-    assert said.count("clean | done") == 1, "rank 0 speaks for all"
+    _, output = together.communicate(timeout=120)
+    assert together.returncode == 0, output
+    assert file_hashes(tmp_path / "together") == full
+    assert output.count("clean | done") == 1, "rank 0 speaks for all"
     (tmp_path / "together" / "prep.json").unlink()
     (tmp_path / "together" / "a stranger").touch()
     failing = start("overwrite=true", before=mpirun)
-    _, said = failing.communicate(timeout=120)
+    _, output = failing.communicate(timeout=120)
     assert failing.returncode == 2, "a mistake that one rank sees ends all"
-    assert "'a stranger', which no prep made" in said
+    assert "'a stranger', which no prep made" in output
 
 
 def test_a_rank_that_dies_costs_its_part_only(
     config: Make, start: Callable[..., subprocess.Popen[str]], tmp_path: Path, mpirun: tuple[str, ...]
 ) -> None:
-    said = subprocess.run(["mpirun", "--version"], capture_output=True, text=True).stdout
-    if "Open MPI" not in said:
+    version_text = subprocess.run(["mpirun", "--version"], capture_output=True, text=True).stdout
+    if "Open MPI" not in version_text:
         pytest.skip("another mpirun ends all ranks when one dies")
-    whole = file_hashes(data_prep.run(config(**ALL)).out)
+    full = file_hashes(data_prep.run(config(**ALL)).out)
     together = start(before=(*mpirun, "--enable-recovery"), falls=("SIGKILL", "3", "1"))
-    _, said = together.communicate(timeout=120)
-    assert file_hashes(tmp_path / "together") == whole, said
+    _, version_text = together.communicate(timeout=120)
+    assert file_hashes(tmp_path / "together") == full, version_text
     assert (tmp_path / "fallen").exists()
 
 

@@ -185,8 +185,8 @@ def test_a_stranger_s_run_runs_no_code(
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 2
-    assert "names plugins, whose code would run: strangers_code: " in (said := capsys.readouterr().err)
-    assert "--trust-plugins" in said
+    assert "names plugins, whose code would run: strangers_code: " in (output := capsys.readouterr().err)
+    assert "--trust-plugins" in output
     assert not Path("victim").exists()
     assert not Path("new").exists()
     assert str(stranger.resolve()) not in sys.path

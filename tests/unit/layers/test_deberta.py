@@ -175,9 +175,7 @@ def test_deberta_needs_its_own_positions_and_sees_all(change: dict[str, str]) ->
 
 @pytest.mark.parametrize("change", [{"position.name": "deberta"}, {"family": "decoder"}])
 def test_the_shared_one_needs_buckets(change: dict[str, str]) -> None:
-    with pytest.raises(
-        UsageError, match=r"needs model\.position\.name = 'disentangled_buckets' and family ="
-    ):
+    with pytest.raises(UsageError, match=r"needs model\.position\.name = 'deberta_v2' and family ="):
         build(SHARED.with_changes(change))
 
 

@@ -1,8 +1,6 @@
 """Mixtures of experts against transformers' layers, and against each token's formula."""
 
 import math
-import sys
-import types
 from typing import Any
 
 import pytest
@@ -11,7 +9,6 @@ import torch.nn.functional as F
 import transformers
 from pydantic import ValidationError
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from transformers.models.mixtral import modeling_mixtral
 from transformers.models.olmoe import modeling_olmoe
@@ -22,14 +19,9 @@ from megatfm.config import Config, load_config
 from megatfm.cost import TokenCounts, module_cost
 from megatfm.layers.initialisation import initialise, initialiser
 from megatfm.layers.loss_terms import BlockOutput
-from megatfm.layers.moe import experts
-from megatfm.layers.moe import experts as dispatch
-from megatfm.layers.moe.experts import sort_by_expert
 from megatfm.layers.moe.moe import MoE
 from megatfm.layers.moe.routers import stable_topk
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops import grouped_mm
-from megatfm.ops.grouped_mm import grouped_linear, kernel_for, looped_linear
 from tests.support.moe_layers import (
     F_,
     ROUTER_LOSSES,
@@ -59,20 +51,20 @@ dtype = dtype_fixture(*MODULES)
 
 def mixtral() -> tuple[nn.Module, dict[str, Any]]:
     options = {**SIZES, "intermediate_size": F_, "num_local_experts": E}
-    reference = modeling_mixtral.MixtralSparseMoeBlock(transformers.MixtralConfig(**options))
-    return reference, {"router": {"name": "top_k", **ROUTER_LOSSES}}
+    theirs = modeling_mixtral.MixtralSparseMoeBlock(transformers.MixtralConfig(**options))
+    return theirs, {"router": {"name": "top_k", **ROUTER_LOSSES}}
 
 
 def qwen3(normalise: bool) -> tuple[nn.Module, dict[str, Any]]:
     options = {**SIZES, "num_experts": E, "norm_topk_prob": normalise}
-    reference = modeling_qwen3_moe.Qwen3MoeSparseMoeBlock(transformers.Qwen3MoeConfig(**options))
-    return reference, {"router": {"name": "top_k", "norm_topk_prob": normalise, **ROUTER_LOSSES}}
+    theirs = modeling_qwen3_moe.Qwen3MoeSparseMoeBlock(transformers.Qwen3MoeConfig(**options))
+    return theirs, {"router": {"name": "top_k", "norm_topk_prob": normalise, **ROUTER_LOSSES}}
 
 
 def olmoe() -> tuple[nn.Module, dict[str, Any]]:
     options = {**SIZES, "intermediate_size": F_, "num_experts": E}
-    reference = modeling_olmoe.OlmoeSparseMoeBlock(transformers.OlmoeConfig(**options))
-    return reference, {"router": {"name": "top_k", "norm_topk_prob": False, **ROUTER_LOSSES}}
+    theirs = modeling_olmoe.OlmoeSparseMoeBlock(transformers.OlmoeConfig(**options))
+    return theirs, {"router": {"name": "top_k", "norm_topk_prob": False, **ROUTER_LOSSES}}
 
 
 def deepseek_v3(normalise: bool, groups: int, shared: int = 2) -> tuple[nn.Module, dict[str, Any]]:
@@ -80,17 +72,14 @@ def deepseek_v3(normalise: bool, groups: int, shared: int = 2) -> tuple[nn.Modul
         **SIZES, "n_routed_experts": E, "n_shared_experts": shared, "n_group": groups, "topk_group": groups // 2 or 1,
         "norm_topk_prob": normalise, "routed_scaling_factor": 2.5,
     }  # fmt: skip
-    reference = modeling_deepseek_v3.DeepseekV3MoE(transformers.DeepseekV3Config(**options))
+    theirs = modeling_deepseek_v3.DeepseekV3MoE(transformers.DeepseekV3Config(**options))
     router = {
         "n_group": groups,
         "topk_group": groups // 2 or 1,
         "norm_topk_prob": normalise,
         "routed_scaling_factor": 2.5,
     }
-    return reference, {
-        "n_shared_experts": shared,
-        "router": {"name": "deepseek_v3", **router, **ROUTER_LOSSES},
-    }
+    return theirs, {"n_shared_experts": shared, "router": {"name": "deepseek_v3", **router, **ROUTER_LOSSES}}
 
 
 LAYERS = {
@@ -104,37 +93,37 @@ LAYERS = {
 }
 
 
-def to_theirs(actual: MoE, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def to_theirs(ours: MoE, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Our tensors, or gradients, by the names of transformers' layers."""
     named = {
         "gate.weight": tensors["router.weight"],
         "experts.gate_up_proj": torch.cat([tensors["experts.w_gate"], tensors["experts.w_up"]], 1),
         "experts.down_proj": tensors["experts.w_down"],
     }
-    for part in ("gate", "up", "down") if actual.shared else ():
+    for part in ("gate", "up", "down") if ours.shared else ():
         named[f"shared_experts.{part}_proj.weight"] = tensors[f"shared.w_{part}.weight"]
     return named
 
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_transformers_layers_have_the_same_outputs_and_gradients(layer: str, dtype: torch.dtype) -> None:
-    expected, options = LAYERS[layer]()
-    expected, module = expected.to(dtype), build_moe(dtype, **options)
-    if isinstance(expected, modeling_deepseek_v3.DeepseekV3MoE):
-        expected.gate.e_score_correction_bias.copy_(module.router.bias)
-    for name, tensor in to_theirs(module, dict(module.named_parameters())).items():
-        expected.get_parameter(name).data.copy_(tensor.data)
+    theirs, options = LAYERS[layer]()
+    theirs, ours = theirs.to(dtype), build_moe(dtype, **options)
+    if isinstance(theirs, modeling_deepseek_v3.DeepseekV3MoE):
+        theirs.gate.e_score_correction_bias.copy_(ours.router.bias)
+    for name, tensor in to_theirs(ours, dict(ours.named_parameters())).items():
+        theirs.get_parameter(name).data.copy_(tensor.data)
     x, other = moe_inputs(dtype), moe_inputs(dtype)
-    y, wanted = module(x, moe_sequence()).y, expected(other)
+    y, wanted = ours(x, moe_sequence()).y, theirs(other)
     assert (y - wanted).abs().max() <= TOLERANCE[dtype] * wanted.abs().max()
     direction = torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(
         dtype
     )
     y.backward(direction)
     wanted.backward(direction)
-    gradients = to_theirs(module, {name: p.grad for name, p in module.named_parameters()})
+    gradients = to_theirs(ours, {name: p.grad for name, p in ours.named_parameters()})
     gradients["x"] = x.grad
-    reference = {name: p.grad for name, p in expected.named_parameters()} | {"x": other.grad}
+    reference = {name: p.grad for name, p in theirs.named_parameters()} | {"x": other.grad}
     assert gradients.keys() == reference.keys()
     for name, gradient in reference.items():
         assert gradient.norm() > 0
@@ -144,60 +133,55 @@ def test_transformers_layers_have_the_same_outputs_and_gradients(layer: str, dty
 @pytest.mark.parametrize("capacity", [T, 2, 1])
 def test_switch_transformers_layer_drops_the_same(capacity: int, dtype: torch.dtype) -> None:
     options = {"d_model": D, "d_ff": F_, "num_experts": E, "expert_capacity": capacity, "dropout_rate": 0.0}
-    hf_config = transformers.SwitchTransformersConfig(
-        **options, router_dtype="float32", router_jitter_noise=0.0
-    )
-    expected = modeling_switch_transformers.SwitchTransformersSparseMLP(hf_config).to(dtype)
+    given = transformers.SwitchTransformersConfig(**options, router_dtype="float32", router_jitter_noise=0.0)
+    theirs = modeling_switch_transformers.SwitchTransformersSparseMLP(given).to(dtype)
     if dtype == torch.float64:
-        expected.router.dtype = dtype
-    module = build_moe(
+        theirs.router.dtype = dtype
+    ours = build_moe(
         dtype,
         top_k=1,
         capacity_factor=capacity * E / T,
         activation="relu",
         router={"name": "switch", **ROUTER_LOSSES},
     )
-    expected.router.classifier.weight.data.copy_(module.router.weight.data)
+    theirs.router.classifier.weight.data.copy_(ours.router.weight.data)
     for e in range(E):
-        expert = expected.experts[f"expert_{e}"]
-        expert.wi.weight.data.copy_(module.experts.w_up.data[e])
-        expert.wo.weight.data.copy_(module.experts.w_down.data[e])
+        expert = theirs.experts[f"expert_{e}"]
+        expert.wi.weight.data.copy_(ours.experts.w_up.data[e])
+        expert.wo.weight.data.copy_(ours.experts.w_down.data[e])
     x, other = moe_inputs(dtype), moe_inputs(dtype)
-    result, wanted = module(x, moe_sequence()), expected(other)
-    assert (result.y - wanted).abs().max() <= TOLERANCE[dtype] * wanted.abs().max()
-    assert (int(result.counts["dropped"]) > 0) == (capacity < T)
-    result.y.square().sum().backward()
+    made, wanted = ours(x, moe_sequence()), theirs(other)
+    assert (made.y - wanted).abs().max() <= TOLERANCE[dtype] * wanted.abs().max()
+    assert (int(made.counts["dropped"]) > 0) == (capacity < T)
+    made.y.square().sum().backward()
     wanted.square().sum().backward()
-    pairs = [(x.grad, other.grad), (module.router.weight.grad, expected.router.classifier.weight.grad)]
+    pairs = [(x.grad, other.grad), (ours.router.weight.grad, theirs.router.classifier.weight.grad)]
     for e in range(E):
-        of_theirs = expected.experts[f"expert_{e}"]
-        for grad, layer in (
-            (module.experts.w_up.grad, of_theirs.wi),
-            (module.experts.w_down.grad, of_theirs.wo),
-        ):
+        of_theirs = theirs.experts[f"expert_{e}"]
+        for grad, layer in ((ours.experts.w_up.grad, of_theirs.wi), (ours.experts.w_down.grad, of_theirs.wo)):
             there = layer.weight.grad
             pairs.append((grad[e], torch.zeros_like(grad[e]) if there is None else there))
-    for tensor, reference in pairs:
-        assert (tensor - reference).norm() <= TOLERANCE[dtype] * max(float(reference.norm()), 1e-3)
+    for ours_, theirs_ in pairs:
+        assert (ours_ - theirs_).norm() <= TOLERANCE[dtype] * max(float(theirs_.norm()), 1e-3)
 
 
 @pytest.mark.parametrize("top_k", [1, 3])
 def test_terms_are_those_that_transformers_defines(top_k: int) -> None:
     """Of one layer: transformers adds the shares of all layers up before it multiplies."""
     with doubled(torch.float64, *MODULES):
-        module, x = build_moe(top_k=top_k, router={"name": "top_k", **ROUTER_LOSSES}), moe_inputs()
-        logits = F.linear(x, module.router.weight)
-        result = module(x, moe_sequence())
-        shares = result.counts["load"] / result.counts["load"].sum()
-        module.shares.copy_(shares)
-        losses = module(x, moe_sequence()).losses
-        reference = modeling_mixtral.load_balancing_loss_func((logits.flatten(0, 1),), E, top_k)
+        ours, x = build_moe(top_k=top_k, router={"name": "top_k", **ROUTER_LOSSES}), moe_inputs()
+        logits = F.linear(x, ours.router.weight)
+        made = ours(x, moe_sequence())
+        shares = made.counts["load"] / made.counts["load"].sum()
+        ours.shares.copy_(shares)
+        losses = ours(x, moe_sequence()).losses
+        theirs = modeling_mixtral.load_balancing_loss_func((logits.flatten(0, 1),), E, top_k)
         of_four = modeling_mixtral.load_balancing_loss_func((logits.flatten(0, 1),) * 4, E, top_k)
-        torch.testing.assert_close(of_four, reference, msg="one term for all layers, where ours are added")
+        torch.testing.assert_close(of_four, theirs, msg="one term for all layers, where ours are added")
         rows = [modeling_mixtral.load_balancing_loss_func((row,), E, top_k) for row in logits]
         z = modeling_switch_transformers.router_z_loss_func(logits)
         wanted = {
-            "balance": reference * B * T / top_k,
+            "balance": theirs * B * T / top_k,
             "sequence_balance": torch.stack(rows).sum() / top_k,
             "router_z": z * B * T,
         }
@@ -210,9 +194,9 @@ def test_terms_are_those_that_transformers_defines(top_k: int) -> None:
     assert losses.keys() == wanted.keys()
     for name, term in wanted.items():
         torch.testing.assert_close(losses[name], term, rtol=1e-6, atol=0)  # their counts are float32
-        actual = torch.autograd.grad(losses[name], [x, module.router.weight], retain_graph=True)
-        expected = torch.autograd.grad(term, [x, module.router.weight], retain_graph=True)
-        for one, other in zip(actual, expected, strict=True):
+        found = torch.autograd.grad(losses[name], [x, ours.router.weight], retain_graph=True)
+        theirs_ = torch.autograd.grad(term, [x, ours.router.weight], retain_graph=True)
+        for one, other in zip(found, theirs_, strict=True):
             assert other.norm() > 0
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
@@ -244,72 +228,24 @@ def test_padding_goes_through_no_expert_and_counts_nowhere(capacity: float | Non
             for b, t in real.nonzero().tolist():
                 e = choices[b, t, k]
                 taken[b, t, k], seen[b, e] = seen[b, e] < most, seen[b, e] + 1
-    result = module(x, moe_sequence(documents))
-    torch.testing.assert_close(result.y, by_hand(module, x, real, taken), rtol=1e-12, atol=1e-12)
-    assert not result.y[~real].any()
-    assert result.counts["load"].tolist() == torch.bincount(choices[real].flatten(), minlength=E).tolist()
-    assert int(result.counts["dropped"]) == int((~taken[real]).sum())
-    assert (int(result.counts["dropped"]) > 0) == (capacity is not None)
-    assert ("dropped" in module.statistics(result.counts)) == (capacity is not None), (
+    made = module(x, moe_sequence(documents))
+    torch.testing.assert_close(made.y, by_hand(module, x, real, taken), rtol=1e-12, atol=1e-12)
+    assert not made.y[~real].any()
+    assert made.counts["load"].tolist() == torch.bincount(choices[real].flatten(), minlength=E).tolist()
+    assert int(made.counts["dropped"]) == int((~taken[real]).sum())
+    assert (int(made.counts["dropped"]) > 0) == (capacity is not None)
+    assert ("dropped" in module.statistics(made.counts)) == (capacity is not None), (
         "else there is nothing to draw"
     )
     p = (x @ module.router.weight.T).softmax(-1)[real]
-    torch.testing.assert_close(result.counts["entropy"], -(p * p.log()).sum())
+    torch.testing.assert_close(made.counts["entropy"], -(p * p.log()).sum())
     alone = module(x[1:2], moe_sequence(rows=1))
     for name in ("sequence_balance", "router_z", "balance"):  # of the rows, one is whole and one cut short
-        remaining = module(x[:1, :4], SequenceMetadata(torch.arange(4)[None], None))
-        torch.testing.assert_close(result.losses[name], alone.losses[name] + remaining.losses[name])
-    gradient = torch.autograd.grad(result.y.sum() + sum(result.losses.values()), x)[0]
+        rest = module(x[:1, :4], SequenceMetadata(torch.arange(4)[None], None))
+        torch.testing.assert_close(made.losses[name], alone.losses[name] + rest.losses[name])
+    gradient = torch.autograd.grad(made.y.sum() + sum(made.losses.values()), x)[0]
     assert gradient.isfinite().all()
     assert not gradient[~real].any()
-
-
-def test_what_a_kernel_leaves_beyond_the_last_expert_reaches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its rows, and the gradients of its rows, may be anything."""
-    documents = torch.zeros(B, T, dtype=torch.int64)
-    documents[1, 3:] = -1
-
-    def poisoned(x_MI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
-        beyond_M1 = (torch.arange(len(x_MI)) >= ends_G[-1])[:, None]
-        assert beyond_M1.any()
-        x_MI = x_MI.view_as(x_MI)
-        x_MI.register_hook(lambda gradient: gradient.masked_fill(beyond_M1, math.nan))
-        return looped_linear(x_MI, weight_GOI, ends_G).masked_fill(beyond_M1, math.nan)
-
-    actual = []
-    for _ in range(2):
-        module, x = build_moe(activation="relu"), moe_inputs()
-        y = module(x, moe_sequence(documents)).y
-        actual.append([y, *torch.autograd.grad(y.square().sum(), [x, *module.parameters()])])
-        monkeypatch.setattr(dispatch, "is_host_readable", lambda tensor: False)
-        monkeypatch.setattr(experts, "grouped_linear", poisoned)
-    for one, other in zip(*actual, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)  # sums go by expert, and by choice
-
-
-class Adds(TorchDispatchMode):
-    """Notes what adds numbers to one place in an order that GPUs choose anew each time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.partition("::")[2].rstrip("_")
-        if name == "index_add" and args[0].is_floating_point():
-            self.found += [name] * (len(args[2].unique()) < args[2].numel())
-        return func(*args, **(kwargs or {}))
-
-
-def test_on_a_gpu_sums_over_experts_have_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, x = build_moe(top_k=3), moe_inputs()
-    with Adds() as adds:
-        torch.autograd.grad(module(x, moe_sequence()).y.sum(), x)
-    monkeypatch.setattr(dispatch, "is_host_readable", lambda tensor: False)
-    with Adds() as there:
-        torch.autograd.grad(module(x, moe_sequence()).y.sum(), x)
-    assert adds.found
-    assert not there.found
 
 
 def test_of_equal_scores_the_first_are_chosen_whatever_the_size() -> None:
@@ -325,80 +261,12 @@ def test_gradients_of_idle_and_overfull_experts() -> None:
         module, x = build_moe(torch.float32, top_k=1, d_ff=d_ff), moe_inputs(torch.float32).detach().abs()
         module.router.weight.data.fill_(-1.0)
         module.router.weight.data[3] = 1.0
-        result = module(x, moe_sequence())
-        assert result.counts["load"].tolist() == [0, 0, 0, B * T, 0, 0, 0, 0]
-        result.y.sum().backward()
+        made = module(x, moe_sequence())
+        assert made.counts["load"].tolist() == [0, 0, 0, B * T, 0, 0, 0, 0]
+        made.y.sum().backward()
         for parameter in module.experts.parameters():
             assert parameter.grad.isfinite().all()
             assert [bool(g.any()) for g in parameter.grad] == [e == 3 for e in range(E)]
-
-
-def gmm(a: Tensor, b: Tensor, batch_sizes: Tensor, trans_b: bool = False) -> Tensor:
-    """As grouped_gemm.ops.gmm, which says what it wants less readably."""
-    assert a.dtype == b.dtype == torch.bfloat16
-    assert a.is_contiguous()
-    assert b.is_contiguous()
-    assert batch_sizes.dtype == torch.int64
-    assert batch_sizes.device.type == "cpu"
-    assert int(batch_sizes.sum()) == len(a) > 0
-    parts = a.split(batch_sizes.tolist())
-    return torch.cat([part @ (one.T if trans_b else one) for part, one in zip(parts, b, strict=True)])
-
-
-@pytest.mark.parametrize(
-    ("dtype_", "kernel"),
-    [
-        (torch.float32, "grouped"),
-        (torch.bfloat16, "grouped"),
-        (torch.bfloat16, "windows"),
-        (torch.bfloat16, "megablocks"),
-    ],
-)
-def test_the_grouped_product_is_the_loop(
-    dtype_: torch.dtype, kernel: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "grouped_gemm", types.ModuleType("grouped_gemm"))
-    monkeypatch.setitem(sys.modules, "grouped_gemm.ops", types.SimpleNamespace(gmm=gmm))
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(13, D, generator=generator).to(dtype_).requires_grad_()
-    weight = torch.randn(4, 24, D, generator=generator).to(dtype_).requires_grad_()
-    ends = torch.tensor([3, 3, 9, 11], dtype=torch.int32)
-    assert kernel_for(x, weight) == ("windows" if dtype_ == torch.bfloat16 else "grouped")
-    monkeypatch.setattr(grouped_mm, "kernel_for", lambda *_: kernel)
-    direction = torch.randn(11, 24, generator=generator).to(dtype_)
-    result = []
-    for product in (grouped_linear, looped_linear):
-        y = product(x, weight, ends)[:11]
-        result.append((y, *torch.autograd.grad((y * direction).sum(), [x, weight])))
-    for one, other in zip(*result, strict=True):
-        rows = slice(0, 11) if len(one) == 13 else slice(None)
-        torch.testing.assert_close(one[rows], other[rows])
-    monkeypatch.undo()
-    assert kernel_for(x.double(), weight.double()) == kernel_for(x.float(), weight[:, :7]) == "loop"
-    nothing = grouped_mm.KERNELS[kernel](x, weight, torch.zeros_like(ends))
-    assert torch.autograd.grad(nothing[:0].sum(), [weight], allow_unused=True)[0] is not None
-
-
-def test_windows_hold_their_groups_and_have_few_lengths() -> None:
-    """Whatever the routing; of nothing beyond the last group, where rows may be undefined."""
-    generator = torch.Generator().manual_seed(0)
-    lengths = set()
-    for _ in range(100):
-        ends = torch.randint(0, 4097, (8,), generator=generator).sort().values.tolist()
-        ranges = grouped_mm.padded_ranges(ends)
-        assert [last for _, last, _, _ in ranges] == ends
-        assert [first for first, _, _, _ in ranges] == [0, *ends[:-1]]
-        for first, last, low, high in ranges:
-            assert 0 <= low <= first <= last <= high <= ends[-1]
-            assert high - low <= max(1.125 * (last - first), last - first + 8)
-            lengths |= {high - low} if high - low < ends[-1] else set()
-    assert len(lengths) < 70
-
-
-def test_choices_are_sorted_by_expert_and_others_come_last() -> None:
-    order, ends = sort_by_expert(torch.tensor([2, -1, 0, 2, 7, 0]), 3)
-    assert order.tolist() == [2, 5, 0, 3, 1, 4]
-    assert ends.tolist() == [2, 2, 4]
 
 
 def test_jitter_is_in_training_alone_and_within_its_bounds() -> None:
@@ -415,11 +283,11 @@ def test_jitter_is_in_training_alone_and_within_its_bounds() -> None:
 def test_state_follows_the_counts_of_a_step() -> None:
     module = build_moe(router={"name": "deepseek_v3", "bias_update_rate": 0.25, "aux_loss_coef": 1.0})
     before, x = module.router.bias.clone(), moe_inputs()
-    result = [module(x, moe_sequence()), module(-x, moe_sequence())]
-    for one in result:
+    made = [module(x, moe_sequence()), module(-x, moe_sequence())]
+    for one in made:
         assert isinstance(one, BlockOutput)
         module.accumulate_counts(one.counts)
-    load = sum(one.counts["load"] for one in result)
+    load = sum(one.counts["load"] for one in made)
     with torch.no_grad():
         module.update(module.observed)
     torch.testing.assert_close(module.router.bias, before + 0.25 * (load.double().mean() - load).sign())
@@ -450,13 +318,13 @@ def test_a_step_without_tokens_leaves_the_state_as_it_is() -> None:
 def test_statistics_have_the_variation_itself_where_the_loss_has_a_tangent() -> None:
     module = build_moe(router={"name": "noisy_top_k", "importance_loss_coef": 0.1, "load_loss_coef": 0.1})
     with torch.no_grad():
-        result = module(moe_inputs(), moe_sequence())
-    statistics = module.statistics(result.counts)
+        made = module(moe_inputs(), moe_sequence())
+    statistics = module.statistics(made.counts)
     for name in ("importance", "load"):
-        sums = result.counts[f"evened {name}"].double()
+        sums = made.counts[f"evened {name}"].double()
         expected = float((sums.std(unbiased=False) / sums.mean()) ** 2)
         assert statistics[f"{name}_cv2"] == pytest.approx(expected, rel=1e-9)
-    assert result.counts["load"].sum() == B * T * 3, "choices, where what is evened is called a load, too"
+    assert made.counts["load"].sum() == B * T * 3, "choices, where what is evened is called a load, too"
 
 
 def test_a_balanced_start() -> None:
@@ -471,7 +339,7 @@ def test_a_balanced_start() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("keys", "said"),
     [
         (
             {"drop_policy": "position"},
@@ -488,8 +356,8 @@ def test_a_balanced_start() -> None:
         ({"dropout": 0.1}, "dropout = 0.1 is for dense networks"),
     ],
 )
-def test_what_does_not_go_together_is_refused(keys: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
+def test_what_does_not_go_together_is_refused(keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
         moe_config(**keys)
 
 

@@ -73,14 +73,16 @@ def test_windows_are_cells(name: str, shifted: bool) -> None:
     module = make(window, shifted)
     x = torch.randn(2, 3 * height * width, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     positions = torch.arange(3 * height * width).expand(2, -1)
-    ours = module(x.requires_grad_(), MapSequence.of(SequenceMetadata(positions), (height, width)))
+    actual = module(x.requires_grad_(), MapSequence.of(SequenceMetadata(positions), (height, width)))
     maps = x.unflatten(1, (3, height, width)).flatten(0, 1)
-    expected = torch.stack([by_definition(module, one, window, shifted) for one in maps]).reshape(ours.shape)
-    torch.testing.assert_close(ours, expected, rtol=1e-11, atol=1e-11)
-    direction = torch.randn(ours.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    expected = torch.stack([by_definition(module, one, window, shifted) for one in maps]).reshape(
+        actual.shape
+    )
+    torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
+    direction = torch.randn(actual.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     inputs = [x, *module.parameters()]
     for one, other in zip(
-        torch.autograd.grad(ours, inputs, direction),
+        torch.autograd.grad(actual, inputs, direction),
         torch.autograd.grad(expected, inputs, direction),
         strict=True,
     ):

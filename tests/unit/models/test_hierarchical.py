@@ -126,30 +126,33 @@ def test_planted_faults_are_found(
 @pytest.mark.parametrize("options", [{}, SWIN_V2_OPTIONS], ids=["v1", "v2"])
 def test_images_of_a_row_are_each_image_alone(options: dict[str, Any]) -> None:
     """Logits and every gradient, with padding at the end of a row and nothing that says where images begin."""
-    ours, images = make_ours(options), [pixels(36, 28, seed=number) for number in range(5)]
-    for number, parameter in enumerate(ours.parameters()):
+    actual, images = make_ours(options), [pixels(36, 28, seed=number) for number in range(5)]
+    for number, parameter in enumerate(actual.parameters()):
         generator = torch.Generator().manual_seed(number)
         parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
     labels = [1, 4, 0, 2, 3]
     packed = batch_of(images, [[0, 1, 2], [3, 4]], labels)
     losses = [
-        ours(**batch_of([image], [[0]], [label])).losses["classifier"]
+        actual(**batch_of([image], [[0]], [label])).losses["classifier"]
         for image, label in zip(images, labels, strict=True)
     ]
-    wanted = torch.autograd.grad(sum(losses), [*ours.parameters()])
-    loss = ours(**packed).losses["classifier"]
+    wanted = torch.autograd.grad(sum(losses), [*actual.parameters()])
+    loss = actual(**packed).losses["classifier"]
     torch.testing.assert_close(loss, sum(losses), rtol=1e-12, atol=0)
-    for one, other in zip(torch.autograd.grad(loss, [*ours.parameters()]), wanted, strict=True):
+    for one, other in zip(torch.autograd.grad(loss, [*actual.parameters()]), wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
     logits = torch.cat(
-        [ours(**without_labels(batch_of([image], [[0]], [0]))).predictions["classifier"] for image in images]
+        [
+            actual(**without_labels(batch_of([image], [[0]], [0]))).predictions["classifier"]
+            for image in images
+        ]
     )
-    torch.testing.assert_close(ours(**without_labels(packed)).predictions["classifier"], logits)
+    torch.testing.assert_close(actual(**without_labels(packed)).predictions["classifier"], logits)
     bare = {
         "patches": batch_of(images, [[0, 1, 2]], labels)["patches"],
         "grid": batch_of(images, [[0, 1, 2]], labels)["grid"],
     }
-    torch.testing.assert_close(ours(**bare).predictions["classifier"], logits[:3])
+    torch.testing.assert_close(actual(**bare).predictions["classifier"], logits[:3])
 
 
 def without_labels(batch: dict[str, Tensor]) -> dict[str, Tensor]:

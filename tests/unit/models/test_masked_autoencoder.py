@@ -10,7 +10,7 @@ from transformers.models.vit_mae import modeling_vit_mae
 
 from megatfm.config import ModelConfig
 from megatfm.models import build
-from tests.support.images import grid_rows, patches_of, pixels
+from tests.support.images import masked_batch, pixels
 from tests.support.reference_gradients import doubled
 
 SIDE, GRID, D, D_DECODER = 4, (5, 5), 24, 16
@@ -57,8 +57,8 @@ PIXELS = torch.arange(3 * SIDE**2).view(3, SIDE, SIDE).permute(1, 2, 0).flatten(
 
 def ours_of(name: str, tensor: Tensor) -> tuple[str, Tensor]:
     """A parameter or gradient of theirs under our name and in our shape."""
-    for theirs, ours in NAMES:
-        name = re.sub(theirs, ours, name)
+    for expected, actual in NAMES:
+        name = re.sub(expected, actual, name)
     if name.startswith("pixels."):
         turned = torch.empty_like(tensor)
         turned[PIXELS] = tensor
@@ -79,7 +79,7 @@ def positions(height: int, width: int, d: int) -> Tensor:
 
 def make_pair(*, normalize: bool) -> tuple[nn.Module, ViTMAEForPreTraining]:
     """Ours and theirs in float64 from the same random weights; theirs with fixed positions, which it would leave 0."""
-    theirs = ViTMAEForPreTraining(
+    expected = ViTMAEForPreTraining(
         ViTMAEConfig(
             hidden_size=D, num_hidden_layers=2, num_attention_heads=3, intermediate_size=40, image_size=20,
             patch_size=SIDE, decoder_hidden_size=D_DECODER, decoder_num_hidden_layers=3,
@@ -88,15 +88,15 @@ def make_pair(*, normalize: bool) -> tuple[nn.Module, ViTMAEForPreTraining]:
         )
     ).double()  # fmt: skip
     generator = torch.Generator().manual_seed(3)
-    for name, parameter in theirs.named_parameters():
+    for name, parameter in expected.named_parameters():
         parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         if "pos" in name:
             parameter.data = positions(*GRID, parameter.shape[-1])
             parameter.requires_grad_(requires_grad=False)
     model = build(CONFIG.with_changes({"pixel_decoder.normalize_targets": normalize})).double()
-    weights = dict(ours_of(n, p.data) for n, p in theirs.named_parameters() if p.requires_grad)
+    weights = dict(ours_of(n, p.data) for n, p in expected.named_parameters() if p.requires_grad)
     model.load_state_dict(weights)
-    return model, theirs
+    return model, expected
 
 
 def kept_patches(number: int) -> list[int]:
@@ -104,39 +104,10 @@ def kept_patches(number: int) -> list[int]:
     return sorted(torch.randperm(25, generator=torch.Generator().manual_seed(number))[:6].tolist())
 
 
-def batch_of(images: list[Tensor], rows: list[list[int]]) -> dict[str, Tensor]:
-    """Rows that hold the images of these numbers, with one token of padding on the encoder's side and two on the
-    decoder's."""
-    n_visible, n_all = 7, 26
-    lengths = {"encoder_": n_visible * max(map(len, rows)) + 1, "": n_all * max(map(len, rows)) + 2}
-    batch: dict[str, Tensor] = {"source": torch.full((len(rows), lengths[""]), -1)}
-    for side, length in lengths.items():
-        batch[f"{side}patches"] = torch.zeros(len(rows), length, 3 * SIDE**2, dtype=torch.uint8)
-        batch[f"{side}grid"] = torch.tensor([0, 0, 1, 1], dtype=torch.int32).repeat(len(rows), length, 1)
-        batch[f"{side}positions"] = torch.zeros(len(rows), length, dtype=torch.int64)
-        batch[f"{side}documents"] = torch.full((len(rows), length), -1)
-    for index, row in enumerate(rows):
-        for document, number in enumerate(row):
-            visible = [0, *(1 + patch for patch in kept_patches(number))]
-            patches = torch.cat([torch.zeros(1, 3 * SIDE**2), patches_of(images[number], SIDE)]).to(
-                torch.uint8
-            )
-            grid = torch.tensor(grid_rows(*GRID, 1), dtype=torch.int32)
-            for side, tokens in (("encoder_", visible), ("", list(range(n_all)))):
-                at = (index, slice(document * len(tokens), (document + 1) * len(tokens)))
-                batch[f"{side}patches"][at] = patches[tokens]
-                batch[f"{side}grid"][at] = grid[tokens]
-                batch[f"{side}positions"][at] = torch.arange(len(tokens))
-                batch[f"{side}documents"][at] = document
-            for order, token in enumerate(visible):
-                batch["source"][index, document * n_all + token] = order
-    return batch
-
-
 @pytest.mark.parametrize("normalize", [True, False])
 def test_transformers_mae(normalize: bool) -> None:
     """Two images in one row and one in another: loss, pixels and every gradient, as of three in theirs."""
-    model, theirs = make_pair(normalize=normalize)
+    model, expected = make_pair(normalize=normalize)
     images = [pixels(20, 20, seed=seed) for seed in range(3)]
     mean, std = (
         torch.tensor(v, dtype=torch.float64)[:, None, None] for v in ((0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
@@ -146,13 +117,14 @@ def test_transformers_mae(normalize: bool) -> None:
     for number in range(3):
         noise[number, kept_patches(number)] = torch.arange(6) / 10
     with doubled(torch.float64, modeling_vit_mae):
-        output = theirs(pixel_values=values, noise=noise)
+        output = expected(pixel_values=values, noise=noise)
     output.loss.backward()
-    batch = batch_of(images, [[0, 1], [2]])
+    kept = [kept_patches(number) for number in range(3)]
+    batch = masked_batch(images, SIDE, 1, [[0, 1], [2]], kept, (15, 54))
     loss = model(**batch).losses["reconstruction"]
     torch.testing.assert_close(loss / (3 * 19), output.loss, rtol=1e-11, atol=1e-11)
     (loss / (3 * 19)).backward()
-    wanted = dict(ours_of(n, p.grad) for n, p in theirs.named_parameters() if p.requires_grad)
+    wanted = dict(ours_of(n, p.grad) for n, p in expected.named_parameters() if p.requires_grad)
     assert wanted.keys() == dict(model.named_parameters()).keys()
     for name, parameter in model.named_parameters():
         assert name.endswith("wk.bias") or parameter.grad.norm() > 1e-6, name

@@ -59,7 +59,7 @@ def test_every_model_is_compared_with_one_device() -> None:
         assert attention_kinds(config) <= compared, name
 
 
-@pytest.mark.parametrize("name", ["swin", "swin v2"])
+@pytest.mark.parametrize("name", ["swin", "mvit v2"])
 def test_hierarchical_models_need_whole_images(name: str) -> None:
     with torch.device("meta"):
         model = build(FAMILY_MODELS[name])

@@ -56,14 +56,14 @@ def rows_of(*rows: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 @pytest.mark.parametrize("pair", [False, True])
 @pytest.mark.parametrize("length", [64, 9])
 def test_frames_are_those_of_transformers(tmp_path: Path, kind: str, pair: bool, length: int) -> None:
-    ours = save_tokenizer(tmp_path, kind)
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    actual = save_tokenizer(tmp_path, kind)
+    reference = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
     texts = ["the cat sat on a mat and saw it", "cat"], ["it sat", "the mat and the cat and it"]
     rows = rows_of(*({"text": a, "pair": b} for a, b in zip(*texts, strict=True)))
     config = task(text_pair="pair" if pair else None, too_long="truncate")
-    examples, _ = RowEncoder("x.csv", config, ours, length, True, 0).encode(rows)
+    examples, _ = RowEncoder("x.csv", config, actual, length, True, 0).encode(rows)
     for example, a, b in zip(examples, *texts, strict=True):
-        wanted = theirs(
+        wanted = reference(
             a,
             b if pair else None,
             truncation="longest_first",

@@ -12,12 +12,14 @@ PREDICTED = np.array([0, 1, 1, 1, 1, 1, 0, 0])
 def test_metrics_of_two_classes() -> None:
     tp, fp, fn, tn = 3, 2, 2, 1
     table = metrics.METRICS_OF_FORM["classification"]
-    found = {name: metric(TARGETS, PREDICTED) for name, metric in table.items()}
-    assert found["accuracy"] == pytest.approx(4 / 8)
-    assert found["f1"] == pytest.approx(2 * tp / (2 * tp + fp + fn))
-    assert found["f1_macro"] == pytest.approx((2 * tp / (2 * tp + fp + fn) + 2 * tn / (2 * tn + fp + fn)) / 2)
+    actual = {name: metric(TARGETS, PREDICTED) for name, metric in table.items()}
+    assert actual["accuracy"] == pytest.approx(4 / 8)
+    assert actual["f1"] == pytest.approx(2 * tp / (2 * tp + fp + fn))
+    assert actual["f1_macro"] == pytest.approx(
+        (2 * tp / (2 * tp + fp + fn) + 2 * tn / (2 * tn + fp + fn)) / 2
+    )
     product = (tp + fp) * (tp + fn) * (tn + fp) * (tn + fn)
-    assert found["matthews"] == pytest.approx((tp * tn - fp * fn) / product**0.5)
+    assert actual["matthews"] == pytest.approx((tp * tn - fp * fn) / product**0.5)
     assert metrics.confusion_matrix(TARGETS, PREDICTED, 3) == [[1, 2, 0], [2, 3, 0], [0, 0, 0]]
     scores = metrics.per_class_scores(TARGETS, PREDICTED, ["no", "yes", "never"])
     assert scores["yes"] == {"precision": 0.6, "recall": 0.6, "f1": pytest.approx(0.6), "examples": 5}

@@ -41,7 +41,7 @@ def tokenizer(model: bytes) -> SentencePieceTokenizer:
 
 
 @pytest.fixture(scope="session")
-def own(texts: list[str], tokenizer: SentencePieceTokenizer) -> dict[str, Tokenizer]:
+def trained(texts: list[str], tokenizer: SentencePieceTokenizer) -> dict[str, Tokenizer]:
     """Each kind that can be trained here."""
     size: dict[str, Any] = {"vocab_size": 900, "sentinels": 8}
     unigram = train_sentencepiece(texts, **size, modes=True, model_type="unigram")
@@ -60,12 +60,12 @@ def foreign(texts: list[str]) -> Callable[..., bytes]:
     lines = [line for text in texts for line in text.splitlines()]
 
     def train(**settings: Any) -> bytes:
-        made = BytesIO()
+        buffer = BytesIO()
         defaults = {"vocab_size": 500, "minloglevel": 2}
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines), model_writer=made, **{**defaults, **settings}
+            sentence_iterator=iter(lines), model_writer=buffer, **{**defaults, **settings}
         )
-        return made.getvalue()
+        return buffer.getvalue()
 
     return train
 
@@ -86,16 +86,16 @@ def folders(
     sentinels = [(f"<extra_id_{n}>", 0.0) for n in range(99, -1, -1)]
     (root / "raw").mkdir()
     (root / "raw" / "tokenizer.model").write_bytes(foreign(**LLAMA2_PIECES))
-    made = {
+    result = {
         "gpt2": transformers.GPT2Tokenizer(vocab=ended(pieces, "<|endoftext|>"), merges=merges),
         "roberta": transformers.RobertaTokenizer(vocab=framed(pieces, "<mask>"), merges=merges),
         "bert": transformers.BertTokenizer(vocab=words),
         "t5": transformers.T5Tokenizer(vocab=[*unigram, *sentinels]),
         "llama2": transformers.LlamaTokenizer.from_pretrained(root / "raw"),
     }
-    for name, each in made.items():
-        each.save_pretrained(root / name)
-    return {name: root / name for name in made}
+    for name, value in result.items():
+        value.save_pretrained(root / name)
+    return {name: root / name for name in result}
 
 
 def ended(pieces: dict[str, int], *names: str) -> dict[str, int]:

@@ -38,8 +38,8 @@ def test_training_sentencepiece_is_silent(
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "sentencepiece-unigram"])
-def test_pieces_may_hold_breaks_indentation_and_tabs(own: dict[str, Tokenizer], kind: str) -> None:
-    learnt = pieces(own[kind])
+def test_pieces_may_hold_breaks_indentation_and_tabs(trained: dict[str, Tokenizer], kind: str) -> None:
+    learnt = pieces(trained[kind])
     assert any(piece.startswith("\n\u2581\u2581\u2581\u2581") for piece in learnt)
     assert any("\t" in piece and (len(piece) > 1 or kind == "sentencepiece-unigram") for piece in learnt)
 

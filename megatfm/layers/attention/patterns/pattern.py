@@ -110,7 +110,7 @@ class AttentionPattern:
     def key_ranges(self, first: int, last: int, length: int) -> Ranges | None:
         """The keys that queries from place `first` up to `last`, not with it, may see in a document of `length` tokens:
         runs (begin, end), which may lie beyond its ends; None: they may be anywhere in it, or before `last` where no
-        later keys are seen (`sees_later`). `wide` queries are left out."""
+        later keys are seen (`sees_later`). `global_queries` are left out."""
         return None
 
     def global_queries(self, length: int) -> Ranges:
@@ -133,7 +133,7 @@ class AttentionPattern:
         return (q.first <= q.last) & (k.first <= k.last)
 
     def full_block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
-        """Whether all queries of one block see all keys of another, as `blocks`; may say so too rarely."""
+        """Whether all queries of one block see all keys of another, as `block_mask`; may say so too rarely."""
         return (q.first > q.last) & (k.first > k.last)
 
     def simplify(self, length: int) -> "AttentionPattern":
