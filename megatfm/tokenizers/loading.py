@@ -12,7 +12,8 @@ from megatfm.tokenizers.sentence_piece import SentencePieceTokenizer
 SP_MODEL, TOKENIZER_JSON, VOCAB_TXT = "tokenizer.model", "tokenizer.json", "vocab.txt"
 VOCAB_JSON, MERGES_TXT = "vocab.json", "merges.txt"
 CHAT_TEMPLATE = "chat_template.jinja"
-TOKENIZER_FILENAMES = (SP_MODEL, TOKENIZER_JSON, CONFIG, CHAT_TEMPLATE)
+"""Beside a tokenizer.json, where transformers keeps how conversations are rendered."""
+TOKENIZER_FILENAMES = (SP_MODEL, TOKENIZER_JSON, CONFIG)
 """Names of a tokenizer's files where megatfm writes them."""
 
 SP_MODELS = (SP_MODEL, "spiece.model", "sentencepiece.bpe.model")

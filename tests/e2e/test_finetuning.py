@@ -249,3 +249,17 @@ def test_conversations_train_their_answers_alone(folder: Path, capfd: pytest.Cap
     capfd.readouterr()
     assert run("data", "show", str(corpus), "--sample", "0") == 0
     assert "[CLS]the cat[MASK][SEP]⟦a cat[MASK]⟧" in capfd.readouterr().out
+
+
+def test_several_seeds_are_summed_up(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["task.epochs=1", "task.test="]
+    assert run("finetune", "task.toml", "--from", "bert", "--seeds", "2", *words) == 0
+    losses = [
+        json.loads((folder / f"runs/things-seed-{seed}/task.json").read_text())["sets"]["validation"]["loss"]
+        for seed in (0, 1)
+    ]
+    assert losses[0] != losses[1]
+    mean, deviation = sum(losses) / 2, abs(losses[0] - losses[1]) / 2**0.5
+    assert f"{mean:.4f} ± {deviation:.4f}" in capfd.readouterr().out
+    assert run("finetune", "task.toml", "--from", "bert", "--seeds", "2", "train.seed=3") == 2
+    assert "each run has its own train.seed: leave that out" in capfd.readouterr().err
