@@ -2,6 +2,8 @@
 
 import argparse
 import io
+import sys
+from functools import partial
 from pathlib import Path
 
 from megatfm.commands.arguments import add_config_and_overrides
@@ -61,7 +63,9 @@ def data_command(args: argparse.Namespace) -> int:
         return 0
     path = args.tokenizer
     if path is None and "://" not in args.dir:
-        path = tokenizers.find_tokenizer_file(Path(args.dir).resolve().parent)
+        folder = Path(args.dir).resolve().parent
+        # The corpora of a task lie one folder deeper in their run.
+        path = tokenizers.find_tokenizer_file(folder) or tokenizers.find_tokenizer_file(folder.parent)
     of_text = tokenizers.load(path) if path else None
     if args.action == "export":
         codec = Detokenizer(of_text.decode, of_text.eos) if of_text else None
@@ -71,7 +75,10 @@ def data_command(args: argparse.Namespace) -> int:
     elif args.images:
         print(_draw_images(args))
     else:
-        print(show(args.dir, args.sample, of_text.decode if of_text else None, describe_padding))
+        from megatfm.tasks.answers import spell_trained
+
+        spell = partial(spell_trained, tokenizer=of_text, colour=sys.stdout.isatty()) if of_text else None
+        print(show(args.dir, args.sample, of_text.decode if of_text else None, describe_padding, spell))
     return 0
 
 

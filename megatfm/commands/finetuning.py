@@ -3,6 +3,7 @@
 import argparse
 import logging
 import os
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,9 @@ def add_finetune_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"only tokenize, and write RUN/{RESOLVED_CONFIG}, which `launch`, `train` and `verify` take",
     )
     parser.add_argument(
+        "--seeds", type=int, metavar="N", help="N runs, NAME-seed-0 and so on; prints mean and deviation"
+    )
+    parser.add_argument(
         "--export",
         metavar="DIR",
         help="at the end, store the best checkpoint there in the Hugging Face format",
@@ -49,7 +53,45 @@ def finetune_command(args: argparse.Namespace) -> int:
     """Fine-tune or resume, then evaluate the best checkpoint; exit codes as those of `megatfm train`."""
     enable_expandable_segments(os.environ)
     start_sentinel()
-    config, notes = finetuning_config(args.source, args.config, args.overrides)
+    if args.seeds is None:
+        return finetune_once(args, args.overrides)[0]
+    seeds = check_seeds(args)
+    config, overrides = args.config, args.overrides
+    if config is not None and "=" in config:
+        config, overrides = None, [config, *overrides]
+    name = _values(config, overrides).get("name") or f"from-{Path(args.source).absolute().name}"
+    every: list[TaskResults] = []
+    for seed in seeds:
+        code, results = finetune_once(
+            args, [*args.overrides, f"name={name}-seed-{seed}", f"train.seed={seed}"]
+        )
+        if code != EXIT_OK:
+            return code
+        every += [results] if results is not None else []
+    if every:
+        print_spread(every)
+        print(f"side by side: megatfm compare {' '.join(f'runs/{name}-seed-{seed}' for seed in seeds)}")
+    return EXIT_OK
+
+
+def check_seeds(args: argparse.Namespace) -> Sequence[int]:
+    """Return the seeds of `--seeds`. Raises UsageError for what goes with one run alone."""
+    named = {override.partition("=")[0].strip() for override in [args.config or "", *args.overrides]}
+    if args.seeds < 2:
+        raise UsageError(f"--seeds {args.seeds}: choose 2 or more, or leave it out")
+    for key in ("train.seed", "run_dir"):
+        if key in named:
+            raise UsageError(f"--seeds: each run has its own {key}: leave that out")
+    if args.export or args.prepare:
+        raise UsageError(
+            "--seeds: --export and --prepare are for one run: give them with train.seed=0 instead"
+        )
+    return range(args.seeds)
+
+
+def finetune_once(args: argparse.Namespace, overrides: Sequence[str]) -> "tuple[int, TaskResults | None]":
+    """Fine-tune one run; returns the exit code and, on rank 0, the results of its best checkpoint."""
+    config, notes = finetuning_config(args.source, args.config, overrides)
     for note in notes:
         log.info("%s", note)
     from megatfm.tracking.run_directory import run_folder
@@ -60,7 +102,7 @@ def finetune_command(args: argparse.Namespace) -> int:
     atomic_write(folder / RESOLVED_CONFIG, to_toml(config))
     if args.prepare:
         print(folder / RESOLVED_CONFIG)
-        return EXIT_OK
+        return EXIT_OK, None
     from megatfm.describe.description import flops_per_token
     from megatfm.inference.samples import PromptSampler
     from megatfm.inference.task_evaluation import evaluate_task
@@ -69,7 +111,7 @@ def finetune_command(args: argparse.Namespace) -> int:
     with removed_on_refusal(new_paths):
         code = train(config, flops_per_token, PromptSampler(), new_paths)
     if code != EXIT_OK:
-        return code
+        return code, None
     results = evaluate_task(folder)
     if results is not None:
         print_results(results)
@@ -79,7 +121,7 @@ def finetune_command(args: argparse.Namespace) -> int:
             first, *remarks = convert(results.checkpoint, args.export, "hf")
             for line in [*remarks, f"{args.export}: {first}"]:
                 print(line)
-    return EXIT_OK
+    return EXIT_OK, results
 
 
 def finetuning_config(
@@ -155,7 +197,24 @@ def print_results(results: "TaskResults") -> None:
         table.add_row(name, f"{result['examples']:,}", f"{result['loss']:.4f}", *cells)
     print_table(table)
     for name, result in results.sets.items():
-        print(f"{name}: predictions in {result['predictions']}")
+        if "predictions" in result:
+            print(f"{name}: predictions in {result['predictions']}")
+
+
+def print_spread(every: "Sequence[TaskResults]") -> None:
+    """Print mean and standard deviation of each metric over runs."""
+    from rich.table import Table
+
+    table = Table(title=f"mean ± standard deviation of {len(every)} seeds")
+    names = list(next(iter(every[0].sets.values()))["metrics"]) if every[0].sets else []
+    for heading in ("set", "loss", *names):
+        table.add_column(heading, justify="left" if heading == "set" else "right")
+    for name in every[0].sets:
+        columns = [[results.sets[name]["loss"] for results in every]]
+        columns += [[results.sets[name]["metrics"][metric] for results in every] for metric in names]
+        cells = [f"{statistics.mean(values):.4f} ± {statistics.stdev(values):.4f}" for values in columns]
+        table.add_row(name, *cells)
+    print_table(table)
 
 
 def add_predict_arguments(parser: argparse.ArgumentParser) -> None:

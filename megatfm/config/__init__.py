@@ -30,6 +30,7 @@ from megatfm.config.model_parts import (
     TextClassifierHeadConfig,
 )
 from megatfm.config.objective import (
+    AnswersObjective,
     CausalObjective,
     ClassificationObjective,
     MaskedImageObjective,
@@ -90,6 +91,7 @@ from megatfm.config.training import (
 __all__ = [
     "AdafactorConfig",
     "AdamWConfig",
+    "AnswersObjective",
     "BigBirdPatternConfig",
     "CausalObjective",
     "ChunkedPatternConfig",

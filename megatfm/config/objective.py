@@ -155,6 +155,12 @@ class TextClassificationObjective(Section):
     """Weight of the next tokens' loss besides, in decoders (Radford et al. 2018: 0.5)."""
 
 
+class AnswersObjective(Section):
+    """Predict the answers to prompts, and nothing of the prompts; `megatfm finetune` sets it."""
+
+    name: Literal["answers"] = "answers"
+
+
 class ImageObjective(Section):
     """An objective whose inputs are images, without a tokenizer."""
 
@@ -193,6 +199,7 @@ ObjectiveConfig = Annotated[
     | UL2Objective
     | ReplacedTokenObjective
     | TextClassificationObjective
+    | AnswersObjective
     | ClassificationObjective
     | MaskedImageObjective
     | PluginObjective,

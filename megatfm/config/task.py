@@ -11,16 +11,21 @@ METRICS = {
     "multilabel": ("f1_micro", "f1_macro", "exact_match"),
     "regression": ("pearson", "spearman", "r2"),
     "tagging": ("span_f1", "accuracy", "f1_macro"),
+    "generation": ("loss",),
+    "chat": ("loss",),
 }
-"""Metrics that a form is measured by, where more is better; the first is its usual one."""
+"""Metrics that a form is measured by, where more is better but for the loss; the first is its usual one."""
 
 
 class TaskConfig(Section):
     """A downstream task for `megatfm finetune`: files with labels, and what their columns mean."""
 
-    form: Literal["classification", "multilabel", "regression", "tagging"] = "classification"
+    form: Literal["classification", "multilabel", "regression", "tagging", "generation", "chat"] = (
+        "classification"
+    )
     """classification: one class for each text, or pair of texts. multilabel: any number of classes. regression: a
-    number. tagging: a class for each word."""
+    number. tagging: a class for each word. generation: a text as the answer. chat: conversations, whose answers are
+    trained."""
     train: PathStr = Field(examples=["reviews.train.csv"])
     """File with the training examples: .csv, .tsv, .jsonl or .parquet, or a Hugging Face dataset's folder."""
     validation: PathStr | None = Field(default=None, examples=["reviews.validation.csv"])
@@ -35,6 +40,14 @@ class TaskConfig(Section):
     """Column of the label; of several labels, a list, or a text with `;` between them (in tagging, spaces)."""
     labels: list[str] = Field(default_factory=list, examples=[["negative", "positive"]])
     """All labels, in the order of the classes; left out, those of the training file, sorted."""
+    messages: str = "messages"
+    """Column of the conversation in `chat`: a list of {role, content}."""
+    chat_template: PathStr | None = None
+    """Jinja file that renders conversations; left out, the tokenizer's own template."""
+    prefix: str = Field(default="", examples=["translate English to German: "])
+    """Words before each text in `generation`."""
+    separator: str = "\n"
+    """Words between text and answer in `generation`."""
     too_long: Literal["error", "truncate"] = "error"
     """What happens to a text that doesn't fit data.sequence_length: refuse the file, naming the row, or cut the longer
     text at its end; how many were cut is logged."""
@@ -67,6 +80,11 @@ class TaskConfig(Section):
         if self.metric is None and self.form == "tagging" and not self.has_spans:
             return "accuracy"
         return self.metric or METRICS[self.form][0]
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the task is done by a head of its own, not by the one over the vocabulary."""
+        return self.form not in ("generation", "chat")
 
     @property
     def has_spans(self) -> bool:

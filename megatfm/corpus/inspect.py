@@ -75,14 +75,16 @@ def show(
     sample: int | None = None,
     decode: Callable[[NDArray[Any]], str] | None = None,
     describe_rows: Callable[[Corpus], dict[str, str]] = lambda corpus: {},
+    spell: Callable[[Sample], str | None] | None = None,
 ) -> str:
     """Return printable facts about a corpus, or one sample: its origin and its text (its ids without `decode`).
 
-    describe_rows: more facts, on how its documents fill rows.
+    describe_rows: more facts, on how its documents fill rows. spell: returns a sample's text where it is shown
+    otherwise than `decode` gives it, else None.
     """
     corpus = Corpus.open(folder)
     if sample is not None:
-        return _show_sample(corpus, sample, decode)
+        return _show_sample(corpus, sample, decode, spell)
     disk = sum(shard.bytes for shard in corpus.manifest.shards)
     facts = {
         "corpus": str(corpus.folder),
@@ -114,7 +116,12 @@ def _holds(provenance: dict[str, Any]) -> dict[str, str]:
     return shares_by_field
 
 
-def _show_sample(corpus: Corpus, number: int, decode: Callable[[NDArray[Any]], str] | None) -> str:
+def _show_sample(
+    corpus: Corpus,
+    number: int,
+    decode: Callable[[NDArray[Any]], str] | None,
+    spell: Callable[[Sample], str | None] | None,
+) -> str:
     sample = corpus.read_sample(number)
     facts = {
         "sample": f"{number:,} of {corpus.n_samples:,}",
@@ -124,7 +131,9 @@ def _show_sample(corpus: Corpus, number: int, decode: Callable[[NDArray[Any]], s
         **{f".{extension}": f"{len(data):,} bytes" for extension, data in sample.members.items()},
         **{name: json.dumps(value, ensure_ascii=False) for name, value in sample.metadata.items()},
     }
-    text = decode(sample.tokens) if decode else " ".join(map(str, sample.tokens))
+    text = spell(sample) if spell else None
+    if text is None:
+        text = decode(sample.tokens) if decode else " ".join(map(str, sample.tokens))
     return f"{_format_facts(facts)}\n\n{text}"
 
 

@@ -1,7 +1,9 @@
 """Evaluate the best checkpoint of a fine-tuning run on its files, and predict the labels of others."""
 
 import json
+import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,8 @@ from megatfm.train.evaluation import evaluate
 from megatfm.train.finetuning import prepare_task_corpus
 from megatfm.train.init_from import load_weights
 
+Collected = tuple[Predictions | None, float, int]
+"""Predictions of a task with a head, mean loss, and number of examples."""
 RESULTS, PREDICTIONS = "task.json", "predictions"
 
 
@@ -53,10 +57,14 @@ def evaluate_task(run_dir: Path, *, trust_plugins: bool = False) -> TaskResults 
         return None
     source, by_set = collected
     results: dict[str, dict[str, Any]] = {}
-    for name, (predictions, loss) in by_set.items():
+    for name, (predictions, loss, n_examples) in by_set.items():
+        results[name] = {"examples": n_examples, "loss": loss}
+        if predictions is None:
+            results[name] |= {"metrics": {"perplexity": math.exp(loss)}, "intervals": {}}
+            continue
         file = run_dir / PREDICTIONS / f"{name}.jsonl"
         _write_predictions(file, predictions)
-        results[name] = {**summarise(predictions), "loss": loss, "predictions": str(file)}
+        results[name] |= {**summarise(predictions), "predictions": str(file)}
     step = dict(checkpoint.read_state(source))["step"]
     stored = {"checkpoint": source.name, "step": step, "labels": task.labels, "sets": results}
     atomic_write(run_dir / RESULTS, json.dumps(stored, indent=2) + "\n")
@@ -90,12 +98,17 @@ def predict_file(
     """
     config, tokenizer = _open_run(run_dir, trust_plugins)
     assert config.task is not None
+    if not config.task.has_head:
+        raise UsageError(
+            f"{run_dir}: its task, form = {config.task.form!r}, has no labels to predict: use `megatfm generate`"
+        )
     if not Path(file).exists():
         raise UsageError(f"{file}: there is no such file: give one with column {config.task.text!r}")
     collected = _predict(run_dir, config, tokenizer, {"predicted": file}, with_labels=False)
     if collected is None:
         return None
-    predictions, _ = collected[1]["predicted"]
+    predictions, _, _ = collected[1]["predicted"]
+    assert predictions is not None
     target = Path(out) if out else run_dir / PREDICTIONS / f"{Path(file).stem}.jsonl"
     _write_predictions(target, predictions)
     return target, len(np.unique(predictions.examples))
@@ -121,19 +134,18 @@ def _open_run(run_dir: Path, trust_plugins: bool) -> tuple[Config, Tokenizer]:
 
 def _predict(
     run_dir: Path, config: Config, tokenizer: Tokenizer, files: Mapping[str, str], *, with_labels: bool
-) -> tuple[Path, dict[str, tuple[Predictions, float]]] | None:
+) -> tuple[Path, dict[str, Collected]] | None:
     """Return the checkpoint, and for each file its predictions and mean loss; None on ranks other than 0."""
     task = config.task
     assert task is not None
     with distributed.distributed_session(device=config.train.device) as rank:
-        folders = {
-            name: str(
-                run_on_rank_0_raising(
-                    lambda path=path: prepare_task_corpus(config, path, tokenizer, with_labels=with_labels)  # type: ignore[misc]
-                ).folder
-            )
-            for name, path in files.items()
-        }
+        corpora_read = run_on_rank_0_raising(
+            lambda: {
+                name: prepare_task_corpus(config, path, tokenizer, with_labels=with_labels)
+                for name, path in files.items()
+            }
+        )
+        folders = {name: str(corpus.folder) for name, corpus in corpora_read.items()}
         source = run_on_rank_0_raising(lambda: best_checkpoint(run_dir))
         data = config.data.model_copy(update={"validation": folders})
         corpora = open_corpora(config.model_copy(update={"data": data}), tokenizer)
@@ -146,11 +158,12 @@ def _predict(
         load_weights(engine, source)
         results = {}
         for name, rows in corpora.validation.items():
-            with collect_predictions(model_of(engine)) as collector:
+            with collect_predictions(model_of(engine)) if task.has_head else nullcontext() as collector:
                 loss = evaluate(engine, rows, corpora.objective, None, micro_batch=config.train.micro_batch)[
                     "loss"
                 ]
-            results[name] = collector.gather(task), float(loss)
+            predictions = collector.gather(task) if collector else None
+            results[name] = (predictions, float(loss), corpora_read[name].n_examples)
     return (source, results) if rank.is_main else None
 
 

@@ -8,7 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatfm.config import ModelConfig, TextClassificationObjective, TextClassifierHeadConfig
+from megatfm.config import (
+    AnswersObjective,
+    ModelConfig,
+    TextClassificationObjective,
+    TextClassifierHeadConfig,
+)
 from megatfm.data.sequences import DocumentChunk, Field
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.objectives.base import OBJECTIVES, Batch, Example, Objective, SpecialTokens
@@ -116,3 +121,43 @@ class TextClassification(Objective):
         annotation = {"at": at.tolist(), "labels": labels.tolist(), "second": int(random.integers(1, n))}
         tokens = random.integers(0, self.special.vocab_size, n)
         return DocumentChunk(tokens, files={ANNOTATION: json.dumps(annotation).encode()})
+
+
+@OBJECTIVES.register("answers")
+class Answers(Objective):
+    """Predict the tokens of answers, each from all tokens before it; prompts are read and not predicted.
+
+    Examples come framed, and several share a row.
+    """
+
+    model_families = ("decoder",)
+    predicts_tokens = True
+    needs_files = True
+    loss_weights: Mapping[str, float]
+
+    def __init__(
+        self,
+        special: SpecialTokens,
+        config: AnswersObjective,
+        model: ModelConfig,
+        row_lengths: tuple[int, ...],
+    ) -> None:
+        self.special, self.loss_weights = special, {"causal": 1.0}
+        self.length = row_lengths[0]
+        self.max_tokens = self.length + 1
+
+    def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+        return np.maximum(n_tokens - 1, 0)
+
+    def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
+        tokens = piece.tokens.astype(np.int64)
+        targets = np.full(len(tokens) - 1, IGNORE, np.int64)
+        for begin, end in read_annotation(piece)["trained"]:
+            targets[begin - 1 : end - 1] = tokens[begin:end]
+        return {"tokens": tokens[:-1], "targets": targets}
+
+    def random_piece(self, random: np.random.Generator) -> DocumentChunk:
+        n = int(random.integers(4, max(5, self.length // 2)))
+        begin, end = np.sort(random.choice(np.arange(1, n + 1), 2, replace=False)).tolist()
+        tokens = random.integers(0, self.special.vocab_size, n)
+        return DocumentChunk(tokens, files={ANNOTATION: json.dumps({"trained": [[begin, end]]}).encode()})

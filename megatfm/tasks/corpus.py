@@ -14,6 +14,7 @@ from megatfm.corpus.writer import ShardWriter
 from megatfm.errors import UsageError
 from megatfm.files import temporary_path
 from megatfm.objectives.supervised import ANNOTATION
+from megatfm.tasks.answers import AnswerEncoder
 from megatfm.tasks.files import read_rows, require_columns
 from megatfm.tasks.forms import EncodedExample, RowEncoder, labels_of
 from megatfm.tokenizers import Tokenizer
@@ -31,7 +32,7 @@ class TaskCorpus:
 
 def read_labels(task: TaskConfig) -> list[str]:
     """Return the labels of a task in the order of the classes: those of the config, or of the training file."""
-    if task.labels or task.form == "regression":
+    if task.labels or task.form in ("regression", "generation", "chat"):
         return list(task.labels)
     rows = read_rows(task.train)
     require_columns(task.train, rows, {"task.label": task.label})
@@ -45,6 +46,7 @@ def prepare_corpus(
     sequence_length: int,
     folder: Path,
     *,
+    tokenizer_file: str = "",
     with_labels: bool = True,
     is_causal: bool = False,
 ) -> TaskCorpus:
@@ -61,19 +63,29 @@ def prepare_corpus(
         "task": {
             name: value
             for name, value in task.model_dump(mode="json").items()
-            if name in ("form", "text", "text_pair", "label", "labels", "too_long")
+            if name not in ("train", "validation", "test", "epochs", "metric", "lm_weight")
         },
         "sequence_length": sequence_length,
         "with_labels": with_labels,
         "is_causal": is_causal,
+        "chat_template": _content(task.chat_template),
     }
     target = folder / blake3(json.dumps(key, sort_keys=True).encode()).hexdigest(8)
     if not (target / MANIFEST).is_file():
-        encoder = RowEncoder(path, task, tokenizer, sequence_length, with_labels, -1 if is_causal else 0)
+        encoder: RowEncoder | AnswerEncoder
+        if task.has_head:
+            encoder = RowEncoder(path, task, tokenizer, sequence_length, with_labels, -1 if is_causal else 0)
+        else:
+            encoder = AnswerEncoder(path, task, tokenizer, tokenizer_file, sequence_length)
         encoded, notes = encoder.encode(rows)
         _write(target, encoded, str(path), tokenizer, key | {"notes": notes})
     manifest = json.loads((target / MANIFEST).read_bytes())
     return TaskCorpus(target, len(rows), manifest["provenance"]["notes"])
+
+
+def _content(path: str | None) -> str | None:
+    """Return the hash of a file's content, where there is one."""
+    return blake3(Path(path).read_bytes()).hexdigest() if path and Path(path).is_file() else None
 
 
 def _write(

@@ -2,11 +2,18 @@
 
 from megatfm.tokenizers.base import Tokenizer
 from megatfm.tokenizers.hugging_face import HuggingFaceTokenizer
-from megatfm.tokenizers.loading import TOKENIZER_FILENAMES, find_tokenizer_file, load, tokenizer_files
+from megatfm.tokenizers.loading import (
+    CHAT_TEMPLATE,
+    TOKENIZER_FILENAMES,
+    find_tokenizer_file,
+    load,
+    tokenizer_files,
+)
 from megatfm.tokenizers.sentence_piece import SentencePieceTokenizer
 from megatfm.tokenizers.training import train_byte_bpe, train_sentencepiece, train_wordpiece
 
 __all__ = [
+    "CHAT_TEMPLATE",
     "TOKENIZER_FILENAMES",
     "HuggingFaceTokenizer",
     "SentencePieceTokenizer",

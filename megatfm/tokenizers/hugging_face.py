@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -90,6 +91,25 @@ class HuggingFaceTokenizer(Tokenizer):
             starts[token] = added_token.content[:1].isspace() or begins(added_token.content)
         starts[list(self.special.reserved)] = True
         return starts
+
+    @property
+    def reserved_spellings(self) -> list[str]:
+        """How special tokens are spelled, in texts that are read by `encode_with_offsets`."""
+        return list(self._special_tokens())
+
+    def encode_with_offsets(self, text: str) -> tuple[NDArray[np.int32], list[tuple[int, int]]]:
+        """The ids [n] of a text in which special tokens are spelled and read as such, and the characters of each."""
+        encoding = self._reads_special.encode(text, add_special_tokens=False)
+        return np.array(encoding.ids, np.int32), list(encoding.offsets)
+
+    @cached_property
+    def _reads_special(self) -> tokenizers.Tokenizer:
+        """A copy that reads special tokens where a text spells them."""
+        copy = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+        copy.no_padding()
+        copy.no_truncation()
+        copy.encode_special_tokens = False
+        return copy
 
     def pair_frame(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
         """The special tokens before, between and after two texts, as the file's post-processor adds them; None if it

@@ -11,6 +11,8 @@ from megatfm.tokenizers.sentence_piece import SentencePieceTokenizer
 
 SP_MODEL, TOKENIZER_JSON, VOCAB_TXT = "tokenizer.model", "tokenizer.json", "vocab.txt"
 VOCAB_JSON, MERGES_TXT = "vocab.json", "merges.txt"
+CHAT_TEMPLATE = "chat_template.jinja"
+"""Beside a tokenizer.json, where transformers keeps how conversations are rendered."""
 TOKENIZER_FILENAMES = (SP_MODEL, TOKENIZER_JSON, CONFIG)
 """Names of a tokenizer's files where megatfm writes them."""
 
@@ -70,7 +72,9 @@ def tokenizer_files(path: str | Path) -> dict[str, bytes]:
     if data[:1] != b"{":
         return {SP_MODEL: data}
     config = _read_config_for(place)
-    return {TOKENIZER_JSON: data} if config is None else {CONFIG: config, TOKENIZER_JSON: data}
+    template = place.with_name(CHAT_TEMPLATE)
+    beside = {CHAT_TEMPLATE: _read(template)} if config is not None and template.is_file() else {}
+    return {TOKENIZER_JSON: data} if config is None else {**beside, CONFIG: config, TOKENIZER_JSON: data}
 
 
 def _without_blanks(place: Path, data: bytes) -> bytes:

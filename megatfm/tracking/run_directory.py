@@ -191,5 +191,5 @@ class RunDirectory:
             path = self.folder / name
             if not path.is_file() or path.read_bytes() != content:
                 self.write(name, content)
-        for name in set(tokenizers.TOKENIZER_FILENAMES) - files.keys():
+        for name in {*tokenizers.TOKENIZER_FILENAMES, tokenizers.CHAT_TEMPLATE} - files.keys():
             (self.folder / name).unlink(missing_ok=True)

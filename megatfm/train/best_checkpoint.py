@@ -23,9 +23,10 @@ class BestCheckpoint:
     def update(self, step: int, evaluation: Mapping[str, Mapping[str, Any]]) -> None:
         """Compare the results of a step's evaluation, by name of the set."""
         first = next(iter(evaluation.values()), {})
-        if self._task is None or "metrics" not in first:
+        if self._task is None or not first:
             return
-        value = float(first["metrics"][self._task.best_by])
+        by_loss = self._task.best_by == "loss"
+        value = -float(first["loss"]) if by_loss else float(first["metrics"][self._task.best_by])
         if self.step is None or value > self.value:
             self.step, self.value = step, value
 

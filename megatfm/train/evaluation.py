@@ -185,7 +185,11 @@ def evaluate_sets(
     """Evaluate every validation set of a config; name → what `evaluate` returns."""
     results = {}
     for name, rows in corpora.validation.items():
-        with collect_predictions(model_of(engine)) if config.task else nullcontext() as collector:
+        with (
+            collect_predictions(model_of(engine))
+            if config.task and config.task.has_head
+            else nullcontext() as collector
+        ):
             results[name] = evaluate(
                 engine,
                 rows,

@@ -38,10 +38,11 @@ def resolve_task(config: Config) -> tuple[Config, list[str]]:
         raise UsageError(
             "data.tokenizer is missing: give the one of the pretrained model, or start from that by --from"
         )
-    if family not in HEAD_OF_FAMILY:
+    families = list(HEAD_OF_FAMILY) if task.has_head else ["decoder"]
+    if family not in families:
         raise UsageError(
-            f"task.form = {task.form!r}: model.family = {family!r} has no head for it; there is one for "
-            f"{' and '.join(HEAD_OF_FAMILY)}: start from such a model"
+            f"task.form = {task.form!r}: is not for model.family = {family!r}, but for {' and '.join(families)}: start "
+            "from such a model"
         )
     check_files_exist(task)
     task = task.model_copy(update={"labels": read_labels(task)})
@@ -49,11 +50,14 @@ def resolve_task(config: Config) -> tuple[Config, list[str]]:
     config = config.with_changes(
         {
             "task.labels": task.labels,
-            "objective": {"name": "text_classification", "lm_weight": task.lm_weight},
-            **_model_changes(config, task, tokenizer),
+            "model.vocab_size": config.model.vocab_size or tokenizer.vocab_size,
+            **(_head_changes(config, task) if task.has_head else {"objective": {"name": "answers"}}),
         }
     )
-    config = config.with_changes({"train.init_include": config.train.init_include or weights_to_load(config)})
+    if task.has_head:
+        config = config.with_changes(
+            {"train.init_include": config.train.init_include or weights_to_load(config)}
+        )
     corpora = {
         name: prepare_task_corpus(config, path, tokenizer)
         for name, path in (("train", task.train), ("validation", task.validation))
@@ -73,12 +77,13 @@ def prepare_task_corpus(config: Config, path: str, tokenizer: Tokenizer, *, with
     folder = run_folder(config) / TASK_CORPORA
     return prepare_corpus(
         path, config.task, tokenizer, config.data.sequence_length, folder,
-        with_labels=with_labels, is_causal=config.model.family == "decoder",
+        tokenizer_file=str(config.data.tokenizer), with_labels=with_labels,
+        is_causal=config.model.family == "decoder",
     )  # fmt: skip
 
 
-def _model_changes(config: Config, task: TaskConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the changes of the model: the task's head in place of all others."""
+def _head_changes(config: Config, task: TaskConfig) -> dict[str, Any]:
+    """Return the changes of model and objective: the task's head in place of all others."""
     head = HEAD_OF_FAMILY[config.model.family]
     given = config.model.extra_heads.get(head)
     options = given.model_dump() if given is not None and given.name == "text_classifier" else {}
@@ -98,7 +103,7 @@ def _model_changes(config: Config, task: TaskConfig, tokenizer: Tokenizer) -> di
     return {
         **lm_head,
         "model.extra_heads": {head: section},
-        "model.vocab_size": config.model.vocab_size or tokenizer.vocab_size,
+        "objective": {"name": "text_classification", "lm_weight": task.lm_weight},
     }
 
 

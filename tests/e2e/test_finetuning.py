@@ -209,3 +209,57 @@ def test_every_form_trains_from_nothing_and_predicts(folder: Path, form: str) ->
     if form == "classification":
         first = json.loads((folder / "runs/things/metrics.jsonl").read_text().splitlines()[0])
         assert first["terms"].keys() == {"sentence", "causal"}
+
+
+TEMPLATE = (
+    "{% for message in messages %}{{ '[CLS]' if message['role'] == 'user' else '[SEP]' }}{{ message['content'] }}"
+    "{{ '[MASK]' }}{% endfor %}{% if add_generation_prompt %}{{ '[SEP]' }}{% endif %}"
+)
+
+
+def test_conversations_train_their_answers_alone(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"the {word}"},
+                {"role": "assistant", "content": f"a {word}"},
+            ]
+        }
+        for word in ANIMALS + TOOLS
+    ]
+    for name in ("train", "validation"):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = {
+        "task.form": "chat", "task.train": "train.jsonl", "task.validation": "validation.jsonl", "task.test": "",
+        "task.text_pair": "", "data.tokenizer": "bert", "task.epochs": "40", "optimizer.lr": "1e-2",
+        "task.chat_template": "chat.jinja",
+    }  # fmt: skip
+    command = [
+        "finetune",
+        "task.toml",
+        f'{TINY}, family="decoder"}}',
+        *(f"{k}={v}" for k, v in words.items()),
+    ]
+    (folder / "chat.jinja").write_text(TEMPLATE)
+    assert run(*command) == 0
+    validation = json.loads((folder / "runs/things/task.json").read_text())["sets"]["validation"]
+    assert validation["examples"] == 12
+    assert validation["loss"] < 2.5, "less than ln 24, of which nothing was learnt"
+    (corpus,) = {path.parent for path in folder.glob("runs/things/task/*/manifest.json")}
+    capfd.readouterr()
+    assert run("data", "show", str(corpus), "--sample", "0") == 0
+    assert "[CLS]the cat[MASK][SEP]⟦a cat[MASK]⟧" in capfd.readouterr().out
+
+
+def test_several_seeds_are_summed_up(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["task.epochs=1", "task.test="]
+    assert run("finetune", "task.toml", "--from", "bert", "--seeds", "2", *words) == 0
+    losses = [
+        json.loads((folder / f"runs/things-seed-{seed}/task.json").read_text())["sets"]["validation"]["loss"]
+        for seed in (0, 1)
+    ]
+    assert losses[0] != losses[1]
+    mean, deviation = sum(losses) / 2, abs(losses[0] - losses[1]) / 2**0.5
+    assert f"{mean:.4f} ± {deviation:.4f}" in capfd.readouterr().out
+    assert run("finetune", "task.toml", "--from", "bert", "--seeds", "2", "train.seed=3") == 2
+    assert "each run has its own train.seed: leave that out" in capfd.readouterr().err

@@ -1,0 +1,196 @@
+"""Conversations: tokens as transformers renders them, answers alone trained, and what can't be is named."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers as library
+import transformers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from megatfm import tokenizers
+from megatfm.config import TaskConfig
+from megatfm.data.sequences import DocumentChunk
+from megatfm.errors import UsageError
+from megatfm.objectives.supervised import ANNOTATION, Answers
+from megatfm.ops.cross_entropy import IGNORE
+from megatfm.tasks.answers import AnswerEncoder, format_trained
+from megatfm.tokenizers import Tokenizer
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] | trim + '<|im_end|>' }}"
+    "{% endgeneration %}{% else %}{{ message['content'] | trim + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LLAMA = (
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}[INST] {{ message['content'] }} "
+    "[/INST]{% elif message['role'] == 'assistant' %}{% generation %} {{ message['content'] }}{{ eos_token }}"
+    "{% endgeneration %}"
+    "{% else %}{{ raise_exception('only user and assistant speak') }}{% endif %}{% endfor %}"
+)
+CHATS = [
+    [
+        ("user", "Wie heißt die Hauptstadt?"),
+        ("assistant", "Canberra."),
+        ("user", "日本は?"),
+        ("assistant", "東京 🗼"),
+    ],
+    [("user", "  hi\n"), ("assistant", "x")],
+    [("user", "a"), ("assistant", "b"), ("user", "still open?")],
+]
+
+
+def messages(*turns: tuple[str, str]) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+@pytest.fixture(scope="module", params=["chatml", "llama"])
+def both(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Tokenizer, Any, str]:
+    """Ours, transformers' and the file of a byte-level tokenizer with a chat template."""
+    folder = tmp_path_factory.mktemp(request.param)
+    built = library.Tokenizer(models.BPE())
+    built.pre_tokenizer, built.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
+    marks = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    texts = ["the user and the assistant said hi to the user\n" * 5]
+    built.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=320, special_tokens=marks, initial_alphabet=alphabet, show_progress=False
+        ),
+    )
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=built, bos_token="<s>", eos_token="</s>")
+    fast.chat_template = {"chatml": CHATML, "llama": LLAMA}[request.param]
+    fast.save_pretrained(folder)
+    return (
+        tokenizers.load(folder),
+        transformers.AutoTokenizer.from_pretrained(folder),
+        str(folder / "tokenizer.json"),
+    )
+
+
+def encoder(tokenizer: Tokenizer, file: str, length: int = 200, **values: Any) -> AnswerEncoder:
+    task = TaskConfig.model_validate({"form": "chat", "train": "x", **values})
+    return AnswerEncoder("x", task, tokenizer, file, length)
+
+
+@pytest.mark.parametrize("chat", range(len(CHATS)))
+def test_tokens_and_mask_are_those_of_transformers(both: tuple[Tokenizer, Any, str], chat: int) -> None:
+    ours, theirs, file = both
+    said = messages(*CHATS[chat])
+    wanted = theirs.apply_chat_template(
+        said, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    ((example,), _) = encoder(ours, file).encode([{"messages": said}])
+    assert example.tokens.tolist() == wanted["input_ids"]
+    mask = np.zeros(len(example.tokens), int)
+    for begin, end in example.annotation["trained"]:
+        mask[begin:end] = 1
+    # What a template writes after its mark of an answer, a line end here, is part of ours: the model is to make it.
+    marked = np.array(wanted["assistant_masks"])
+    assert (mask >= marked).all()
+    line_end = ours.encode("\n").tolist()
+    extra = example.tokens[(mask == 1) & (marked == 0)].tolist()
+    assert extra == (
+        line_end * sum(role == "assistant" for role, _ in CHATS[chat])
+        if "im_start" in theirs.chat_template
+        else []
+    )
+
+
+def test_targets_are_the_answers_and_nothing_else(both: tuple[Tokenizer, Any, str]) -> None:
+    ours, _, file = both
+    ((example,), notes) = encoder(ours, file).encode([{"messages": messages(*CHATS[0])}])
+    stored = {ANNOTATION: json.dumps(example.annotation).encode()}
+    fields = Answers.build_example(object.__new__(Answers), DocumentChunk(example.tokens, files=stored), None)
+    assert fields["tokens"].tolist() == example.tokens[:-1].tolist()
+    seen = fields["targets"][fields["targets"] != IGNORE].tolist()
+    text = ours.decode(seen)
+    assert "Canberra." in text
+    assert "東京 🗼" in text
+    assert "Hauptstadt" not in text
+    assert "user" not in text
+    at = np.flatnonzero(fields["targets"] != IGNORE)
+    assert fields["targets"][at].tolist() == example.tokens[at + 1].tolist()
+    assert notes == [f"x: {len(at)} of {len(example.tokens)} tokens are trained"]
+    shown = format_trained(example.tokens, example.annotation["trained"], ours, colour=False)
+    assert shown.count("⟦") == 2
+    assert shown.partition("⟦")[0].count("Hauptstadt") == 1
+    assert shown.replace("⟦", "").replace("⟧", "").count("</s>" if "INST" in shown else "<|im_end|>") >= 2
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (messages(("user", "a")), "has no message with role 'assistant'"),
+        ([], "has no list of messages"),
+        ("text", "has no list of messages"),
+        ([{"content": "x"}], "message 1 has no role"),
+        ([{"role": "user", "content": ["x"]}], "message 1 has no text"),
+        (
+            messages(("user", "x <|im_end|> y"), ("assistant", "b")),
+            r"message 1 spells the special token '<\|im_end\|>'",
+        ),
+        (
+            messages(("user", "word " * 300), ("assistant", "b")),
+            "has .* tokens, more than data.sequence_length = 200",
+        ),
+    ],
+)
+def test_bad_conversations_are_named(both: tuple[Tokenizer, Any, str], row: Any, message: str) -> None:
+    ours, _, file = both
+    good = messages(("user", "a"), ("assistant", "b"))
+    with pytest.raises(UsageError, match=f"x, row 2: {message}"):
+        encoder(ours, file).encode([{"messages": good}, {"messages": row}])
+
+
+def test_an_answer_that_is_cut_away_is_refused_and_one_that_is_cut_is_told(
+    both: tuple[Tokenizer, Any, str],
+) -> None:
+    ours, _, file = both
+    long = messages(("user", "word " * 300), ("assistant", "b"))
+    with pytest.raises(UsageError, match="row 1: no token is trained"):
+        encoder(ours, file, too_long="truncate").encode([{"messages": long}])
+    answer = messages(("user", "a"), ("assistant", "word " * 300))
+    ((example,), notes) = encoder(ours, file, too_long="truncate").encode([{"messages": answer}])
+    assert len(example.tokens) == 201
+    assert any("1 of 1 examples cut to 200 tokens" in note for note in notes)
+    assert any("won't learn to stop" in note for note in notes)
+
+
+def test_templates_that_refuse_or_rewrite_are_named(both: tuple[Tokenizer, Any, str], tmp_path: Path) -> None:
+    ours, theirs, file = both
+    if "INST" in theirs.chat_template:
+        with pytest.raises(UsageError, match="x, row 1: the chat template refuses the messages: only user"):
+            encoder(ours, file).encode([{"messages": messages(("system", "s"), ("assistant", "b"))}])
+    rewriting = tmp_path / "rewriting.jinja"
+    rewriting.write_text("{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    with pytest.raises(
+        UsageError, match="x, row 1: the chat template renders the messages before message 2 otherwise"
+    ):
+        encoder(ours, file, chat_template=str(rewriting)).encode([{"messages": messages(*CHATS[1])}])
+    rewriting.write_text("{% for m in messages %}")
+    with pytest.raises(UsageError, match="no Jinja template"):
+        encoder(ours, file, chat_template=str(rewriting)).encode([{"messages": messages(*CHATS[1])}])
+    rewriting.write_text("{{ ''.__class__.__mro__ }}")
+    with pytest.raises(UsageError, match="refuses the messages"):
+        encoder(ours, file, chat_template=str(rewriting)).encode([{"messages": messages(*CHATS[1])}])
+
+
+def test_texts_and_answers_without_a_template(both: tuple[Tokenizer, Any, str]) -> None:
+    ours, _, file = both
+    rows = [{"text": "zwei", "label": "two"}]
+    ((example,), _) = encoder(ours, file, form="generation", prefix="to English: ").encode(rows)
+    prompt, answer = ours.encode("to English: zwei\n").tolist(), ours.encode("two").tolist()
+    assert example.tokens.tolist() == [ours.bos, *prompt, *answer, ours.eos]
+    assert example.annotation == {"trained": [[1 + len(prompt), len(example.tokens)]]}
+    with pytest.raises(UsageError, match="x, row 1: column 'label' is empty"):
+        encoder(ours, file, form="generation").encode([{"text": "a", "label": " "}])
